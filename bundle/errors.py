@@ -1,0 +1,69 @@
+"""The exception types and the exit codes: rooms raise these, `cli` and workers turn them into a status."""
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What a process of ours may end with; nothing else (docs/exit-codes.md)."""
+
+    OK = 0
+    JOB_FAILED = 1
+    USAGE = 2
+    ENVIRONMENT_UNFIT = 3
+    PATCHES = 4
+    LAUNCH_UNAVAILABLE = 5
+    HANG = 6
+    PREEMPTED = 75
+    INTERRUPTED = 130
+    TERMINATED = 143
+
+
+class BundleError(Exception):
+    """An error with everything a user needs: what is wrong, where, and what to do. All violations at once."""
+
+    code = ExitCode.JOB_FAILED
+
+    def __init__(self, message: str, violations: Sequence[str] = ()) -> None:
+        self.violations = tuple(violations)
+        super().__init__("\n".join([message, *(f"  - {v}" for v in self.violations)]))
+
+
+class JobFailed(BundleError):
+    """The job ran and failed."""
+
+
+class UsageError(BundleError):
+    """The command line or the recipe asks for something impossible."""
+
+    code = ExitCode.USAGE
+
+
+class EnvironmentUnfit(BundleError):
+    """This machine or what is installed on it cannot run the job."""
+
+    code = ExitCode.ENVIRONMENT_UNFIT
+
+
+class PatchError(BundleError):
+    """A patch that the job needs cannot be applied."""
+
+    code = ExitCode.PATCHES
+
+
+class LaunchUnavailable(BundleError):
+    """The launch backend cannot be reached or is not installed."""
+
+    code = ExitCode.LAUNCH_UNAVAILABLE
+
+
+class Hang(BundleError):
+    """Ranks stopped making progress."""
+
+    code = ExitCode.HANG
+
+
+class Preempted(BundleError):
+    """The job was told to stop and has written a checkpoint: start it again."""
+
+    code = ExitCode.PREEMPTED
