@@ -1,0 +1,18 @@
+"""The patch list and what is decided about it: data, source text and metadata; never torch or megatron."""
+
+from bundle.patches.decision import Action, Decision
+from bundle.patches.entry import BACKENDS, Facade, Patch, Presence, Replacement, Seam, Trap
+from bundle.patches.source import Evidence
+
+__all__ = [
+    "BACKENDS",
+    "Action",
+    "Decision",
+    "Evidence",
+    "Facade",
+    "Patch",
+    "Presence",
+    "Replacement",
+    "Seam",
+    "Trap",
+]

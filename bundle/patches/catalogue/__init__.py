@@ -1,0 +1,1 @@
+"""The patches, one module for each area of megatron-core; each holds a tuple named PATCHES."""

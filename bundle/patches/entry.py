@@ -1,0 +1,89 @@
+"""What the patch list is made of: patches, and the seams, traps and facades that stand beside them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from bundle.patches.source import Evidence
+
+BACKENDS = ("cpu", "cuda", "ascend")
+
+
+class Presence(StrEnum):
+    """What reading the source says about a defect; UNKNOWN when the code looks like neither state."""
+
+    PRESENT = "present"
+    ABSENT = "absent"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """One attribute of megatron and the function that makes its replacement.
+
+    `target` is "package.module:Qualified.name"; naming a re-export replaces that one namespace only.
+    `wrapper` is "bundle.wrappers.area:function", called as `wrapper(original) -> replacement`.
+    """
+
+    target: str
+    wrapper: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patch:
+    """A defect of megatron-core and what mends it from outside.
+
+    The fingerprints that were reviewed are in releases.json, under the targets' names: the releases in
+    which `defect` is present are the ones whose targets the wrappers were read and proven against.
+    """
+
+    id: str
+    replacements: tuple[Replacement, ...]
+    why: str  # what goes wrong without it, as the user would see it
+    upstream: str  # where upstream knows of it, or how it was found
+    range: str  # PEP 508 on the base version of megatron-core; "" is every release
+    evidence: tuple[str, ...]  # the definitions that `defect` reads, which need not be the targets
+    defect: Callable[[Evidence], Presence]
+    check: str = ""  # name of the behaviour check in bundle.verification
+    when: frozenset[str] = frozenset()  # features of the recipe, all of them
+    backends: tuple[str, ...] = BACKENDS
+    requires: tuple[str, ...] = ()  # PEP 508 on other packages, all of them: "torch>=2.8"
+    fixed_in: str | None = None  # the first release without the defect
+    opt_in: bool = False  # an improvement: applied only when it is asked for by id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seam:
+    """A private upstream name that the bundle relies on without replacing it."""
+
+    id: str
+    targets: tuple[str, ...]
+    use: str  # "call" | "wrap" | "intercept", and by which room
+    why: str
+    when: frozenset[str] = frozenset()
+    range: str = ""  # the releases that have it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trap:
+    """A defect with no narrow fix: the recipes that meet it are refused."""
+
+    id: str
+    range: str
+    when: frozenset[str]  # features of the recipe, all of them
+    why: str  # what goes wrong
+    cause: str  # the upstream line, or how it was bisected
+    instead: str  # what to change
+    backends: tuple[str, ...] = BACKENDS
+    unless: frozenset[str] = frozenset()  # features of which any one avoids it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facade:
+    """A stand-in for a whole module that a backend installs and uninstalls exactly; no patch."""
+
+    id: str
+    target: str
+    backends: tuple[str, ...]
+    why: str
+    installed_by: str
