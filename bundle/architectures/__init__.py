@@ -1,0 +1,59 @@
+"""Models as data: a Hugging Face config read into dimensions, layers, experts and MTP."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bundle.architectures.architecture import MLA, Architecture, MoE, RopeScaling, contradictions
+from bundle.architectures.families import FAMILIES
+from bundle.architectures.keys import Keys, closest
+from bundle.errors import UsageError
+
+__all__ = ["MLA", "SUPPORTED", "Architecture", "MoE", "RopeScaling", "from_config", "read_config"]
+
+SUPPORTED = tuple(sorted(FAMILIES))
+LARGEST_FILE = 4 * 2**20
+
+
+def from_config(config: Mapping[str, Any], origin: str = "config") -> Architecture:
+    """The Architecture that a Hugging Face config describes.
+
+    Raises UsageError with every violation at once: missing, mistyped and impossible values, unknown keys, and
+    keys that ask for a computation which would not happen.
+    """
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        near = closest(str(model_type), FAMILIES)
+        raise UsageError(
+            f"{origin}: model_type {model_type!r} is not supported{near}",
+            [f"supported: {', '.join(SUPPORTED)}"],
+        )
+    keys = Keys(config)
+    architecture = FAMILIES[model_type](keys)
+    keys.rest()
+    if not keys.unreadable:
+        keys.violations += contradictions(architecture)
+    if keys.violations:
+        raise UsageError(f"{origin}: this {model_type} model is impossible or not supported", keys.violations)
+    return architecture
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The mapping in `directory`/config.json. Raises UsageError when there is no such object."""
+    path = directory / "config.json"
+    try:
+        with path.open("rb") as file:
+            text = file.read(LARGEST_FILE + 1)
+        if len(text) > LARGEST_FILE:
+            raise UsageError(f"{path}: larger than {LARGEST_FILE} bytes; this is no model config")
+        config = json.loads(text)
+    except OSError as error:
+        raise UsageError(
+            f"{path}: {error.strerror}; model.path must hold a Hugging Face config.json"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise UsageError(f"{path}: must hold a JSON object, holds a {type(config).__name__}")
+    return config

@@ -1,0 +1,128 @@
+"""What a model is, as data: the numbers that decide its tensors, its layout and its arithmetic."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary positions are stretched beyond the length of pre-training."""
+
+    kind: str  # linear | llama3 | yarn
+    factor: float
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+
+@dataclass(frozen=True)
+class MLA:
+    """Multi-head latent attention: ranks of the two compressions and the widths of one head."""
+
+    q_lora_rank: int | None  # None: queries are not compressed
+    kv_lora_rank: int
+    qk_head_dim: int  # the part without positions
+    qk_pos_emb_head_dim: int
+    v_head_dim: int
+
+    @property
+    def q_head_dim(self) -> int:
+        """Width of one head of queries and keys as the attention kernel sees it."""
+        return self.qk_head_dim + self.qk_pos_emb_head_dim
+
+
+@dataclass(frozen=True)
+class MoE:
+    """The experts, where they stand, and how a token chooses among them."""
+
+    num_experts: int
+    topk: int
+    ffn_hidden_size: int  # of one expert
+    shared_ffn_hidden_size: int  # of all shared experts together; 0: none
+    layer_pattern: tuple[int, ...]  # per decoder layer: 1 experts, 0 dense
+    score_function: str = "softmax"  # softmax | sigmoid
+    pre_softmax: bool = False  # softmax over all experts, then top-k (no renormalisation)
+    expert_bias: bool = False  # a bias that steers the choice but not the weights (DeepSeek-V3)
+    scaling_factor: float = 1.0
+    groups: int | None = None
+    group_topk: int | None = None
+    aux_loss_coeff: float = 0.0
+    aux_loss_per_sequence: bool = False
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One decoder-only transformer with gated SiLU feed-forward layers and RMS norms."""
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int  # of dense layers
+    num_attention_heads: int
+    num_query_groups: int  # key/value heads
+    kv_channels: int  # width of one head; with MLA the width of a value
+    vocab_size: int
+    max_position_embeddings: int
+    tied_embeddings: bool = False
+    norm_epsilon: float = 1e-6
+    rotary_base: float = 10000.0
+    rotary_fraction: float = 1.0  # of a head's width that is rotated
+    rope_scaling: RopeScaling | None = None
+    qk_layernorm: bool = False
+    qkv_bias: bool = False
+    attention_dropout: float = 0.0
+    initializer_range: float = 0.02
+    mla: MLA | None = None
+    moe: MoE | None = None
+    mtp_layers: int = 0
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Widths of one head of (queries and keys, values)."""
+        if self.mla:
+            return self.mla.q_head_dim, self.mla.v_head_dim
+        return self.kv_channels, self.kv_channels
+
+    @property
+    def layer_pattern(self) -> tuple[int, ...]:
+        """Per decoder layer: 1 experts, 0 dense. MTP layers are of the last decoder layer's kind."""
+        return self.moe.layer_pattern if self.moe else (0,) * self.num_layers
+
+
+def contradictions(a: Architecture) -> list[str]:
+    """Every reason why these numbers cannot be one model, in the words of a Hugging Face config."""
+    found = []
+    if a.num_attention_heads % a.num_query_groups:
+        found.append(
+            f"num_attention_heads {a.num_attention_heads} is not a multiple of "
+            f"num_key_value_heads {a.num_query_groups}"
+        )
+    rotated = a.mla.qk_pos_emb_head_dim if a.mla else a.kv_channels * a.rotary_fraction
+    if rotated % 2:
+        found.append(f"rotary positions turn pairs: {rotated:g} rotated values of a head are not even")
+    if a.moe:
+        found += _routing_contradictions(a.moe)
+    return found
+
+
+def _routing_contradictions(moe: MoE) -> list[str]:
+    found = []
+    if moe.topk > moe.num_experts:
+        found.append(f"num_experts_per_tok {moe.topk} exceeds the {moe.num_experts} experts")
+    if moe.score_function == "softmax" and not moe.pre_softmax and moe.topk == 1:
+        found.append(
+            "one expert per token with norm_topk_prob: its weight would be 1 whatever the router says"
+        )
+    if moe.groups and moe.group_topk:
+        if moe.num_experts % moe.groups:
+            found.append(f"{moe.num_experts} experts do not divide into n_group {moe.groups}")
+        elif moe.topk > moe.group_topk * (moe.num_experts // moe.groups):
+            found.append(
+                f"num_experts_per_tok {moe.topk} exceeds the experts of topk_group {moe.group_topk} groups"
+            )
+        if moe.group_topk > moe.groups:
+            found.append(f"topk_group {moe.group_topk} exceeds n_group {moe.groups}")
+    return found

@@ -1,0 +1,240 @@
+"""How each family of models reads its Hugging Face config. Defaults are those of `transformers`; where its
+classes default to the numbers of one particular model, the key is required here."""
+
+from collections.abc import Callable
+from typing import Any
+
+from bundle.architectures import rope
+from bundle.architectures.architecture import MLA, Architecture, MoE
+from bundle.architectures.keys import REQUIRED, Keys
+
+MOST_LAYERS = 4096
+FULL = "full_attention"
+
+
+def _decoder(keys: Keys, *, num_key_value_heads: Any = REQUIRED, head_dim: Any = None, **chosen: Any) -> dict:
+    """The arguments of an Architecture that all families read alike; `chosen` overrides."""
+    heads = keys.integer("num_attention_heads")
+    hidden = keys.integer("hidden_size")
+    kv_channels = chosen.get("kv_channels") or keys.optional("head_dim", head_dim)
+    if kv_channels is None:
+        kv_channels, odd = divmod(hidden, heads)
+        if odd:
+            keys.refuse(
+                "head_dim", None, f"hidden_size {hidden} is no multiple of {heads} heads: give head_dim"
+            )
+    keys.only("hidden_act", "silu", why="only gated SiLU (silu) is computed")
+    keys.only("mlp_bias", False, why="biases in feed-forward layers are not computed")
+    kinds = keys.value("layer_types") or [FULL]
+    if not isinstance(kinds, list) or any(kind != FULL for kind in kinds):
+        keys.refuse("layer_types", kinds, f"only {FULL} is computed")
+    groups = keys.optional("num_key_value_heads", num_key_value_heads) or heads
+    common = {
+        "num_layers": keys.integer("num_hidden_layers", most=MOST_LAYERS),
+        "hidden_size": hidden,
+        "ffn_hidden_size": keys.integer("intermediate_size"),
+        "num_attention_heads": heads,
+        "num_query_groups": groups,
+        "kv_channels": kv_channels,
+        "vocab_size": keys.integer("vocab_size"),
+        "max_position_embeddings": keys.integer("max_position_embeddings"),
+        "tied_embeddings": keys.flag("tie_word_embeddings", False),
+        "norm_epsilon": keys.number("rms_norm_eps", 1e-6, most=1.0),
+        "attention_dropout": keys.number("attention_dropout", 0.0, most=1.0),
+        "initializer_range": keys.number("initializer_range", 0.02, most=10.0),
+    }
+    if "rotary_base" not in chosen:
+        chosen |= _rotary(rope.read(keys))
+    return common | chosen
+
+
+def _rotary(read: rope.Rope) -> dict[str, Any]:
+    return {"rotary_base": read.base, "rotary_fraction": read.fraction, "rope_scaling": read.scaling}
+
+
+def _no_window(keys: Keys, active: bool = True) -> None:
+    """Refuses an active window shorter than the longest sequence: every token must see all before it."""
+    window = keys.optional("sliding_window")
+    if active and window and window < keys.integer("max_position_embeddings"):
+        why = "windowed attention is not computed; null is equal for sequences up to the window"
+        keys.refuse("sliding_window", window, why)
+
+
+def _no_window_in_use(keys: Keys) -> None:
+    _no_window(keys, active=keys.flag("use_sliding_window", False))
+
+
+def _no_output_bias(keys: Keys) -> None:
+    why = "this family also puts a bias on o_proj, which megatron-core cannot do alone"
+    keys.only("attention_bias", False, why=why)
+
+
+def llama(keys: Keys) -> Architecture:
+    """Llama: grouped queries, no biases."""
+    _no_output_bias(keys)
+    return Architecture("llama", **_decoder(keys, num_key_value_heads=None))
+
+
+def mistral(keys: Keys) -> Architecture:
+    """Mistral without its window."""
+    _no_window(keys)
+    return Architecture("mistral", **_decoder(keys))
+
+
+def mixtral(keys: Keys) -> Architecture:
+    """Mixtral: every layer is experts of the feed-forward's width."""
+    _no_window(keys)
+    keys.only("router_jitter_noise", 0.0, 0, why="noise on the router's input is not computed")
+    rotary = _rotary(rope.read(keys, default_base=1e6))
+    base = _decoder(keys, norm_epsilon=keys.number("rms_norm_eps", 1e-5, most=1.0), **rotary)
+    moe = MoE(
+        num_experts=keys.integer("num_local_experts"),
+        topk=keys.integer("num_experts_per_tok"),
+        ffn_hidden_size=base["ffn_hidden_size"],
+        shared_ffn_hidden_size=0,
+        layer_pattern=(1,) * base["num_layers"],
+        aux_loss_coeff=keys.number("router_aux_loss_coef", 0.0),
+    )
+    return Architecture("mixtral", **base, moe=moe)
+
+
+def qwen2(keys: Keys) -> Architecture:
+    """Qwen2 and 2.5: biases on queries, keys and values."""
+    _no_window_in_use(keys)
+    return Architecture("qwen2", **_decoder(keys, qkv_bias=True))
+
+
+def mimo(keys: Keys) -> Architecture:
+    """MiMo: Qwen2 with multi-token prediction."""
+    _no_window_in_use(keys)
+    keys.only("attention_bias", True, why="MiMo's queries, keys and values have a bias")
+    keys.only("use_mrope", False, why="positions in several dimensions are not computed")
+    return Architecture("mimo", **_decoder(keys, qkv_bias=True, mtp_layers=_mtp(keys)))
+
+
+def qwen3(keys: Keys) -> Architecture:
+    """Qwen3: norms on queries and keys."""
+    _no_window_in_use(keys)
+    _no_output_bias(keys)
+    return Architecture("qwen3", **_decoder(keys, head_dim=REQUIRED, qk_layernorm=True))
+
+
+def qwen3_moe(keys: Keys) -> Architecture:
+    """Qwen3 with experts in the layers that decoder_sparse_step and mlp_only_layers leave."""
+    _no_window_in_use(keys)
+    _no_output_bias(keys)
+    base = _decoder(keys, qk_layernorm=True)
+    step = keys.integer("decoder_sparse_step", 1)
+    dense = keys.integers("mlp_only_layers")
+    pattern = (int(i not in dense and (i + 1) % step == 0) for i in range(base["num_layers"]))
+    # transformers 5 writes num_local_experts for what the published configs call num_experts.
+    name = "num_local_experts" if keys.present("num_local_experts") else "num_experts"
+    moe = MoE(
+        num_experts=keys.integer(name),
+        topk=keys.integer("num_experts_per_tok"),
+        ffn_hidden_size=keys.integer("moe_intermediate_size"),
+        shared_ffn_hidden_size=0,
+        layer_pattern=tuple(pattern),
+        pre_softmax=not keys.flag("norm_topk_prob"),
+        aux_loss_coeff=keys.number("router_aux_loss_coef", 0.0),
+    )
+    return Architecture("qwen3_moe", **base, moe=moe)
+
+
+def deepseek_v2(keys: Keys) -> Architecture:
+    """DeepSeek-V2: MLA, shared experts, greedy choice by a softmax over all experts."""
+    keys.only("scoring_func", "softmax", why="DeepSeek-V2 scores by softmax")
+    keys.only(
+        "norm_topk_prob", False, why="megatron-core does not renormalise after a softmax over all experts"
+    )
+    keys.only(
+        "topk_method",
+        "greedy",
+        why="megatron-core ranks groups by their best topk/topk_group experts, this method by the best one",
+    )
+    for without_effect_on_greedy in ("n_group", "topk_group"):
+        keys.optional(without_effect_on_greedy)
+    return Architecture("deepseek_v2", **_latent(keys, score_function="softmax", pre_softmax=True))
+
+
+def deepseek_v3(keys: Keys) -> Architecture:
+    """DeepSeek-V3: MLA, sigmoid scores with a steering bias, groups of experts, multi-token prediction."""
+    return Architecture("deepseek_v3", **_latent(keys, **_sigmoid(keys)), mtp_layers=_mtp(keys))
+
+
+def glm4_moe(keys: Keys) -> Architecture:
+    """GLM-4.5: DeepSeek-V3's experts and multi-token prediction over partly rotated grouped queries."""
+    base = _decoder(
+        keys,
+        norm_epsilon=keys.number("rms_norm_eps", 1e-5, most=1.0),
+        qkv_bias=keys.flag("attention_bias", False),
+        qk_layernorm=keys.flag("use_qk_norm", False),
+        mtp_layers=_mtp(keys),
+        **_rotary(rope.read(keys, default_fraction=0.5)),
+    )
+    return Architecture("glm4_moe", **base, moe=_shared_experts(keys, base["num_layers"], **_sigmoid(keys)))
+
+
+def _latent(keys: Keys, **routing: Any) -> dict[str, Any]:
+    """DeepSeek's decoder: multi-head latent attention and experts behind the first dense layers."""
+    mla = MLA(
+        q_lora_rank=keys.optional("q_lora_rank", REQUIRED),
+        kv_lora_rank=keys.integer("kv_lora_rank"),
+        qk_head_dim=keys.integer("qk_nope_head_dim"),
+        qk_pos_emb_head_dim=keys.integer("qk_rope_head_dim"),
+        v_head_dim=keys.integer("v_head_dim"),
+    )
+    heads = keys.integer("num_attention_heads")
+    keys.only("attention_bias", False, why="biases in latent attention are not computed")
+    keys.only("rope_interleave", True, why="megatron-core's latent attention rotates interleaved pairs")
+    keys.only("num_key_value_heads", None, heads, why=f"latent attention has one per head, {heads}")
+    # transformers 5 writes what follows from the numbers above.
+    keys.only("qk_head_dim", None, mla.q_head_dim, why="must be qk_nope_head_dim + qk_rope_head_dim")
+    keys.only("head_dim", None, mla.qk_pos_emb_head_dim, why="must be qk_rope_head_dim")
+    base = _decoder(keys, num_key_value_heads=None, kv_channels=mla.v_head_dim, qk_layernorm=True, mla=mla)
+    return base | {"moe": _shared_experts(keys, base["num_layers"], **routing)}
+
+
+def _shared_experts(keys: Keys, layers: int, **routing: Any) -> MoE:
+    width = keys.integer("moe_intermediate_size")
+    first = keys.integer("first_k_dense_replace", least=0)
+    every = keys.integer("moe_layer_freq", 1)
+    shared = keys.integer("n_shared_experts", least=0) if keys.present("n_shared_experts") else 0
+    return MoE(
+        num_experts=keys.integer("n_routed_experts"),
+        topk=keys.integer("num_experts_per_tok"),
+        ffn_hidden_size=width,
+        shared_ffn_hidden_size=width * shared,
+        layer_pattern=tuple(int(i >= first and i % every == 0) for i in range(layers)),
+        scaling_factor=keys.number("routed_scaling_factor"),
+        aux_loss_coeff=keys.number("aux_loss_alpha", 0.0),
+        aux_loss_per_sequence=keys.flag("seq_aux", False),
+        **routing,
+    )
+
+
+def _sigmoid(keys: Keys) -> dict[str, Any]:
+    """Routing by sigmoid scores, a steering bias, and the best groups where there is more than one."""
+    keys.only("scoring_func", "sigmoid", why="this family scores by sigmoid")
+    keys.only("topk_method", "noaux_tc", why="this family's choice is noaux_tc")
+    keys.only("norm_topk_prob", True, why="megatron-core always normalises sigmoid scores of several experts")
+    topk, groups, group_topk = (keys.integer(k) for k in ("num_experts_per_tok", "n_group", "topk_group"))
+    if topk == 1:
+        keys.refuse("num_experts_per_tok", 1, "megatron-core does not normalise the score of a single expert")
+    if groups > 1 and topk // group_topk != 2:
+        why = "a group counts by its best 2 experts, in megatron-core by num_experts_per_tok // topk_group"
+        keys.refuse("topk_group", group_topk, why)
+    grouped = {"groups": groups, "group_topk": group_topk} if groups > 1 else {}
+    return {"score_function": "sigmoid", "expert_bias": True} | grouped
+
+
+def _mtp(keys: Keys) -> int:
+    return keys.integer("num_nextn_predict_layers", 0, least=0, most=64)
+
+
+FAMILIES: dict[str, Callable[[Keys], Architecture]] = {
+    read.__name__: read
+    for read in (
+        llama, mistral, mixtral, qwen2, mimo, qwen3, qwen3_moe, deepseek_v2, deepseek_v3, glm4_moe
+    )
+}  # fmt: skip
