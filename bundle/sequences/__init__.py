@@ -1,0 +1,1 @@
+"""Sequences: `alignment` decides every padding on ints, `packing` carries it out on tensors."""

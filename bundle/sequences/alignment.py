@@ -1,0 +1,161 @@
+"""How far sequences are padded: the one authority, of ids, labels, masks, positions, temperatures, routes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd, lcm
+from typing import Literal
+
+from bundle.errors import JobFailed, UsageError
+
+Layout = Literal["thd", "bshd"]
+CPLayout = Literal["zigzag", "contiguous"]
+
+
+@dataclass(frozen=True)
+class RowMultiple:
+    """What the rows of a tensor must be a multiple of before a kernel takes it, and who says so."""
+
+    rows: int
+    source: str
+
+
+_MEASURED = (
+    "measured on one H200 with Transformer Engine 2.14.1: 8 rows pass its own check and then fail in"
+    " cublasLt ('Leading dimension requirement on A for FP8 GEMM'), 16 work, forward and backward"
+)
+FP8_ROWS = {
+    "delayed": RowMultiple(16, _MEASURED),
+    "tensorwise": RowMultiple(16, _MEASURED),
+    "blockwise": RowMultiple(16, _MEASURED),
+    "mxfp8": RowMultiple(
+        32, "one scale for each block of 32 rows or columns (OCP MX); not measured: no device"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Padding:
+    """The lengths of one micro-batch before and after padding; all in tokens."""
+
+    lengths: tuple[int, ...]
+    padded: tuple[int, ...]
+    tail: int  # one more sequence, of padding only, that ends a thd pack; 0: none
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens of all sequences."""
+        return sum(self.lengths)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Rows of each sequence that an attention kernel sees: the padded ones, then the tail if any."""
+        return (*self.padded, self.tail) if self.tail else self.padded
+
+    @property
+    def total(self) -> int:
+        """Rows of the padded buffer, over all context-parallel ranks."""
+        return sum(self.rows)
+
+    @property
+    def longest(self) -> int:
+        """Rows of the longest sequence that an attention kernel sees."""
+        return max(self.rows)
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """The multiples that padded lengths keep on one parallel layout.
+
+    `cp` is the size of the group that shares these sequences: with dynamic context parallelism, a new one
+    for each micro-batch. `bucket` rounds the extent (thd: the total, bshd: every sequence) up further, so
+    that fewer different shapes occur. FP8 rows hold on every rank by itself: measured on one device, assumed
+    over several.
+    """
+
+    layout: Layout = "thd"
+    tp: int = 1
+    cp: int = 1
+    sequence_parallel: bool = False
+    scaling: str | None = None
+    cp_layout: CPLayout = "zigzag"
+    bucket: int = 1
+
+    def __post_init__(self) -> None:
+        violations = [
+            f"{name} is {size!r}: give a whole number from 1"
+            for name, size in (("tp", self.tp), ("cp", self.cp), ("bucket", self.bucket))
+            if not isinstance(size, int) or size < 1
+        ]
+        for name, value, known in (
+            ("layout", self.layout, ("thd", "bshd")),
+            ("cp_layout", self.cp_layout, ("zigzag", "contiguous")),
+            ("FP8 scaling", self.scaling, (None, *FP8_ROWS)),
+        ):
+            if value not in known:
+                violations.append(f"{name} is {value!r}: known are {', '.join(map(str, known))}")
+        if violations:
+            raise UsageError("Sequences cannot be aligned to this layout:", violations)
+
+    @property
+    def sequence(self) -> int:
+        """The multiple of every padded sequence.
+
+        Zigzag gives each rank two of 2·cp equal chunks of every sequence. A bshd sequence is split over the
+        sequence-parallel ranks too; a thd pack is split there as a whole, so that is a matter of its total.
+        """
+        chunks = 1 if self.cp == 1 else 2 * self.cp if self.cp_layout == "zigzag" else self.cp
+        if self.layout == "bshd":
+            return lcm(chunks, self._shares, self.bucket)
+        return 1 if self.cp_layout == "contiguous" else chunks
+
+    @property
+    def total(self) -> int:
+        """The multiple of all rows together, over all ranks."""
+        rows = self._shares * (FP8_ROWS[self.scaling].rows if self.scaling else 1)
+        return lcm(self.sequence, rows, self.bucket if self.layout == "thd" else 1)
+
+    def pad(self, lengths: Sequence[int], *, length: int | None = None) -> Padding:
+        """The least padding of these sequences; `length` forces the extent (thd: the total, bshd: each).
+
+        In thd the sequences keep their own multiple, and what is then missing in the total is one more
+        sequence: the total is a multiple of the sequences' multiple, therefore so is that tail, and it always
+        fits. Rows beyond the last boundary would be refused by the rotary embedding (split_with_sizes), and
+        rows given to a real sequence would make attention over it longer.
+
+        Raises JobFailed for an empty list, a sequence without tokens, or more tokens than `length` holds.
+        """
+        lengths = tuple(lengths)
+        _check(lengths)
+        if self.layout == "bshd":
+            count = len(lengths)
+            multiple = lcm(self.sequence, self.total // gcd(self.total, count))
+            extent = self._extent(max(lengths), length, multiple)
+            return Padding(lengths, (extent,) * count, 0)
+        multiple = self.sequence
+        padded = tuple([-(-n // multiple) * multiple for n in lengths])
+        used = sum(padded)
+        return Padding(lengths, padded, self._extent(used, length, self.total) - used)
+
+    @property
+    def _shares(self) -> int:
+        """The ranks that hold different rows of one pack."""
+        return self.cp * (self.tp if self.sequence_parallel else 1)
+
+    def _extent(self, used: int, forced: int | None, multiple: int) -> int:
+        """`used`, or the forced length, rounded up to the multiple."""
+        extent = -(-(used if forced is None else forced) // multiple) * multiple
+        if extent < used:
+            what = "its longest sequence has" if self.layout == "bshd" else "its padded sequences have"
+            raise JobFailed(
+                f"A {self.layout} micro-batch does not fit: {what} {used} rows, the forced length {extent}."
+                " Raise that length, or put fewer or shorter sequences into a micro-batch."
+            )
+        return extent
+
+
+def _check(lengths: tuple[int, ...]) -> None:
+    if not lengths:
+        raise JobFailed("A micro-batch has no sequences: give at least one.")
+    if min(lengths) < 1:
+        violations = [f"sequence {i} has {n} tokens" for i, n in enumerate(lengths) if n < 1]
+        raise JobFailed("Every sequence needs a token; leave these out:", violations)

@@ -1,0 +1,188 @@
+"""`Packing`: where every token of a micro-batch goes on one context-parallel rank, and the way back."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bundle.errors import JobFailed
+from bundle.sequences.alignment import Alignment, Layout, Padding
+from bundle.sequences.packing.runs import Ints, Runs, ramp, runs_of, starts
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The plan of one micro-batch: made once from host lengths, then used for every tensor of it.
+
+    Tensors come in and go out *concatenated*: [tokens, ...], the sequences one after the other, unpadded.
+    Packed, they are what a model takes on this rank: [1, t/cp, ...] in thd, [b, s/cp, ...] in bshd. Each
+    direction is one gather, whatever the number of sequences; nothing is read back from the device.
+    """
+
+    padding: Padding
+    alignment: Alignment
+    rank: int
+    device: torch.device
+
+    @classmethod
+    def of(
+        cls,
+        lengths: Sequence[int],
+        alignment: Alignment,
+        *,
+        rank: int | None = None,
+        length: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> "Packing":
+        """The packing of sequences with these lengths (host ints) for a rank of its context-parallel group.
+
+        `length` forces the padded extent (`Alignment.pad`). Raises JobFailed if they cannot be packed.
+        """
+        if rank is None and alignment.cp > 1:
+            raise JobFailed(
+                f"Which of the {alignment.cp} context-parallel ranks is this packing for? Give `rank`."
+            )
+        if not 0 <= (rank or 0) < alignment.cp:
+            raise JobFailed(f"Context-parallel rank {rank} is not one of 0 .. {alignment.cp - 1}.")
+        return cls(alignment.pad(lengths, length=length), alignment, rank or 0, torch.device(device))
+
+    def pack(self, x: Tensor, *, fill: float | Tensor = 0, roll: int = 0) -> Tensor:
+        """This rank's packed rows of a concatenated tensor [tokens, ...]: shape [*self.shape, ...].
+
+        `roll` takes the value `roll` tokens later in the same sequence: 1 makes labels from ids, 1 + d those
+        of MTP depth d. `fill` stands where there is none, in padding and at the end of a rolled sequence: a
+        number, or a tensor that broadcasts to the result.
+        """
+        if x.shape[0] != self.padding.tokens:
+            raise JobFailed(
+                f"A tensor of shape {list(x.shape)} is not of this micro-batch: its sequences have"
+                f" {self.padding.tokens} tokens, which must be the first dimension."
+            )
+        index, blank = self._gather(roll)
+        return self._filled(x.index_select(0, index), blank, fill)
+
+    def spread(self, values: Tensor, *, fill: float | Tensor = 0) -> Tensor:
+        """This rank's packed rows of one value for each sequence [b, ...], such as temperatures."""
+        if values.shape[0] != len(self.padding.lengths):
+            raise JobFailed(
+                f"A tensor of shape {list(values.shape)} is not one value for each of this micro-batch's"
+                f" {len(self.padding.lengths)} sequences."
+            )
+        owner = np.minimum(self._runs.sequence, len(self.padding.lengths) - 1)
+        index = self._tensor(np.repeat(owner, self._runs.rows))
+        return self._filled(values.index_select(0, index), self._gather(0)[1], fill)
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """The concatenated tensor [tokens, ...] of packed rows, those of all ranks: [cp·b, s/cp, ...].
+
+        All ranks' shards follow each other in the first dimension, as all_gather_into_tensor leaves them.
+        """
+        rows, columns = self.shape
+        if x.shape[:2] != (self.alignment.cp * rows, columns):
+            raise JobFailed(
+                f"A tensor of shape {list(x.shape)} is not the packed form of this micro-batch: its first"
+                f" dimensions must be [{self.alignment.cp * rows}, {columns}], the shards of all ranks."
+            )
+        return x.flatten(0, 1).index_select(0, self._inverse)
+
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        """One view for each sequence of a concatenated tensor."""
+        views: tuple[Tensor, ...] = x.split(self.padding.lengths)
+        return views
+
+    @property
+    def layout(self) -> Layout:
+        """thd or bshd."""
+        return self.alignment.layout
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The first two dimensions of a packed tensor on this rank."""
+        rows = 1 if self.layout == "thd" else len(self.padding.lengths)
+        return rows, self.padding.total // (self.alignment.cp * rows)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """The place of every row in its own sequence, padding counted on; int64, `shape`."""
+        return self._tensor(self._runs.ramp(self._runs.start)).view(self.shape)
+
+    @cached_property
+    def valid(self) -> Tensor:
+        """True where a row is a real token; bool, `shape`."""
+        blank = self._gather(0)[1]
+        whole = torch.ones(self.shape, dtype=torch.bool, device=self.device)
+        return whole if blank is None else ~blank.view(self.shape)
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """Boundaries of the real lengths over all ranks, the tail as one more sequence; int32."""
+        tail = (self.padding.tail,) if self.padding.tail else ()
+        return self._boundaries((*self.padding.lengths, *tail))
+
+    @cached_property
+    def cu_seqlens_padded(self) -> Tensor:
+        """Boundaries of the padded sequences over all ranks; int32, the last one is all rows."""
+        return self._boundaries(self.padding.rows)
+
+    @cached_property
+    def _runs(self) -> Runs:
+        return self._runs_of(self.rank)
+
+    def _runs_of(self, rank: int) -> Runs:
+        return runs_of(np.asarray(self.padding.rows), self.alignment, rank)
+
+    @cached_property
+    def _lengths(self) -> Ints:
+        """Real tokens of each sequence; the tail is a sequence with none."""
+        return np.asarray((*self.padding.lengths, 0))
+
+    @cached_property
+    def _gathers(self) -> dict[int, tuple[Tensor, Tensor | None]]:
+        return {}
+
+    def _gather(self, roll: int) -> tuple[Tensor, Tensor | None]:
+        """For every row, the token that it takes, and whether it takes none (None: every row takes one)."""
+        if roll < 0:
+            raise JobFailed(
+                f"roll is {roll}: a sequence is rolled towards its beginning, by 0 or more tokens."
+            )
+        if roll not in self._gathers:
+            runs, last = self._runs, self.padding.tokens - 1
+            left = self._lengths[runs.sequence] - runs.start - roll
+            real = np.clip(left, 0, runs.rows)
+            taken = runs.ramp(starts(self._lengths)[runs.sequence] + runs.start + roll)
+            blank = None
+            if (real < runs.rows).any():
+                pieces = np.stack((real, runs.rows - real), axis=1).ravel()
+                blank = self._tensor(np.repeat(np.tile((False, True), len(real)), pieces))
+            self._gathers[roll] = self._tensor(np.minimum(taken, last)), blank
+        return self._gathers[roll]
+
+    @cached_property
+    def _inverse(self) -> Tensor:
+        """For every token, its row among the shards of all ranks."""
+        shards = [self._runs_of(rank) for rank in range(self.alignment.cp)]
+        sequence, start, rows = (
+            np.concatenate([getattr(runs, name) for runs in shards]) for name in ("sequence", "start", "rows")
+        )
+        real = np.clip(self._lengths[sequence] - start, 0, rows)
+        order = np.argsort(starts(self._lengths)[sequence] + start, kind="stable")
+        return self._tensor(ramp(starts(rows)[order], real[order]))
+
+    def _filled(self, rows: Tensor, blank: Tensor | None, fill: float | Tensor) -> Tensor:
+        packed = rows.view(*self.shape, *rows.shape[1:])
+        if blank is None:
+            return packed
+        blank = blank.view(*self.shape, *[1] * (rows.dim() - 1))
+        if isinstance(fill, Tensor):
+            return torch.where(blank, fill.to(rows.dtype), packed)
+        return packed.masked_fill(blank, fill)
+
+    def _boundaries(self, lengths: tuple[int, ...]) -> Tensor:
+        return self._tensor(np.cumsum((0, *lengths), dtype=np.int32))
+
+    def _tensor(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self.device, non_blocking=True)

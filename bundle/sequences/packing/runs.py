@@ -1,0 +1,56 @@
+"""What a context-parallel rank holds, as runs: stretches of consecutive rows of one sequence.
+
+Everything about a pack is arithmetic on these few numbers, then one `repeat` to the length of the pack: no
+step looks at one sequence at a time. Host integers only.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bundle.sequences.alignment import Alignment
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The rows of one rank in its order: for each run, rows start, start+1, ... of a sequence; [runs]."""
+
+    sequence: Ints
+    start: Ints
+    rows: Ints
+
+    def ramp(self, first: Ints) -> Ints:
+        """Numbers for every row that begin at `first[run]` and count up within each run."""
+        return ramp(first, self.rows)
+
+
+def starts(lengths: Ints) -> Ints:
+    """Where each of these stretches begins when they follow each other."""
+    return np.cumsum(lengths) - lengths
+
+
+def ramp(first: Ints, rows: Ints) -> Ints:
+    """first[i], first[i]+1, ... (rows[i] of them) for each i, one after the other."""
+    offset: Ints = np.repeat(first - starts(rows), rows)
+    return offset + np.arange(len(offset))
+
+
+def runs_of(padded: Ints, alignment: Alignment, rank: int) -> Runs:
+    """The runs of `rank`; `padded`: the rows of every sequence, the tail included."""
+    cp, sequence = alignment.cp, np.arange(len(padded), dtype=np.int64)
+    if cp == 1:
+        return Runs(sequence, np.zeros_like(padded), padded)
+    if alignment.cp_layout == "zigzag":
+        chunk = padded // (2 * cp)
+        start = np.stack((rank * chunk, (2 * cp - 1 - rank) * chunk), axis=1).ravel()
+        return Runs(np.repeat(sequence, 2), start, np.repeat(chunk, 2))
+    if alignment.layout == "bshd":
+        share = padded // cp
+        return Runs(sequence, rank * share, share)
+    # Contiguous thd: a window of the whole pack, which may cut sequences anywhere or miss them.
+    begin, window = starts(padded), int(padded.sum()) // cp
+    first, last = np.clip((begin, begin + padded), rank * window, (rank + 1) * window)
+    return Runs(sequence, first - begin, last - first)
