@@ -1,0 +1,125 @@
+"""What a starter says in the environment: facts, each with the variable that said it, and every violation."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Generic, TypeVar
+
+from bundle.rendezvous import hosts
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Fact(Generic[T]):
+    """A value and the variable or flag that said it."""
+
+    value: T
+    said_by: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Everything that one starter says about this process; None where it says nothing."""
+
+    source: str
+    reason: str
+    nodes: Fact[int] | None = None
+    node_rank: Fact[int] | None = None
+    per_node: Fact[int] | None = None
+    world_size: Fact[int] | None = None
+    rank: Fact[int] | None = None
+    local_rank: Fact[int] | None = None
+    address: Fact[str] | None = None
+    port: Fact[int] | None = None
+
+    def contradictions(self) -> list[str]:
+        """Returns what cannot be true together, naming both variables."""
+        found = []
+        for index, size in (("rank", "world_size"), ("local_rank", "per_node"), ("node_rank", "nodes")):
+            i, n = getattr(self, index), getattr(self, size)
+            if i and n and i.value >= n.value:
+                found.append(f"{i.said_by}={i.value} is not below {n.said_by}={n.value}")
+        nodes, per_node, world = self.nodes, self.per_node, self.world_size
+        if nodes and per_node and world and nodes.value * per_node.value != world.value:
+            found.append(
+                f"{world.said_by}={world.value} is not {nodes.said_by}={nodes.value}"
+                f" times {per_node.said_by}={per_node.value}"
+            )
+        rank, local, node = self.rank, self.local_rank, self.node_rank
+        if not found and rank and local and node and per_node:
+            expected = node.value * per_node.value + local.value
+            if rank.value != expected:
+                found.append(
+                    f"{rank.said_by}={rank.value}, but {node.said_by}={node.value} and {local.said_by}="
+                    f"{local.value} make it {expected}: number the ranks node by node"
+                )
+        return found
+
+    def against(self, other: "Claim") -> list[str]:
+        """Returns where two starters disagree about the nodes, naming both variables."""
+        found = []
+        for name in ("nodes", "node_rank"):
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours and theirs and ours.value != theirs.value:
+                found.append(
+                    f"{ours.said_by}={ours.value} contradicts {theirs.said_by}={theirs.value}:"
+                    " unset or correct one of them"
+                )
+        return found
+
+    def names(self) -> str:
+        """Returns the variables that speak here, in one line."""
+        spoken = [getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Fact)]
+        return ", ".join(dict.fromkeys(fact.said_by for fact in spoken))
+
+
+class Variables:
+    """Reads an environment and collects what is wrong in it, so that all of it can be said at once."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.environment = environment
+        self.violations: list[str] = []
+
+    def has(self, *names: str) -> bool:
+        """Returns whether all of `names` are set to something."""
+        return all(self.environment.get(name) for name in names)
+
+    def text(self, name: str) -> str:
+        """Returns the value, empty when it is not set."""
+        return self.environment.get(name, "")
+
+    def count(self, name: str, least: int = 0) -> Fact[int] | None:
+        """Returns a whole number of at least `least`."""
+
+        def parse(text: str) -> int | None:
+            value = hosts.number(text)
+            return value if value is not None and value >= least else None
+
+        return self._read(name, parse, f"a whole number from {least}")
+
+    def host(self, name: str) -> Fact[str] | None:
+        """Returns a host name or an IP address."""
+        return self._read(name, hosts.host, "a host name or an IP address")
+
+    def port(self, name: str) -> Fact[int] | None:
+        """Returns a TCP port."""
+        return self._read(name, hosts.port, "a port from 1 to 65535")
+
+    def refuse(self, name: str, expected: str) -> None:
+        """Adds the violation that the value of `name` is not `expected`."""
+        self.violations.append(f"{name}={self.text(name)[:80]!r} is not {expected}")
+
+    def require(self, fact: Fact[T] | None, name: str, meaning: str) -> Fact[T] | None:
+        """Returns `fact`, adding a violation when nothing was said (a bad value is a violation already)."""
+        if fact is None and not self.has(name):
+            self.violations.append(f"{name} is not set: {meaning}")
+        return fact
+
+    def _read(self, name: str, parse: Callable[[str], T | None], expected: str) -> Fact[T] | None:
+        if not self.has(name):
+            return None
+        value = parse(self.text(name))
+        if value is None:
+            self.refuse(name, expected)
+            return None
+        return Fact(value, name)
