@@ -1,0 +1,1 @@
+"""What differs by accelerator: `capabilities` as data (no torch), `runtime` where torch is needed."""

@@ -1,0 +1,116 @@
+"""The facade on torch.cuda: with it megatron-core runs on a cpu. Installs and uninstalls exactly.
+
+    facade.install()              # before the first import of megatron
+    with megatron_calls(): ...    # around whatever executes megatron's code
+    facade.uninstall()
+
+`torch.cuda.is_available()` stays False and nothing but the attributes of `seams.FACADE` is touched, so that
+other libraries of the process (transformers, an evaluation) go on choosing the cpu by themselves.
+What megatron bound by value at import keeps our objects after `uninstall`; they are stateless.
+"""
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bundle.backends.cpu.runtime import stand_ins
+from bundle.backends.cpu.runtime.compiling import eager_for_megatron
+from bundle.backends.cpu.runtime.mode import active, kept_in_backward, megatron_calls
+from bundle.backends.cpu.seams import FACADE
+from bundle.errors import EnvironmentUnfit
+
+__all__ = ["install", "installed", "megatron_calls", "uninstall"]
+
+_originals: dict[str, Any] = {}
+
+
+def installed() -> bool:
+    """True between `install` and `uninstall`."""
+    return bool(_originals)
+
+
+def _for_megatron(stand_in: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """`stand_in` in megatron's calls, `original` outside: for what means something without a GPU too."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (stand_in if active() else original)(*args, **kwargs)
+
+    return call
+
+
+@functools.cache
+def _replacements() -> dict[str, Any]:
+    """Target -> stand-in: the same objects at every installation, since megatron binds some at import."""
+    return {
+        "torch.cuda:current_device": stand_ins.current_device,
+        "torch.cuda:device": stand_ins.Device,
+        "torch.cuda:synchronize": stand_ins.synchronize,
+        "torch.cuda:Stream": stand_ins.Stream,
+        "torch.cuda:Event": stand_ins.Event,
+        "torch.cuda:current_stream": stand_ins.current_stream,
+        "torch.cuda:stream": stand_ins.stream,
+        "torch.cuda:default_generators": stand_ins.Generators(),
+        "torch.cuda:manual_seed": _for_megatron(stand_ins.manual_seed, torch.cuda.manual_seed),
+        "torch.cuda:get_rng_state": stand_ins.get_rng_state,
+        "torch.cuda:set_rng_state": stand_ins.set_rng_state,
+        "torch.cuda.random:get_rng_state": stand_ins.get_rng_state,
+        "torch.cuda:_lazy_call": _for_megatron(stand_ins.lazy_call, torch.cuda._lazy_call),
+        "torch.cuda:_lazy_init": _for_megatron(stand_ins.lazy_init, torch.cuda._lazy_init),
+        "torch.autograd:_engine_run_backward": kept_in_backward(torch.autograd._engine_run_backward),
+        "torch:compile": eager_for_megatron(torch.compile, installed),
+    }
+
+
+def _owner(target: str) -> tuple[Any, str]:
+    module, _, name = target.partition(":")
+    return importlib.import_module(module), name
+
+
+def install() -> None:
+    """Replaces the attributes of `seams.FACADE`; does nothing if they are replaced already.
+
+    Raises EnvironmentUnfit where a GPU is visible, or where megatron was imported before.
+    """
+    if installed():
+        return
+    if torch.cuda.is_available():
+        raise EnvironmentUnfit(
+            "backend cpu: torch sees a CUDA device, and a facade over a real device would hide it half; "
+            "set CUDA_VISIBLE_DEVICES to the empty string before torch is imported"
+        )
+    jit = sys.modules.get("megatron.core.jit")
+    if jit is not None and jit.jit_fuser is not _replacements()["torch:compile"]:
+        raise EnvironmentUnfit(
+            "backend cpu: megatron.core was imported before the facade and has bound torch.compile and parts "
+            "of torch.cuda already; install the facade first"
+        )
+    # Dynamo (every optimizer imports it) copies torch.cuda's classes at import: let it see the real ones.
+    importlib.import_module("torch._dynamo")
+    for seam in FACADE:
+        owner, name = _owner(seam.target)
+        _originals[seam.target] = getattr(owner, name)
+    for target, replacement in _replacements().items():
+        owner, name = _owner(target)
+        setattr(owner, name, replacement)
+
+
+def uninstall() -> None:
+    """Puts back every original object; does nothing if the facade is not installed.
+
+    Raises EnvironmentUnfit, changing nothing, where another hand has replaced one of our stand-ins meanwhile.
+    """
+    foreign = [t for t, ours in _replacements().items() if _originals and getattr(*_owner(t)) is not ours]
+    if foreign:
+        raise EnvironmentUnfit(
+            "the facade cannot be taken off torch.cuda: others have replaced these since; undo that first",
+            foreign,
+        )
+    for target, original in _originals.items():
+        owner, name = _owner(target)
+        setattr(owner, name, original)
+    _originals.clear()
