@@ -1,0 +1,196 @@
+"""Which megatron wins, against what Python itself imports."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bundle.stack import megatron, search_path
+
+ASK = (
+    "import importlib.util, json, os\n"
+    "def package(name):\n"
+    "    try: spec = importlib.util.find_spec(name)\n"
+    "    except ModuleNotFoundError: return None\n"
+    "    return spec and os.path.dirname(next(iter(spec.submodule_search_locations)))\n"
+    "print(json.dumps([package('megatron.core'), package('megatron.training')]))\n"
+)
+
+FINDER = """
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import spec_from_file_location
+
+MAPPING: dict[str, str] = {mapping!r}
+NAMESPACES: dict[str, list[str]] = {namespaces!r}
+PLACEHOLDER = "__editable__.megatron_core.finder.__path_hook__"
+
+
+class Finder:
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name in MAPPING:
+            return spec_from_file_location(name, MAPPING[name] + "/__init__.py")
+
+
+class Namespaces:
+    @classmethod
+    def hook(cls, path):
+        if path == PLACEHOLDER:
+            return cls
+        raise ImportError
+
+    @classmethod
+    def find_spec(cls, name, target=None):
+        if name in NAMESPACES:
+            spec = ModuleSpec(name, None, is_package=True)
+            spec.submodule_search_locations = [*NAMESPACES[name], PLACEHOLDER]
+            return spec
+
+
+sys.meta_path.append(Finder)
+if NAMESPACES:
+    sys.path_hooks.append(Namespaces.hook)
+    sys.path.append(PLACEHOLDER)
+"""
+
+
+def tree(root: Path, *halves: str, version: str = "0.16.1", regular: bool = False) -> Path:
+    for half in halves:
+        (root / "megatron" / half).mkdir(parents=True)
+        (root / "megatron" / half / "__init__.py").touch()
+    if "core" in halves:
+        major, minor, patch = version.split(".")
+        info = f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = ''\n"
+        (root / "megatron/core/package_info.py").write_text(info)
+    if regular:
+        (root / "megatron/__init__.py").touch()
+    return root
+
+
+def editable(site: Path, checkout: Path, namespaces: dict[str, list[str]]) -> Path:
+    mapping = {"megatron.core": str(checkout / "megatron/core")}
+    finder = "__editable___megatron_core_0_16_1_finder"
+    (site / f"{finder}.py").write_text(FINDER.format(mapping=mapping, namespaces=namespaces))
+    (site / "__editable__.megatron_core-0.16.1.pth").write_text(f"import {finder}\n")
+    return site
+
+
+def ask_python(paths: list[Path], cwd: Path) -> list[str | None]:
+    site = "import site, sys; [site.addsitedir(p) for p in sys.path[:] if p.endswith('site')]\n"
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    command = [sys.executable, "-S", "-c", site + ASK]
+    ran = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, check=True)
+    answer: list[str | None] = json.loads(ran.stdout)
+    return answer
+
+
+def ask_us(paths: list[Path], cwd: Path) -> list[str | None]:
+    expanded = [str(cwd), *map(str, paths)]
+    for path in paths:
+        for pth in sorted(path.glob("*.pth")):
+            lines = pth.read_text().splitlines()
+            expanded += [line for line in lines if not line.startswith("import ")]
+    found = megatron.find(search_path(expanded, os.pathsep.join(map(str, paths)), cwd))
+    return [str(half.package) if half else None for half in (found.core, found.training)]
+
+
+def case(name: str, tmp: Path) -> tuple[list[Path], Path]:
+    a, b, site, cwd = tmp / "a", tmp / "b", tmp / "site", tmp / "cwd"
+    site.mkdir()
+    cwd.mkdir()
+    if name == "nothing":
+        a.mkdir()
+    elif name == "first of two":
+        tree(a, "core"), tree(b, "core")
+    elif name == "halves from two trees":
+        tree(a, "core"), tree(b, "core", "training")
+    elif name == "the current directory first":
+        tree(a, "core"), tree(cwd, "core")
+    elif name == "a regular package hides earlier portions":
+        tree(a, "core"), tree(b, "core", "training", regular=True)
+    elif name == "a portion without an init loses":
+        (a / "megatron/core").mkdir(parents=True)
+        tree(b, "core")
+    elif name == "path file":
+        (site / "checkout.pth").write_text(f"{tree(tmp / 'checkout', 'core', 'training')}\n")
+    elif name == "editable":
+        editable(site, tree(tmp / "checkout", "core", "training"), {"megatron": []})
+    elif name == "editable beside a portion":
+        editable(site, tree(tmp / "checkout", "core"), {"megatron": []})
+        tree(a, "training")
+    elif name == "editable behind a copy":
+        editable(site, tree(tmp / "checkout", "core"), {"megatron": []})
+        tree(a, "core")
+    elif name == "editable namespace with a portion of its own":
+        checkout = tree(tmp / "checkout", "core", "training")
+        editable(site, checkout, {"megatron": [str(checkout / "megatron")]})
+    return [a, b, site], cwd
+
+
+CASES = [
+    "nothing",
+    "first of two",
+    "halves from two trees",
+    "the current directory first",
+    "a regular package hides earlier portions",
+    "a portion without an init loses",
+    "path file",
+    "editable",
+    "editable beside a portion",
+    "editable behind a copy",
+    "editable namespace with a portion of its own",
+]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_winner_is_the_one_that_python_imports(name: str, tmp_path: Path):
+    paths, cwd = case(name, tmp_path)
+    assert ask_us(paths, cwd) == ask_python(paths, cwd)
+
+
+def test_every_copy_is_listed_with_its_origin(tmp_path: Path):
+    a, b, cwd = tree(tmp_path / "a", "core"), tree(tmp_path / "b", "core", version="0.19.2"), tmp_path
+    found = megatron.find(search_path([str(a), str(b)], str(b), cwd))
+    assert [(copy.version, copy.origin) for copy in found.copies] == [
+        ("0.16.1", "sys.path"),
+        ("0.19.2", "PYTHONPATH"),
+    ]
+    assert found.conflict is None
+
+
+def test_two_trees_are_a_conflict_that_names_both(tmp_path: Path):
+    a, b = tree(tmp_path / "a", "core"), tree(tmp_path / "b", "core", "training", version="0.18.0")
+    found = megatron.find(search_path([str(a), str(b)], "", tmp_path / "none"))
+    assert found.conflict is not None
+    assert str(a) in found.conflict and str(b) in found.conflict and "0.18.0" in found.conflict
+
+
+@pytest.mark.parametrize("inside", ["", "megatron", "megatron/core"])
+def test_a_named_tree_is_found_from_any_of_its_directories(tmp_path: Path, inside: str):
+    copy = megatron.at(tree(tmp_path, "core", version="0.14.0") / inside)
+    assert copy is not None and copy.version == "0.14.0" and copy.root == tmp_path
+
+
+@pytest.mark.parametrize("info", ["", "MAJOR = (", "MAJOR = 1", "MAJOR = MINOR = PATCH = PRE_RELEASE = []"])
+def test_a_package_info_that_says_nothing_gives_no_version(tmp_path: Path, info: str):
+    (tree(tmp_path, "core") / "megatron/core/package_info.py").write_text(info)
+    copy = megatron.at(tmp_path)
+    assert copy is not None and copy.version is None
+
+
+def test_a_pipe_in_the_place_of_a_source_file_is_not_waited_for(tmp_path: Path):
+    info = tree(tmp_path, "core") / "megatron/core/package_info.py"
+    info.unlink()
+    os.mkfifo(info)
+    copy = megatron.at(tmp_path)
+    assert copy is not None and copy.version is None
+
+
+def test_releases_say_their_version(release_trees: dict[str, Path]):
+    for version, root in release_trees.items():
+        copy = megatron.at(root)
+        assert copy is not None and copy.version == version
