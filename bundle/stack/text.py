@@ -10,7 +10,7 @@ def read(path: Path, limit: int = 4 << 20) -> str | None:
 
 
 def read_bytes(path: Path, limit: int = 4 << 20) -> bytes | None:
-    """The file's bytes; None when it is no regular file (a pipe would make us wait), too big or unreadable."""
+    """The file's bytes; None when it is no regular file (a pipe would wait), too big or unreadable."""
     try:
         if not path.is_file():
             return None
