@@ -1,0 +1,119 @@
+"""What the host and the container let this process use: processors, memory, shared memory and limits."""
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+from bundle.hardware.facts import Fact, Host
+from bundle.hardware.machine import Machine
+
+# cgroup v1 writes "no limit" as the largest multiple of the page size below 2^63.
+_NO_LIMIT_V1 = 2**62
+
+_RANGE = r"\d+(?:-\d+)?"
+
+
+def host(machine: Machine) -> Host:
+    """The limits of this process on this machine; every one says which file it comes from."""
+    total = _memory_total(machine)
+    limits = machine.read("/proc/self/limits")
+    return Host(
+        processors=_processors(machine),
+        memory=_memory(machine, total),
+        shared_memory=_shared_memory(machine, total),
+        locked_memory=_limit(limits, "Max locked memory"),
+        open_files=_limit(limits, "Max open files"),
+        stack=_limit(limits, "Max stack size"),
+    )
+
+
+def _memory_total(machine: Machine) -> Fact[float]:
+    text = machine.read("/proc/meminfo")
+    match = re.search(r"^MemTotal:\s*(\d+) kB", text.value or "", re.MULTILINE)
+    return Fact(
+        float(int(match[1]) * 1024) if match else None, "/proc/meminfo MemTotal" if match else text.reason
+    )
+
+
+def _memory(machine: Machine, total: Fact[float]) -> Fact[float]:
+    """The least of the machine's memory and every cgroup limit above this process."""
+    found = [] if total.value is None else [(total.value, total.reason)]
+    for directory in _cgroups(machine, "memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            text = (machine.read(f"{directory}/{name}").value or "").strip()
+            if text.isdecimal() and int(text) < _NO_LIMIT_V1:
+                found.append((float(text), f"{directory}/{name}"))
+    return Fact(*min(found)) if found else total
+
+
+def _processors(machine: Machine) -> Fact[float]:
+    """The least of the allowed processors and every cgroup quota above this process; may be a fraction."""
+    status = machine.read("/proc/self/status")
+    match = re.search(rf"^Cpus_allowed_list:\s*({_RANGE}(?:,{_RANGE})*)$", status.value or "", re.MULTILINE)
+    found = [(float(_count(match[1])), "/proc/self/status Cpus_allowed_list")] if match else []
+    for directory in _cgroups(machine, "cpu"):
+        unified = machine.read(f"{directory}/cpu.max").value or ""  # "200000 100000", or "max 100000"
+        split = [machine.read(f"{directory}/cpu.cfs_{name}_us").value or "" for name in ("quota", "period")]
+        if quota := re.fullmatch(r"(\d+)\s+(\d+)\s*", unified or " ".join(split)):
+            found.append((int(quota[1]) / int(quota[2]), f"the quota in {directory}"))
+    return Fact(*min(found)) if found else Fact(None, status.reason)
+
+
+def _count(ranges: str) -> int:
+    """How many processors a list such as 0-3,8 names."""
+    ends = (part.split("-") for part in ranges.split(","))
+    return sum(int(end[-1]) - int(end[0]) + 1 for end in ends)
+
+
+def _cgroups(machine: Machine, controller: str) -> Iterator[str]:
+    """Every directory whose limit on `controller` binds this process, v1 and v2, up to the mount.
+
+    Inside a container the path in /proc/self/cgroup may be the host's, of which the mount shows only the end;
+    a directory that is not there holds no limit, so trying each prefix finds the right ones in every
+    arrangement.
+    """
+    mounts = _mounts(machine)
+    for line in (machine.read("/proc/self/cgroup").value or "").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        unified = number == "0" and not controllers
+        if not unified and controller not in controllers.split(","):
+            continue
+        for point, kind, options in mounts:
+            if kind == ("cgroup2" if unified else "cgroup") and (unified or controller in options):
+                inner = PurePosixPath(path.lstrip("/"))
+                yield from (str(PurePosixPath(point, part)) for part in (inner, *inner.parents))
+
+
+def _mounts(machine: Machine) -> list[tuple[str, str, list[str]]]:
+    """(mount point, file system, super options) of each line of mountinfo, in mounting order."""
+    mounts = []
+    for line in (machine.read("/proc/self/mountinfo").value or "").splitlines():
+        before, separator, after = line.partition(" - ")
+        if separator and len(before.split()) >= 5 and len(after.split()) >= 3:
+            kind, _, options = after.split()[:3]
+            mounts.append((before.split()[4], kind, options.split(",")))
+    return mounts
+
+
+def _shared_memory(machine: Machine, total: Fact[float]) -> Fact[float]:
+    """The size of /dev/shm: the last mount on it wins, and tmpfs takes half of the memory by default."""
+    mounted = [options for point, _, options in _mounts(machine) if point == "/dev/shm"]
+    if not mounted:
+        return Fact(None, "nothing is mounted on /dev/shm")
+    for option in mounted[-1]:
+        if match := re.fullmatch(r"size=(\d+)([kmg]?)", option):
+            return Fact(
+                float(int(match[1]) * 1024 ** " kmg".index(match[2] or " ")),
+                f"the mount of /dev/shm, {option}",
+            )
+    half = None if total.value is None else total.value / 2
+    return Fact(half, "/dev/shm is mounted without a size: half of the memory")
+
+
+def _limit(limits: Fact[str], name: str) -> Fact[float]:
+    match = re.search(rf"^{name}\s+(unlimited|\d+)", limits.value or "", re.MULTILINE)
+    if match is None:
+        return Fact(None, limits.reason)
+    return Fact(math.inf if match[1] == "unlimited" else float(match[1]), f"/proc/self/limits {name}")
