@@ -9,7 +9,9 @@ import typer
 from bundle.errors import BundleError, ExitCode
 
 # verb -> what it does; the module is bundle.cli.<verb>, which holds a typer app named `app`.
-VERBS: dict[str, str] = {}
+VERBS: dict[str, str] = {
+    "doctor": "Can this machine run a job? What is wrong, why, and what to do.",
+}
 
 
 class _Verbs(typer.core.TyperGroup):

@@ -44,7 +44,7 @@ def find(machine: Machine) -> Found:
         devices=devices,
         reason=selection.reason,
         driver=_driver(machine, answer),
-        toolkit=_cann(machine),
+        toolkit=cann(machine),
         link=weakest(topology, "NPU", [device.number for device in devices]),
         faults=(selection.fault,) if selection.fault else (),
         notes=_notes(machine, rows, numbers),
@@ -100,7 +100,8 @@ def _driver(machine: Machine, answer: Fact[str]) -> Fact[str]:
     return Fact(version, f"{answer.reason}, the header" if version else f"{file.reason}; {answer.reason}")
 
 
-def _cann(machine: Machine) -> Fact[str]:
+def cann(machine: Machine) -> Fact[str]:
+    """The version of the CANN toolkit, which torch-npu needs even where no NPU is."""
     roots = [
         machine.environ[name]
         for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")

@@ -1,0 +1,35 @@
+"""`mcore-bundle doctor`: can this machine run a job, and if not, why and what to do."""
+
+import json
+
+import typer
+
+from bundle import hardware, stack
+from bundle.errors import ExitCode
+from bundle.health import Finding, Level, examine
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command()
+def doctor(
+    backend: str = typer.Option("auto", help=f"Examine for this backend: {', '.join(hardware.BACKENDS)}."),
+    as_json: bool = typer.Option(False, "--json", help="One JSON object instead of lines."),
+) -> None:
+    """Examine the machine and the installed packages; ends with 3 if something must be fixed first."""
+    if backend not in hardware.BACKENDS:
+        raise typer.BadParameter(f"choose one of {', '.join(hardware.BACKENDS)}", param_hint="--backend")
+    installed = stack.detect()
+    found, findings = examine(hardware.local(), installed, backend)
+    if as_json:
+        report = {"schema": 1, "findings": hardware.plain(findings), "hardware": hardware.plain(found)}
+        print(json.dumps(report, indent=2))
+    else:
+        print("\n".join(map(_line, findings)))
+    if any(finding.level is Level.FAIL for finding in findings):
+        raise typer.Exit(int(ExitCode.ENVIRONMENT_UNFIT))
+
+
+def _line(finding: Finding) -> str:
+    fix = f"\n{'':22}fix: {finding.fix}" if finding.fix else ""
+    return f"{finding.level:<5} {finding.subject:<15} {finding.cause}{fix}"
