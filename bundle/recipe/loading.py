@@ -1,0 +1,142 @@
+"""From a name or a file and a command line's overrides to a Recipe, with every violation at once."""
+
+import difflib
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from bundle.architectures import from_config, read_config
+from bundle.errors import UsageError
+from bundle.recipe import builtin, rules
+from bundle.recipe.document import LARGEST_TEXT, Document, Path, parse, parse_value
+from bundle.recipe.recipe import Recipe
+from bundle.recipe.violations import explained, located
+
+
+def load(name_or_path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of a built-in name or of a file, with overrides like "train.steps=10" laid over it.
+
+    Raises UsageError with everything that is wrong, each with its file and line or its `--set`.
+    """
+    path = find(name_or_path)
+    try:
+        with path.open("rb") as file:
+            text = file.read(LARGEST_TEXT + 1).decode()
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8 text: {error}") from error
+    document = parse(text, str(path))
+    for override in overrides:
+        _override(document, override)
+    return _checked(document, f"recipe {name_or_path}")
+
+
+def from_mapping(values: Mapping[str, Any], origin: str = "recipe") -> Recipe:
+    """The recipe in a mapping, such as a saved dump. Raises UsageError with everything that is wrong."""
+    return _checked(Document(dict(values)), origin)
+
+
+def find(name_or_path: str | pathlib.Path) -> pathlib.Path:
+    """The file of a recipe: a path as it is, a bare name among the built-in recipes."""
+    text = str(name_or_path)
+    if "/" in text or text.endswith((".yaml", ".yml")):
+        return pathlib.Path(text)
+    names = builtin.names()
+    if text in names:
+        return builtin.path_of(text)
+    near = difflib.get_close_matches(text[:100], names, n=2)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    raise UsageError(
+        f"no recipe named {text!r}{hint}",
+        [f"built in: {', '.join(names)}", "a file is given with its path: ./mine.yaml"],
+    )
+
+
+def _override(document: Document, override: str) -> None:
+    """Lays "a.b=value" over the document; sections that are missing or null are made."""
+    name, equals, text = override.partition("=")
+    parts = tuple(name.strip().split("."))
+    origin = f"--set {override[:100]}"
+    if not equals or not all(parts):
+        document.violations.append(f"{origin}: must look like section.key=value")
+        return
+    mapping = document.values
+    for depth, part in enumerate(parts[:-1], start=1):
+        if mapping.get(part) is None:
+            mapping[part] = {}
+            document.places[parts[:depth]] = origin
+        mapping = mapping[part]
+        if not isinstance(mapping, dict):
+            document.violations.append(f"{origin}: {'.'.join(parts[:depth])} is no section")
+            return
+    mapping[parts[-1]] = parse_value(text, origin)
+    document.places[parts] = origin
+
+
+def _checked(document: Document, origin: str) -> Recipe:
+    violations = list(document.violations)
+    _with_config_file(document, violations)
+    recipe = _validated(document, violations)
+    readable = _check_architecture(document, violations)
+    if recipe is not None and readable:
+        for key, reason in rules.violations(recipe):
+            violations.append(located(document, tuple(key.split(".")), reason))
+    if recipe is None or violations:
+        raise UsageError(f"{origin} cannot be used", violations)
+    return recipe
+
+
+def _validated(document: Document, violations: list[str]) -> Recipe | None:
+    """The recipe as far as the schema goes, without its unknown keys; None where the rest is no recipe."""
+    try:
+        return Recipe.model_validate(document.values)
+    except ValidationError as error:
+        violations += explained(error, document, Recipe)
+        unknown = [found["loc"] for found in error.errors() if found["type"] == "extra_forbidden"]
+        if len(unknown) < error.error_count():
+            return None
+        return Recipe.model_validate(_without(document.values, set(unknown)))
+
+
+def _without(values: dict[str, Any], paths: set[Path], at: Path = ()) -> dict[str, Any]:
+    """`values` without the keys under `paths`."""
+    kept = {name: value for name, value in values.items() if (*at, name) not in paths}
+    return {
+        name: _without(value, paths, (*at, name)) if isinstance(value, dict) else value
+        for name, value in kept.items()
+    }
+
+
+def _with_config_file(document: Document, violations: list[str]) -> None:
+    """Replaces model.config by model.path's config.json under model.config: a dump is complete."""
+    model = document.values.get("model")
+    if not isinstance(model, dict) or not isinstance(model.get("path"), str):
+        return
+    given = model.get("config") or {}
+    try:
+        read = read_config(pathlib.Path(model["path"]))
+    except UsageError as error:
+        violations.append(located(document, ("model", "path"), str(error)))
+        return
+    if isinstance(given, dict):
+        document.values["model"] = model | {"config": read | given}
+
+
+def _check_architecture(document: Document, violations: list[str]) -> bool:
+    """Whether model.config describes an architecture; why not goes to `violations`."""
+    model = document.values.get("model")
+    config = model.get("config") if isinstance(model, dict) else None
+    if not isinstance(config, dict) or not config:
+        return False  # the schema has said so
+    try:
+        from_config(config)
+    except UsageError as error:
+        for reason in error.violations:
+            key, colon, _ = reason.partition(":")
+            path = ("model", "config", key) if colon and key in config else ("model", "config")
+            violations.append(located(document, path, reason))
+        return False
+    return True

@@ -1,0 +1,89 @@
+"""The job file as one frozen value."""
+
+from dataclasses import replace
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from bundle.architectures import Architecture, from_config
+from bundle.errors import UsageError
+from bundle.recipe.features import features
+from bundle.recipe.model import Model
+from bundle.recipe.parallel import Layout, Parallel
+from bundle.recipe.section import Section
+from bundle.recipe.sections import Checkpoint, Data, Devices, Distributed, Metrics, Optimizer, Train
+
+
+class Recipe(Section):
+    """Everything a job is asked to do. `bundle.recipe.load` makes it and checks the rules."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")] = Field(
+        description="Names the run directory and the job; lower-case letters, digits, dots and dashes."
+    )
+    task: Literal["pretrain", "sft"] = Field(
+        default="pretrain", description="Learn every token, or only the responses."
+    )
+    backend: Literal["auto", "cpu", "cuda", "ascend"] = Field(
+        default="auto", description="The accelerator; auto: what the machine has."
+    )
+    seed: int = Field(
+        default=1234, ge=0, le=2**31 - 1, description="Of the initial weights, the data order and dropout."
+    )
+    devices: Devices = Field(default_factory=Devices, description="How many devices the job takes.")
+    model: Model = Field(description="What is trained.")
+    parallel: Parallel = Field(default_factory=Parallel, description="Sizes of the parallel groups.")
+    data: Data = Field(description="What is trained on.")
+    train: Train = Field(description="How long and in which portions.")
+    optimizer: Optimizer = Field(default_factory=Optimizer, description="The optimizer and its schedule.")
+    distributed: Distributed = Field(
+        default_factory=Distributed, description="How ranks exchange gradients and weights."
+    )
+    checkpoint: Checkpoint = Field(
+        default_factory=Checkpoint, description="When to save, and how much to keep."
+    )
+    metrics: Metrics = Field(default_factory=Metrics, description="Where numbers go.")
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """The model's dimensions, with as many MTP layers as this job trains."""
+        read = from_config(self.model.config, "model.config")
+        layers = self.model.mtp.layers
+        return read if layers is None else replace(read, mtp_layers=layers)
+
+    @cached_property
+    def features(self) -> frozenset[str]:
+        """Names of the parts of megatron-core that this job uses; patches and traps ask for them."""
+        return features(self)
+
+    def layout(self, world: int) -> Layout:
+        """How `world` ranks share the work. Raises UsageError with every reason why they cannot."""
+        if violations := self.layout_violations(world):
+            raise UsageError(f"recipe {self.name} does not fit {world} ranks", violations)
+        dp = self.parallel.dp(world)
+        microbatches = self.train.global_batch_size // (self.train.micro_batch_size * dp)
+        return Layout(world, dp, self.parallel.expert_dp(world), microbatches)
+
+    def layout_violations(self, world: int) -> list[str]:
+        """Every reason why `world` ranks cannot run this recipe; empty when they can."""
+        parallel, train = self.parallel, self.train
+        if not parallel.fits(world):
+            least = parallel.minimal_world
+            return [f"parallel: this layout needs a multiple of {least} ranks, {world} is none"]
+        portion = train.micro_batch_size * parallel.dp(world)
+        if train.global_batch_size % portion:
+            return [
+                f"train.global_batch_size: {train.global_batch_size} is not a multiple of "
+                f"micro_batch_size x dp = {train.micro_batch_size} x {parallel.dp(world)}"
+            ]
+        microbatches = train.global_batch_size // portion
+        if parallel.vpp is not None and microbatches % parallel.pp:
+            return [
+                f"train.global_batch_size: gives {microbatches} micro-batches; an interleaved pipeline "
+                f"needs a multiple of pp {parallel.pp}"
+            ]
+        return []
+
+    def dump(self) -> dict[str, Any]:
+        """The resolved recipe as plain JSON values, every key present; loads to an equal Recipe."""
+        return self.model_dump(mode="json", by_alias=True)

@@ -1,0 +1,185 @@
+"""What the sections of a recipe must agree on, as far as it can be said without a machine."""
+
+import math
+from collections.abc import Iterator
+
+from bundle.recipe.recipe import Recipe
+from bundle.recipe.sections import BYTE_VOCABULARY
+
+# (the key to change, what is wrong with it)
+Violation = tuple[str, str]
+
+
+def violations(recipe: Recipe) -> list[Violation]:
+    """Every rule that the recipe breaks."""
+    found: list[Violation] = []
+    for rule in (
+        _tensors,
+        _experts,
+        _pipeline,
+        _sequences,
+        _prediction,
+        _recomputation,
+        _arithmetic,
+        _data,
+        _training,
+    ):
+        found += rule(recipe)
+    return found
+
+
+def refused_on(backend: str, recipe: Recipe) -> list[Violation]:
+    """What `backend` (cpu | cuda | ascend, already resolved) cannot do for this recipe."""
+    if backend == "cpu" and recipe.model.fp8 is not None:
+        why = "not on cpu: without Transformer Engine megatron-core would train in bf16 and not say so"
+        return [("model.fp8", why)]
+    return []
+
+
+def _tensors(recipe: Recipe) -> Iterator[Violation]:
+    a, tp = recipe.architecture, recipe.parallel.tp
+    sizes = {"num_attention_heads": a.num_attention_heads}
+    if a.mla is None:
+        sizes["num_key_value_heads"] = a.num_query_groups
+    if 0 in a.layer_pattern:
+        sizes["intermediate_size"] = a.ffn_hidden_size
+    if a.moe and a.moe.shared_ffn_hidden_size:
+        sizes["width of the shared experts"] = a.moe.shared_ffn_hidden_size
+    for name, size in sizes.items():
+        if size % tp:
+            yield "parallel.tp", f"{tp} does not divide {name} {size}"
+    if recipe.parallel.sequence_parallel and tp == 1:
+        yield "parallel.sequence_parallel", "divides activations between tp ranks: needs tp > 1"
+
+
+def _experts(recipe: Recipe) -> Iterator[Violation]:
+    parallel, moe = recipe.parallel, recipe.architecture.moe
+    if moe is None:
+        if parallel.ep > 1:
+            yield "parallel.ep", f"{parallel.ep} ranks to divide experts, but the model has none"
+        if parallel.etp != parallel.tp:
+            yield "parallel.etp", "tensor parallelism of experts, but the model has none"
+        return
+    if moe.num_experts % parallel.ep:
+        yield "parallel.ep", f"{parallel.ep} does not divide the {moe.num_experts} experts"
+    if moe.ffn_hidden_size % parallel.etp:
+        yield "parallel.etp", f"{parallel.etp} does not divide moe_intermediate_size {moe.ffn_hidden_size}"
+    if parallel.tp > 1 and not parallel.sequence_parallel:
+        yield (
+            "parallel.sequence_parallel",
+            "experts with tp > 1 need it: megatron-core refuses to train otherwise",
+        )
+
+
+def _pipeline(recipe: Recipe) -> Iterator[Violation]:
+    parallel, layers = recipe.parallel, recipe.architecture.num_layers
+    if parallel.vpp == 1:
+        yield "parallel.vpp", "1 is no interleaving: use null"
+    if parallel.vpp is not None and parallel.pp == 1:
+        yield "parallel.vpp", "interleaves the chunks of pipeline stages: needs pp > 1"
+    chunks = parallel.pp * (parallel.vpp or 1)
+    if layers % chunks:
+        yield "parallel.pp", f"pp x vpp = {chunks} does not divide num_hidden_layers {layers}"
+
+
+def _sequences(recipe: Recipe) -> Iterator[Violation]:
+    parallel, length = recipe.parallel, recipe.data.sequence_length
+    # Context parallelism gives each rank two chunks (zigzag), sequence parallelism divides what a rank holds.
+    multiple = (2 * parallel.cp if parallel.cp > 1 else 1) * (
+        parallel.tp if parallel.sequence_parallel else 1
+    )
+    if length % multiple:
+        factors = "2 x cp x tp" if parallel.cp > 1 and parallel.sequence_parallel else "2 x cp"
+        reason = factors if parallel.cp > 1 else "tp (sequence parallel)"
+        yield "data.sequence_length", f"{length} is not a multiple of {multiple}, which is {reason}"
+    longest = recipe.architecture.max_position_embeddings
+    if length > longest:
+        yield "data.sequence_length", f"{length} exceeds the model's max_position_embeddings {longest}"
+    if recipe.data.packed and recipe.train.micro_batch_size != 1:
+        yield (
+            "train.micro_batch_size",
+            "a packed micro-batch is one pack: must be 1; raise data.sequence_length instead",
+        )
+
+
+def _prediction(recipe: Recipe) -> Iterator[Violation]:
+    depth = recipe.architecture.mtp_layers
+    if recipe.model.mtp.detach and not depth:
+        yield "model.mtp.detach", "the model has no MTP layers to detach"
+    if depth >= recipe.data.sequence_length:
+        yield (
+            "model.mtp.layers",
+            f"predicts {depth} tokens ahead in sequences of {recipe.data.sequence_length}",
+        )
+
+
+MODULES = {"core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"}
+
+
+def _recomputation(recipe: Recipe) -> Iterator[Violation]:
+    recompute, architecture = recipe.model.recompute, recipe.architecture
+    if recompute is None:
+        return
+    if recompute.granularity == "full":
+        if recompute.modules:
+            yield "model.recompute.modules", "full recomputation knows no modules"
+        stage = math.ceil(architecture.num_layers / recipe.parallel.pp)
+        if recompute.layers is not None and recompute.layers > stage:
+            yield "model.recompute.layers", f"{recompute.layers} exceeds the {stage} layers of a stage"
+        return
+    for key, value in (("method", recompute.method), ("layers", recompute.layers)):
+        if value is not None:
+            yield f"model.recompute.{key}", "belongs to granularity full"
+    if unknown := sorted(set(recompute.modules) - MODULES):
+        yield "model.recompute.modules", f"unknown: {', '.join(unknown)}; known: {', '.join(sorted(MODULES))}"
+    if "mla_up_proj" in recompute.modules and architecture.mla is None:
+        yield "model.recompute.modules", "mla_up_proj, but the model has no latent attention"
+    if architecture.moe is None and (
+        experts := {"moe", "moe_act", "shared_experts"} & set(recompute.modules)
+    ):
+        yield "model.recompute.modules", f"{', '.join(sorted(experts))}, but the model has no experts"
+
+
+def _arithmetic(recipe: Recipe) -> Iterator[Violation]:
+    if recipe.model.dtype == "fp32":
+        if recipe.model.fp8 is not None:
+            yield "model.dtype", "FP8 computes beside bf16: use dtype bf16"
+        if recipe.model.attention == "flash":
+            yield "model.attention", "flash attention has no fp32: use dtype bf16, or attention unfused"
+    if recipe.backend != "auto":
+        yield from refused_on(recipe.backend, recipe)
+
+
+def _data(recipe: Recipe) -> Iterator[Violation]:
+    data, vocabulary = recipe.data, recipe.architecture.vocab_size
+    if data.tokenizer == "bytes" and vocabulary < BYTE_VOCABULARY:
+        yield (
+            "data.tokenizer",
+            f"bytes needs a vocab_size of at least {BYTE_VOCABULARY}, the model's is {vocabulary}",
+        )
+    if recipe.task == "sft" and data.source == "text":
+        yield "data.source", "sft needs rows with a prompt and a response: jsonl or parquet"
+    if data.template == "chat" and data.tokenizer == "bytes":
+        yield "data.template", "bytes has no chat template: use plain, or a tokenizer hf:DIR"
+
+
+def _training(recipe: Recipe) -> Iterator[Violation]:
+    train, optimizer, distributed = recipe.train, recipe.optimizer, recipe.distributed
+    if optimizer.min_lr > optimizer.lr:
+        yield "optimizer.min_lr", f"{optimizer.min_lr:g} exceeds lr {optimizer.lr:g}"
+    if optimizer.warmup_steps >= train.steps:
+        yield "optimizer.warmup_steps", f"{optimizer.warmup_steps} leaves nothing of {train.steps} steps"
+    if not all(0 <= beta < 1 for beta in optimizer.betas):
+        yield "optimizer.betas", f"{list(optimizer.betas)}: both must be at least 0 and below 1"
+    if distributed.overlap_param_gather and not distributed.overlap_grad_reduce:
+        yield "distributed.overlap_param_gather", "megatron-core has it only with overlap_grad_reduce"
+    if train.global_batch_size % train.micro_batch_size:
+        yield (
+            "train.global_batch_size",
+            f"{train.global_batch_size} is not a multiple of micro_batch_size {train.micro_batch_size}",
+        )
+    elif recipe.devices.per_node is not None:
+        world = recipe.devices.nodes * recipe.devices.per_node
+        for violation in recipe.layout_violations(world):
+            key, _, reason = violation.partition(": ")
+            yield key, reason

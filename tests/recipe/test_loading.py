@@ -1,0 +1,164 @@
+"""Recipes as users give them: names, files, overrides, mistakes."""
+
+import json
+
+import pytest
+
+from bundle.errors import UsageError
+from bundle.recipe import Recipe, builtin, differences, from_mapping, load, refused_on
+from bundle.recipe.recipe import Recipe as Schema
+from bundle.recipe.violations import keys
+
+
+def violations(*overrides: str, name: str = "demo") -> tuple[str, ...]:
+    with pytest.raises(UsageError) as caught:
+        load(name, overrides)
+    assert caught.value.code == 2
+    return caught.value.violations
+
+
+@pytest.mark.parametrize("name", builtin.names())
+def test_every_built_in_recipe_loads_under_its_name_and_fits_two_ranks(name):
+    recipe = load(name)
+    assert recipe.name == name
+    assert recipe.parallel.minimal_world == 2
+    assert recipe.layout(2).microbatches >= 1
+
+
+@pytest.mark.parametrize("name", builtin.names())
+def test_a_dump_is_complete_and_loads_to_an_equal_recipe(name):
+    recipe = load(name)
+    dump = recipe.dump()
+    again = from_mapping(json.loads(json.dumps(dump)))
+    assert again == recipe and not differences(recipe, again)
+    top = {key for key in keys(Schema) if "." not in key}
+    assert set(dump) == top and dump["checkpoint"]["async"] is False
+
+
+def test_overrides_reach_any_depth_and_make_sections():
+    recipe = load(
+        "demo",
+        [
+            "train.steps=40",
+            "optimizer.lr=1e-4",
+            "optimizer.min_lr=0.0",
+            "model.recompute.granularity=full",
+            "model.config.num_hidden_layers=2",
+            "data.path=[a.py, b.py]",
+            "model.mtp.layers=0",
+        ],
+    )
+    assert recipe.train.steps == 40 and recipe.optimizer.lr == 1e-4
+    assert recipe.model.recompute and recipe.model.recompute.method == "uniform"
+    assert recipe.architecture.num_layers == 2 and recipe.architecture.mtp_layers == 0
+    assert recipe.data.path == ("a.py", "b.py")
+    assert load("demo", ["data.path=one.py"]).data.path == ("one.py",)
+
+
+def test_all_violations_at_once_each_with_its_place():
+    found = violations(
+        "train.stesp=3", "modle.dtype=bf16", "lr=3", "parallel.ep=3", "data.sequence_length=1000", "task=sft"
+    )
+    assert [line.partition(": ")[2] for line in found] == [
+        "train.stesp: unknown key; did you mean train.steps?",
+        "modle: unknown key; did you mean model?",
+        "lr: unknown key; did you mean optimizer.lr?",
+        "parallel.ep: 3 does not divide the 8 experts",
+        "data.sequence_length: 1000 exceeds the model's max_position_embeddings 256",
+        "data.source: sft needs rows with a prompt and a response: jsonl or parquet",
+    ]
+    assert found[0].startswith("--set train.stesp=3: ") and ".yaml:" in found[5]
+
+
+def test_types_are_strict_and_shown():
+    found = violations(
+        "train.steps=true", "train.global_batch_size='16'", "optimizer.lr=-1", "model.dtype=fp16", "seed=1.5"
+    )
+    assert len(found) == 5
+    assert "train.steps" in found[0] or any("train.steps" in line for line in found)
+    assert any("'16'" in line for line in found)
+    assert any("'bf16' or 'fp32'" in line for line in found)
+
+
+def test_architecture_violations_carry_the_line_of_their_key():
+    found = violations("model.config.hidden_act=relu", "model.config.q_lora_rank=-1", "train.steps=0")
+    assert any(line.startswith("--set train.steps=0: train.steps: ") for line in found)
+    assert any(
+        line.startswith("--set model.config.q_lora_rank=-1: model.config.q_lora_rank: ") for line in found
+    )
+    assert any("hidden_act 'relu'" in line for line in found)
+
+
+@pytest.mark.parametrize("override", ["train", "=3", "train..steps=3", "name.x=3", "data.path.x=3"])
+def test_a_malformed_override_is_named(override):
+    assert any(f"--set {override}" in line for line in violations(override))
+
+
+def test_a_file_is_read_from_its_path(tmp_path):
+    text = builtin.path_of("demo").read_text()
+    (tmp_path / "mine.yaml").write_text(text.replace("name: demo", "name: mine"))
+    assert load(tmp_path / "mine.yaml").name == "mine"
+    (tmp_path / "mine.yaml").write_text(text.replace("steps: 300", "steps: 300\n  steps: 3"))
+    with pytest.raises(UsageError, match=r"mine\.yaml:\d+: train\.steps: given twice"):
+        load(str(tmp_path / "mine.yaml"))
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"name: x", b"[1"])
+def test_files_that_are_no_recipes_are_usage_errors(tmp_path, content):
+    (tmp_path / "r.yaml").write_bytes(content)
+    with pytest.raises(UsageError, match=r"r\.yaml"):
+        load(tmp_path / "r.yaml")
+
+
+def test_missing_files_and_names():
+    with pytest.raises(UsageError, match="No such file"):
+        load("./nowhere.yaml")
+    with pytest.raises(UsageError, match="did you mean demo"):
+        load("dmeo")
+
+
+def test_a_config_directory_is_read_overridden_and_dumped(tmp_path):
+    config = load("demo").model.config
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    values = load("demo").dump()
+    values["model"] |= {"path": str(tmp_path), "config": {"num_hidden_layers": 3}}
+    recipe = from_mapping(values)
+    assert recipe.architecture.num_layers == 3
+    assert recipe.dump()["model"]["config"] == config | {"num_hidden_layers": 3}
+    values["model"] |= {"path": str(tmp_path / "gone"), "config": {}}
+    with pytest.raises(UsageError, match=r"model\.path"):
+        from_mapping(values)
+
+
+def test_nulls_follow_tp_and_stay_overridable():
+    follows = load("qwen3-tp2-sp", ["parallel.sequence_parallel=null"]).parallel
+    assert (follows.sequence_parallel, follows.etp) == (True, 2)
+    assert load("qwen3-tp2-sp", ["parallel.sequence_parallel=false"]).parallel.sequence_parallel is False
+
+
+def test_fp8_on_cpu_is_refused_with_the_reason_whenever_the_backend_is_known():
+    assert any(
+        "Transformer Engine" in line for line in violations("model.fp8.scaling=blockwise", "model.dtype=bf16")
+    )
+    recipe = load("demo", ["model.fp8.scaling=blockwise", "model.dtype=bf16", "backend=auto"])
+    assert recipe.model.fp8 and recipe.model.fp8.format == "e4m3"
+    assert refused_on("cpu", recipe) and not refused_on("cuda", recipe)
+
+
+def test_differences_name_keys_and_know_what_a_resume_may_change():
+    old = load("demo")
+    new = load("demo", ["optimizer.lr=5e-3", "checkpoint.keep=3", "model.recompute.granularity=full"])
+    found = {d.key: d for d in differences(old, new)}
+    assert found["optimizer.lr"].new == 5e-3 and not found["optimizer.lr"].free_on_resume
+    assert found["checkpoint.keep"].free_on_resume
+    assert (found["model.recompute.granularity"].old, found["model.recompute.granularity"].new) == (
+        None,
+        "full",
+    )
+    assert str(found["checkpoint.keep"]) == "checkpoint.keep: 2 -> 3"
+
+
+def test_a_recipe_is_frozen():
+    recipe: Recipe = load("demo")
+    with pytest.raises(ValueError, match="frozen"):
+        recipe.seed = 3  # type: ignore[misc]

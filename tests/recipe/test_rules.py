@@ -1,0 +1,83 @@
+"""What the sections must agree on, layouts, and features."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bundle.errors import UsageError
+from bundle.recipe import Parallel, load
+
+BROKEN = [
+    ("qwen3-tp2-sp", ["parallel.tp=4"], "parallel.tp: 4 does not divide num_key_value_heads 2"),
+    ("qwen3-tp2-sp", ["parallel.tp=1"], "needs tp > 1"),
+    ("qwen3-tp2-sp", ["data.sequence_length=127"], "multiple of 2, which is tp"),
+    ("qwen3-tp2-sp", ["parallel.ep=2"], "but the model has none"),
+    ("qwen3-tp2-sp", ["parallel.etp=1"], "but the model has none"),
+    ("qwen3-cp2-packed", ["data.sequence_length=510"], "multiple of 4, which is 2 x cp"),
+    ("qwen3-cp2-packed", ["train.micro_batch_size=2"], "must be 1"),
+    ("qwen3-pp2-vpp2", ["parallel.vpp=1"], "use null"),
+    ("qwen3-pp2-vpp2", ["parallel.pp=1"], "needs pp > 1"),
+    ("qwen3-pp2-vpp2", ["parallel.vpp=4"], "pp x vpp = 8 does not divide"),
+    ("demo", ["parallel.tp=2", "parallel.sequence_parallel=false"], "megatron-core refuses"),
+    ("demo", ["parallel.etp=3"], "does not divide moe_intermediate_size"),
+    ("demo", ["model.config.vocab_size=257"], "at least 258"),
+    ("demo", ["model.mtp.detach=true", "model.mtp.layers=0"], "no MTP layers"),
+    ("demo", ["model.attention=flash"], "no fp32"),
+    ("demo", ["data.template=chat"], "no chat template"),
+    ("demo", ["optimizer.min_lr=1.0"], "exceeds lr"),
+    ("demo", ["optimizer.warmup_steps=300"], "leaves nothing"),
+    ("demo", ["optimizer.betas=[0.9, 1.0]"], "below 1"),
+    ("demo", ["distributed.overlap_param_gather=true"], "overlap_grad_reduce"),
+    ("demo", ["train.global_batch_size=12"], "not a multiple of micro_batch_size 8"),
+    ("demo", ["devices.per_node=3"], "multiple of 2 ranks"),
+    ("demo", ["devices.per_node=4"], "micro_batch_size x dp = 8 x 4"),
+    ("demo", ["model.recompute={granularity: selective, layers: 2}"], "belongs to granularity full"),
+    ("demo", ["model.recompute={granularity: selective, modules: [attn]}"], "unknown: attn"),
+    ("demo", ["model.recompute={granularity: full, modules: [mlp]}"], "knows no modules"),
+    ("demo", ["model.recompute={granularity: full, layers: 5}"], "exceeds the 4 layers"),
+    ("qwen3-tp2-sp", ["model.recompute={granularity: selective, modules: [moe]}"], "no experts"),
+    ("qwen3-tp2-sp", ["model.recompute={granularity: selective, modules: [mla_up_proj]}"], "no latent"),
+]
+
+
+@pytest.mark.parametrize(("name", "overrides", "named"), BROKEN)
+def test_each_broken_rule_is_named_once(name, overrides, named):
+    with pytest.raises(UsageError) as caught:
+        load(name, overrides)
+    assert len(caught.value.violations) == 1 and named in caught.value.violations[0]
+
+
+def test_an_interleaved_pipeline_needs_micro_batches_in_multiples_of_its_stages():
+    recipe = load("qwen3-pp2-vpp2", ["train.global_batch_size=6"])
+    with pytest.raises(UsageError, match="multiple of pp 2"):
+        recipe.layout(2)
+
+
+SIZE = st.integers(1, 6)
+
+
+@given(tp=SIZE, pp=SIZE, cp=SIZE, ep=SIZE, etp=SIZE, times=SIZE)
+def test_a_world_fits_exactly_when_both_views_of_a_stage_divide(tp, pp, cp, ep, etp, times):
+    parallel = Parallel(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp)
+    for world in (parallel.minimal_world * times, parallel.minimal_world * times + pp):
+        divides = world % (pp * tp * cp) == 0 and world % (pp * etp * ep) == 0
+        assert parallel.fits(world) == divides
+    world = parallel.minimal_world * times
+    assert parallel.dp(world) * tp * cp * pp == world == parallel.expert_dp(world) * etp * ep * pp
+    assert math.gcd(parallel.dp(parallel.minimal_world), parallel.expert_dp(parallel.minimal_world)) == 1
+
+
+def test_features_name_what_patches_ask_for():
+    demo = load("demo").features
+    assert {"mla", "moe", "mtp", "ep", "dp", "unequal-head-dims", "expert-bias", "attention-auto"} <= demo
+    assert not demo & {"packed", "cp", "tp", "sp", "pp", "vpp", "gqa", "mtp-detached", "fp8", "etp"}
+    assert {"packed", "cp", "gqa"} <= load("qwen3-cp2-packed").features
+    assert {"tp", "sp"} <= load("qwen3-tp2-sp").features
+    assert {"pp", "vpp"} <= load("qwen3-pp2-vpp2").features
+    changed = load(
+        "demo", ["model.mtp.detach=true", "model.recompute={granularity: selective}", "parallel.tp=2"]
+    )
+    assert {"mtp-detached", "recompute-selective", "etp", "tp", "sp"} <= changed.features
+    assert "mtp" not in load("demo", ["model.mtp.layers=0"]).features

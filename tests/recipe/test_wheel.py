@@ -1,0 +1,36 @@
+"""A wheel holds the recipes of launch/recipes."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from bundle.recipe import builtin
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_package_finds_the_files_of_launch_recipes():
+    assert builtin.DIRECTORY.resolve() == ROOT / "launch" / "recipes"
+    assert builtin.names() == sorted(p.stem for p in (ROOT / "launch" / "recipes").glob("*.yaml"))
+
+
+def test_a_wheel_built_from_the_checkout_holds_the_same_files(tmp_path):
+    pytest.importorskip("setuptools")
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("bundle", "launch"):
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignore)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    build = "from setuptools.build_meta import build_wheel; print(build_wheel(__import__('sys').argv[1]))"
+    command = [sys.executable, "-c", build, str(tmp_path)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        for name in builtin.names():
+            assert archive.read(f"bundle/recipe/recipes/{name}.yaml") == builtin.path_of(name).read_bytes()
