@@ -1,1 +1,1 @@
-"""The ranks as one world: the process group, agreement before it exists, and what ends a rank that is stuck."""
+"""The ranks as one world: process group, agreement before it exists, and the end of a rank that is stuck."""

@@ -1,4 +1,4 @@
-"""A rank that ends when whoever started it ends; needs no torch, so that it can be the first thing a rank does."""
+"""A rank that ends when whoever started it ends; without torch, so that it can come first."""
 
 import ctypes
 import os

@@ -20,9 +20,10 @@ _TORCHRUN = (
 
 @dataclass(frozen=True)
 class Launch:
-    """What is started on every node: `arguments` are those of `mcore-bundle`, without the flags of the rendezvous.
+    """What is started on every node.
 
-    `logs` is this launch's own folder on this node; `environment` is what the backend needs.
+    `arguments` are those of `mcore-bundle` without the flags of the rendezvous; `logs` is this launch's own
+    folder on this node; `environment` is what the backend needs.
     """
 
     arguments: tuple[str, ...]

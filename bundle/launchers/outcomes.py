@@ -1,4 +1,4 @@
-"""How each rank of this node ended: torchrun says 1 whatever happened, so the ranks write it down themselves."""
+"""How each rank of this node ended: torchrun says 1 whatever happened, so they write it down."""
 
 import json
 import os

@@ -8,7 +8,7 @@ from pathlib import Path
 from bundle.errors import ExitCode
 from bundle.launchers.outcomes import Outcome
 
-# What a rank says only when it knows the cause; a plain failure is often just the echo of another rank's death.
+# What a rank says only when it knows the cause; a plain failure is often the echo of another rank's death.
 _CAUSES = (
     ExitCode.USAGE,
     ExitCode.ENVIRONMENT_UNFIT,
@@ -33,12 +33,13 @@ def judge(folder: Path, agent: int, outcomes: list[Outcome], stopped_by: int | N
     if agent == 0:
         return Verdict(ExitCode.OK)
     ended = sorted((o for o in outcomes if o.code), key=lambda outcome: outcome.time)
-    causes = [o for o in ended if o.code in _CAUSES]
+    causes = [(ExitCode(o.code), o) for o in ended if o.code in _CAUSES]
     preempted = [o for o in ended if o.code == ExitCode.PREEMPTED]
     if stopped_by == signal.SIGINT:
         return Verdict(ExitCode.INTERRUPTED, "interrupted")
     if causes:
-        return Verdict(ExitCode(causes[0].code), f"rank {causes[0].rank}: {causes[0].message}")
+        code, first = causes[0]
+        return Verdict(code, f"rank {first.rank}: {first.message}")
     if preempted and all(o.code in (ExitCode.OK, ExitCode.PREEMPTED, None) for o in outcomes):
         return Verdict(ExitCode.PREEMPTED, preempted[0].message)
     if stopped_by is not None:

@@ -16,9 +16,9 @@ TWO = discover({}, nodes=2, node_rank=0, endpoint="[fe80::1]:29500")
 HOSTILE = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
 
 
-def launch(rendezvous: Rendezvous, *arguments: str, **changes) -> local.Launch:
-    options = {"per_node": 2, "logs": Path("runs/demo/logs/node-0/1"), "python": "python"} | changes
-    return local.Launch(arguments, rendezvous, **options)
+def launch(rendezvous: Rendezvous, *arguments: str, per_node: int = 2, **changes) -> local.Launch:
+    logs = Path("runs/demo/logs/node-0/1")
+    return local.Launch(arguments, rendezvous, per_node, logs, python="python", **changes)
 
 
 @pytest.mark.parametrize(
