@@ -1,8 +1,8 @@
 """The patch list and what is decided about it: data, source text and metadata; never torch or megatron."""
 
 from bundle.patches.decision import Action, Decision
+from bundle.patches.definitions import Evidence
 from bundle.patches.entry import BACKENDS, Facade, Patch, Presence, Replacement, Seam, Trap
-from bundle.patches.source import Evidence
 
 __all__ = [
     "BACKENDS",

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from bundle.patches.source import Evidence
+from bundle.patches.definitions import Evidence
 
 BACKENDS = ("cpu", "cuda", "ascend")
 
@@ -15,6 +15,11 @@ class Presence(StrEnum):
     PRESENT = "present"
     ABSENT = "absent"
     UNKNOWN = "unknown"
+
+    @classmethod
+    def of(cls, present: bool) -> "Presence":
+        """PRESENT or ABSENT, for a question that has an answer."""
+        return cls.PRESENT if present else cls.ABSENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,7 @@ class Replacement:
 
     target: str
     wrapper: str
+    optional: bool = False  # some of the releases do not have this target: replaced where it is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

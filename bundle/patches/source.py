@@ -1,10 +1,120 @@
-"""A megatron tree as text: definitions found by name, without importing anything."""
+"""A megatron tree as text: its modules parsed on demand, nothing imported, whoever wrote it."""
 
-from typing import Any, Protocol
+import ast
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bundle.stack import text
+
+_LIMIT = 2 << 20  # bytes of one module; the largest of megatron-core is 160 kB
 
 
-class Evidence(Protocol):
-    """The definitions that a patch names as evidence, and no others: what `Patch.defect` is given."""
+class Unreadable(Exception):
+    """A source file that cannot be parsed here; the message says which and why."""
 
-    def __getitem__(self, target: str) -> Any:
-        """The definition of `target`, or None where the tree has none."""
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """One parsed module: its name, its file relative to the tree, its body and what each name is bound to."""
+
+    name: str
+    file: str
+    package: str  # what a relative import starts from
+    bindings: dict[str, list[ast.stmt]]
+    stars: tuple[str, ...]  # modules whose every name is imported
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTree:
+    """The directory that holds `megatron`, and the modules of it that were asked for."""
+
+    root: Path
+    _modules: dict[str, Module | None] = field(default_factory=dict)
+
+    def module(self, name: str) -> Module | None:
+        """The parsed module by its dotted name; None where the tree has no such file."""
+        if name not in self._modules:
+            self._modules[name] = self._parse(name)
+        return self._modules[name]
+
+    def files(self) -> tuple[str, ...]:
+        """The files read so far, relative to the root."""
+        return tuple(sorted(module.file for module in self._modules.values() if module))
+
+    def _parse(self, name: str) -> Module | None:
+        file = module_file(self.root, name)
+        if file is None:
+            return None
+        source = text.read_bytes(self.root / file, _LIMIT)
+        if source is None:
+            raise Unreadable(f"{file} is no regular file below {_LIMIT >> 20} MiB that can be read")
+        try:
+            with warnings.catch_warnings(
+                action="ignore"
+            ):  # their invalid escapes are not our user's business
+                tree = ast.parse(source)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise Unreadable(f"{file} cannot be parsed: {type(error).__name__}: {error}") from None
+        package = name if file.endswith("__init__.py") else name.rpartition(".")[0]
+        imports = [node for node in statements(tree.body) if isinstance(node, ast.ImportFrom)]
+        stars = [absolute(node, package) for node in imports if node.names[0].name == "*"]
+        return Module(name, file, package, bindings(tree.body), tuple(stars))
+
+
+def module_file(root: Path, name: str) -> str | None:
+    """The module's file relative to the root of its tree, a package before a module of the same name."""
+    stem = name.replace(".", "/")
+    for file in (f"{stem}/__init__.py", f"{stem}.py"):
+        if (root / file).exists():
+            return file
+    return None
+
+
+def absolute(node: ast.ImportFrom, package: str) -> str:
+    """The dotted name of the module that a `from ... import` statement of `package` reads."""
+    base = package.split(".")[: len(package.split(".")) - (node.level - 1)] if node.level else []
+    return ".".join([*base, *([node.module] if node.module else [])])
+
+
+def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements that run in this scope, those under if, try, with and loops among them, in order."""
+    stack = list(reversed(body))
+    while stack:
+        node = stack.pop()
+        yield node
+        if isinstance(node, ast.If | ast.Try | ast.TryStar | ast.With | ast.For | ast.While):
+            inner = [*node.body]
+            if not isinstance(node, ast.With):
+                inner += node.orelse
+            if isinstance(node, ast.Try | ast.TryStar):
+                inner += [statement for handler in node.handlers for statement in handler.body]
+                inner += node.finalbody
+            stack += reversed(inner)
+
+
+def bindings(body: list[ast.stmt]) -> dict[str, list[ast.stmt]]:
+    """The statements that bind each name of a scope: definitions, imports (narrowed to it), assignments."""
+    bound: dict[str, list[ast.stmt]] = {}
+    for node in statements(body):
+        for name, statement in _bound(node):
+            bound.setdefault(name, []).append(statement)
+    return bound
+
+
+def _bound(node: ast.stmt) -> Iterator[tuple[str, ast.stmt]]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name, node
+    elif isinstance(node, ast.ImportFrom):
+        for alias in node.names:
+            yield alias.asname or alias.name, ast.ImportFrom(node.module, [alias], node.level)
+    elif isinstance(node, ast.Import):
+        for alias in node.names:
+            yield alias.asname or alias.name.partition(".")[0], ast.Import([alias])
+    elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        for target in targets:
+            for name in target.elts if isinstance(target, ast.Tuple | ast.List) else [target]:
+                if isinstance(name, ast.Name):
+                    yield name.id, node

@@ -1,1 +1,16 @@
 """The patches, one module for each area of megatron-core; each holds a tuple named PATCHES."""
+
+from bundle.patches.catalogue import dist_checkpoint, gradients, mla, moe, mtp, optimizer, recompute, router
+from bundle.patches.entry import Patch
+
+# In this order wrappers are put on a target that several patches share: the first is the innermost.
+PATCHES: tuple[Patch, ...] = (
+    *mla.PATCHES,
+    *mtp.PATCHES,
+    *recompute.PATCHES,
+    *router.PATCHES,
+    *gradients.PATCHES,
+    *dist_checkpoint.PATCHES,
+    *moe.PATCHES,
+    *optimizer.PATCHES,
+)

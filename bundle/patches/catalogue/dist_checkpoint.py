@@ -1,0 +1,71 @@
+"""Distributed checkpoints: writing with newer torch, and what unpickling a file may run."""
+
+import ast
+
+from bundle.patches.definitions import Evidence
+from bundle.patches.entry import Patch, Presence, Replacement
+
+_WRITE = (
+    "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.write_preloaded_data"
+)
+_COMMON = "megatron.core.dist_checkpointing.strategies.common"
+_LOAD = f"{_COMMON}:load_common"
+_LOAD_METHOD = f"{_COMMON}:TorchCommonLoadStrategy.load_common"
+_LOAD_OBJECTS = f"{_COMMON}:TorchCommonLoadStrategy.load_sharded_objects"
+
+
+def _format_unnamed(source: Evidence) -> Presence:
+    write = source[_WRITE]
+    if write is None or not write.calls("_write_item"):
+        return Presence.UNKNOWN
+    return Presence.of("SerializationFormat" not in write.names)
+
+
+def _unrestricted(source: Evidence) -> Presence:
+    """Whether any of the loads asks torch to run whatever the file says."""
+    loads = [
+        call
+        for code in (source[_LOAD], source[_LOAD_METHOD], source[_LOAD_OBJECTS])
+        for call in (code.calls("load") if code else ())
+    ]
+    if not loads:
+        return Presence.UNKNOWN
+    return Presence.of(any(_is_false(call, "weights_only") for call in loads))
+
+
+def _is_false(call: ast.Call, name: str) -> bool:
+    values = [keyword.value for keyword in call.keywords if keyword.arg == name]
+    return any(isinstance(value, ast.Constant) and value.value is False for value in values)
+
+
+PATCHES = (
+    Patch(
+        id="dist-checkpoint-serialization",
+        replacements=(Replacement(_WRITE, "bundle.wrappers.dist_checkpoint:name_the_format"),),
+        why="Saving fails with torch 2.8 and later, whose _write_item has one more argument.",
+        upstream="verl-project/verl#6322",
+        range="<0.13",
+        fixed_in="0.13.0",
+        requires=("torch>=2.8",),
+        when=frozenset({"distributed-checkpoint"}),
+        evidence=(_WRITE,),
+        defect=_format_unnamed,
+        check="dist-checkpoint-serialization",
+    ),
+    Patch(
+        id="restricted-unpickle",
+        replacements=(
+            Replacement(_LOAD, "bundle.wrappers.dist_checkpoint:without_code", optional=True),
+            Replacement(_LOAD_METHOD, "bundle.wrappers.dist_checkpoint:without_code", optional=True),
+            Replacement(_LOAD_OBJECTS, "bundle.wrappers.dist_checkpoint:without_code", optional=True),
+        ),
+        why="Loading a checkpoint runs whatever code its common state holds.",
+        upstream="fixed upstream in 0.14, back in 0.17.0, fixed again in 0.17.1",
+        range="<0.17.1,!=0.14.*,!=0.15.*,!=0.16.*",
+        fixed_in="0.17.1",
+        when=frozenset({"distributed-checkpoint"}),
+        evidence=(_LOAD, _LOAD_METHOD, _LOAD_OBJECTS),
+        defect=_unrestricted,
+        check="restricted-unpickle",
+    ),
+)

@@ -1,0 +1,100 @@
+"""Multi-latent attention."""
+
+import ast
+
+from bundle.patches.definitions import Evidence
+from bundle.patches.entry import Patch, Presence, Replacement
+
+_MODULE = "megatron.core.transformer.multi_latent_attention"
+_HEADS = f"{_MODULE}:MLASelfAttention.get_query_key_value_tensors"
+_FORWARD = f"{_MODULE}:MultiLatentAttention.forward"
+_RUN = f"{_MODULE}:MultiLatentAttention._run_core_attention"
+_PREPARE = f"{_MODULE}:_prepare_mla_core_attention_value"
+_PROJECTIONS = f"{_MODULE}:MLASelfAttention.__init__"
+_TE_LINEAR = f"{_MODULE}:TELinear"
+
+
+def _packed_heads(source: Evidence) -> Presence:
+    heads = source[_HEADS]
+    if heads is None or "cu_seqlens_q" not in heads.names:
+        return Presence.UNKNOWN
+    return Presence.of("cu_seqlens_q_padded" not in heads.names)
+
+
+def _value_width(source: Evidence) -> Presence:
+    forward = source[_FORWARD]
+    if forward is None:
+        return Presence.UNKNOWN
+    if any(code.calls("pad") for code in (forward, source[_RUN], source[_PREPARE]) if code is not None):
+        return Presence.ABSENT
+    return Presence.PRESENT if forward.calls("core_attention") else Presence.UNKNOWN
+
+
+def _down_projection_class(source: Evidence) -> Presence:
+    """Whether the class of the down projections must be in a list with TELinear, None without it."""
+    init = source[_PROJECTIONS]
+    if init is None:
+        return Presence.UNKNOWN
+    lists = [node.comparators[0] for node in init.walk() if isinstance(node, ast.Compare)]
+    asked = any(
+        isinstance(node, ast.Name) and node.id == "TELinear" for item in lists for node in ast.walk(item)
+    )
+    return Presence.of(asked and bool(source.bindings(_TE_LINEAR)))
+
+
+PATCHES = (
+    Patch(
+        id="mla-packed-qkv",
+        replacements=(
+            Replacement(_HEADS, "bundle.wrappers.mla:packed_heads"),
+            Replacement(f"{_MODULE}:apply_rotary_pos_emb", "bundle.wrappers.mla:packed_rotary"),
+            Replacement(
+                "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:get_pos_emb_on_this_cp_rank",
+                "bundle.wrappers.mla:whole_table",
+            ),
+        ),
+        why=(
+            "Packed input fails: 0.12 keeps a batch dimension of 1 in front of the heads, 0.13 too reads the "
+            "boundaries without padding and cuts the rotary table to the tokens of one context-parallel rank."
+        ),
+        upstream="fixed upstream in 0.14; found by comparing packed with unpacked passes",
+        range="<0.14",
+        fixed_in="0.14.0",
+        when=frozenset({"mla", "packed"}),
+        evidence=(_HEADS,),
+        defect=_packed_heads,
+        check="mla-packed-qkv",
+    ),
+    Patch(
+        id="mla-thd-value-padding",
+        replacements=(
+            Replacement(f"{_MODULE}:MultiLatentAttention.__init__", "bundle.wrappers.mla:pad_value"),
+        ),
+        why=(
+            "Packed input whose value heads are narrower than its query heads is refused by kernels that "
+            "want one width, or comes back too wide for the output projection."
+        ),
+        upstream="NVIDIA/Megatron-LM#3003 (5dcda195), released in 0.18.0; NVIDIA/TransformerEngine#2629",
+        range="<0.18",
+        fixed_in="0.18.0",
+        when=frozenset({"mla", "packed", "unequal-head-dims", "attention-flash"}),
+        evidence=(_FORWARD, _RUN, _PREPARE),
+        defect=_value_width,
+        check="mla-thd-value-padding",
+    ),
+    Patch(
+        id="cpu-mla-without-te-linear",
+        replacements=(Replacement(_TE_LINEAR, "bundle.wrappers.mla:duplicated_linear"),),
+        why=(
+            "Without Transformer Engine the down projections can only be column parallel, whose gather drops "
+            "the other ranks' part of a gradient: the class must be one of a list in which TELinear is None."
+        ),
+        upstream="found by comparing TP2 with one process",
+        range=">=0.14",
+        backends=("cpu",),
+        when=frozenset({"mla"}),
+        evidence=(_PROJECTIONS, _TE_LINEAR),
+        defect=_down_projection_class,
+        check="cpu-mla-without-te-linear",
+    ),
+)

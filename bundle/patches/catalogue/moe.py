@@ -1,0 +1,58 @@
+"""Mixture of experts on a machine without an accelerator."""
+
+import ast
+
+from bundle.patches.definitions import Evidence
+from bundle.patches.entry import Patch, Presence, Replacement
+
+_MODULE = "megatron.core.transformer.moe.moe_utils"
+_MOVE = f"{_MODULE}:maybe_move_tensor_to_cpu"
+_GEMM = f"{_MODULE}:te_general_gemm"
+_GATING = f"{_MODULE}:RouterGatingLinearFunction.forward"
+
+
+def _numpy_from_cuda_only(source: Evidence) -> Presence:
+    move = source[_MOVE]
+    if move is None or not move.calls("numpy"):
+        return Presence.UNKNOWN
+    return Presence.of("is_cuda" in move.names)
+
+
+def _unbound_without_te(source: Evidence) -> Presence:
+    """Whether the router reads a name that only a successful import of Transformer Engine binds."""
+    gating = source[_GATING]
+    if gating is None or "te_general_gemm" not in gating.names:
+        return Presence.ABSENT
+    bound = source.bindings(_GEMM)
+    if not bound:
+        return Presence.UNKNOWN
+    return Presence.of(all(isinstance(node, ast.ImportFrom) for node in bound))
+
+
+PATCHES = (
+    Patch(
+        id="cpu-moe-splits-on-host",
+        replacements=(Replacement(_MOVE, "bundle.wrappers.moe:splits_on_host"),),
+        why="The sizes of the all-to-all become numbers only if they were on a GPU: TypeError with EP > 1.",
+        upstream="not reported; met on gloo in every release",
+        range="",
+        backends=("cpu",),
+        when=frozenset({"moe"}),
+        evidence=(_MOVE,),
+        defect=_numpy_from_cuda_only,
+        check="cpu-moe-splits-on-host",
+    ),
+    Patch(
+        id="cpu-router-without-te-gemm",
+        replacements=(Replacement(_GEMM, "bundle.wrappers.moe:without_te_gemm"),),
+        why="NameError without Transformer Engine when the router computes in another type than the model.",
+        upstream="fixed upstream in 0.17",
+        range=">=0.13,<0.17",
+        fixed_in="0.17.0",
+        backends=("cpu",),
+        when=frozenset({"moe"}),
+        evidence=(_GEMM, _GATING),
+        defect=_unbound_without_te,
+        check="cpu-router-without-te-gemm",
+    ),
+)

@@ -1,0 +1,85 @@
+"""Activation recomputation."""
+
+import ast
+
+from bundle.patches.definitions import Evidence
+from bundle.patches.entry import Patch, Presence, Replacement
+
+_LAYER = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer"
+_FORWARD = f"{_LAYER}.forward"
+_CHECKPOINTED = f"{_LAYER}._checkpointed_forward"
+_BACKWARD = "megatron.core.tensor_parallel.random:CheckpointFunction.backward"
+
+
+def _saves_objects(source: Evidence) -> Presence:
+    """Whether every argument goes to save_for_backward while packed sequences are let in."""
+    forward, checkpointed = source[_FORWARD], source[_CHECKPOINTED]
+    if forward is None:
+        return Presence.UNKNOWN
+    if checkpointed is None:
+        return Presence.ABSENT  # nothing is recomputed
+    refused = any(
+        isinstance(node, ast.Assert)
+        and any(isinstance(name, ast.Name) and name.id == "packed_seq_params" for name in ast.walk(node.test))
+        for node in forward.walk()
+    )
+    return Presence.of("forward_func" in checkpointed.parameters and not refused)
+
+
+def _padding_mask_unknown(source: Evidence) -> Presence:
+    """Whether the layer passes a padding mask on to a function that has no parameter of that name."""
+    forward, checkpointed = source[_FORWARD], source[_CHECKPOINTED]
+    if forward is None:
+        return Presence.UNKNOWN
+    calls = forward.calls("_checkpointed_forward")
+    if checkpointed is None or not calls:
+        return Presence.ABSENT if checkpointed is None and not calls else Presence.UNKNOWN
+    passed = {keyword.arg for call in calls for keyword in call.keywords}
+    takes_any = any(isinstance(node, ast.FunctionDef) and node.args.kwarg for node in checkpointed.nodes)
+    return Presence.of("padding_mask" in passed - checkpointed.parameters and not takes_any)
+
+
+def _keeps_inputs(source: Evidence) -> Presence:
+    backward = source[_BACKWARD]
+    if backward is None or not backward.calls("detach_variable"):
+        return Presence.UNKNOWN
+    return Presence.of(not any(isinstance(node, ast.Delete) for node in backward.walk()))
+
+
+PATCHES = (
+    Patch(
+        id="mtp-packed-full-recompute",
+        replacements=(Replacement(_CHECKPOINTED, "bundle.wrappers.recompute:keep_objects"),),
+        why="Full recomputation of MTP layers fails on packed input: save_for_backward takes tensors only.",
+        upstream="fixed upstream in 0.18 by new code; measured in 0.16 and 0.17",
+        range=">=0.16,<0.18",
+        fixed_in="0.18.0",
+        when=frozenset({"mtp", "packed", "recompute-full"}),
+        evidence=(_FORWARD, _CHECKPOINTED),
+        defect=_saves_objects,
+        check="mtp-packed-full-recompute",
+    ),
+    Patch(
+        id="mtp-full-recompute",
+        replacements=(Replacement(_CHECKPOINTED, "bundle.wrappers.recompute:bind_padding_mask"),),
+        why="Full recomputation of MTP layers ends in a TypeError: unexpected keyword 'padding_mask'.",
+        upstream="NVIDIA/Megatron-LM#4933, fixed by #3457 in 0.19",
+        range=">=0.18,<0.19",
+        fixed_in="0.19.0",
+        when=frozenset({"mtp", "recompute-full"}),
+        evidence=(_FORWARD, _CHECKPOINTED),
+        defect=_padding_mask_unknown,
+        check="mtp-full-recompute",
+    ),
+    Patch(
+        id="recompute-reclaim",
+        replacements=(Replacement(_BACKWARD, "bundle.wrappers.recompute:reclaim"),),
+        why="A recomputed layer's detached inputs stay alive until its gradients are consumed.",
+        upstream="NVIDIA/Megatron-LM#3221, #3267, #5197; verl-project/verl#5251",
+        range="",
+        opt_in=True,
+        evidence=(_BACKWARD,),
+        defect=_keeps_inputs,
+        check="recompute-reclaim",
+    ),
+)

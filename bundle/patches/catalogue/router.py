@@ -1,0 +1,58 @@
+"""Choice of experts: replay of recorded routes."""
+
+from bundle.patches.definitions import Evidence
+from bundle.patches.entry import Patch, Presence, Replacement
+
+_ROUTING = "megatron.core.transformer.moe.router:TopKRouter.routing"
+_NATIVE = "megatron.core.transformer.moe.router_replay:RouterReplay"
+_REPLAY = f"{_NATIVE}.get_replay_topk"
+
+
+def _no_replay(source: Evidence) -> Presence:
+    routing = source[_ROUTING]
+    if routing is None:
+        return Presence.UNKNOWN
+    asks = "router_replay" in routing.names
+    if asks != (source[_NATIVE] is not None):
+        return Presence.UNKNOWN
+    return Presence.of(not asks)
+
+
+def _latest_routes(source: Evidence) -> Presence:
+    """Whether only the action that the user set decides which micro-batch's routes are taken."""
+    replay = source[_REPLAY]
+    if replay is None:
+        return Presence.of(False) if source[_ROUTING] and not source[_NATIVE] else Presence.UNKNOWN
+    if not {"target_topk_idx", "replay_backward_list"} <= replay.names:
+        return Presence.UNKNOWN
+    return Presence.of(not {"_current_graph_task_id", "is_checkpointing", "is_grad_enabled"} & replay.names)
+
+
+PATCHES = (
+    Patch(
+        id="router-replay",
+        replacements=(Replacement(_ROUTING, "bundle.wrappers.router:replay"),),
+        why="There is no way to make the router take recorded experts.",
+        upstream="NVIDIA/Megatron-LM#2101 adds one in 0.16",
+        range="<0.16",
+        fixed_in="0.16.0",
+        when=frozenset({"moe", "router-replay"}),
+        evidence=(_ROUTING, _NATIVE),
+        defect=_no_replay,
+        check="router-replay",
+    ),
+    Patch(
+        id="native-replay-recompute",
+        replacements=(Replacement(_REPLAY, "bundle.wrappers.router:own_routes_on_recompute"),),
+        why=(
+            "A recomputation takes the routes of the latest micro-batch instead of its own: wrong gradients, "
+            "silently, as soon as two micro-batches are in flight."
+        ),
+        upstream="not reported; found by comparing replay with and without recomputation in PP2",
+        range=">=0.16",
+        when=frozenset({"moe", "router-replay"}),
+        evidence=(_REPLAY, _NATIVE, _ROUTING),
+        defect=_latest_routes,
+        check="native-replay-recompute",
+    ),
+)

@@ -1,0 +1,88 @@
+"""Fingerprints of source code: what it says, whoever parses it, however it is laid out."""
+
+import ast
+import hashlib
+from collections.abc import Sequence
+
+# Not part of the meaning, or not there in every Python (type_params came with 3.12).
+_IGNORED = frozenset({"ctx", "kind", "type_comment", "type_ignores", "type_params"})
+_WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def fingerprint(nodes: Sequence[ast.AST]) -> str:
+    """16 hexadecimal digits over the nodes' code: no positions, docstrings, empty fields or type parameters.
+
+    Our own walk, because `ast.dump` of one source differs between Python 3.11, 3.12 and 3.13. A stack of our
+    own as well: the depth of a hostile expression must not be the depth of our recursion.
+    """
+    digest = hashlib.sha256()
+    stack: list[object] = list(reversed(nodes))
+    while stack:
+        item = stack.pop()
+        if isinstance(item, bytes):
+            digest.update(item)
+        elif isinstance(item, ast.AST):
+            digest.update(b"(%s" % type(item).__name__.encode())
+            stack.append(b")")
+            for name, value in reversed(_fields(item)):
+                stack += [value, b"." + name.encode()]
+        elif isinstance(item, list):
+            digest.update(b"[")
+            stack.append(b"]")
+            stack += reversed(item)
+        else:
+            text = _constant(item)
+            digest.update(b"%d:%s" % (len(text), text))
+    return digest.hexdigest()[:16]
+
+
+def _fields(node: ast.AST) -> list[tuple[str, object]]:
+    fields = []
+    for name in node._fields:
+        value = getattr(node, name, None)
+        if name == "body" and isinstance(node, _WITH_DOCSTRING):
+            value = _without_docstring(node.body)
+        elif name == "values" and isinstance(node, ast.JoinedStr):
+            value = _pieces(node.values)
+        elif name == "format_spec" and isinstance(value, ast.JoinedStr) and not _pieces(value.values):
+            continue  # f"{x:}"
+        # the value of a constant counts even when it is None
+        if name not in _IGNORED and (value not in (None, []) or isinstance(node, ast.Constant)):
+            fields.append((name, value))
+    return fields
+
+
+def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
+    first = body[0] if body else None
+    if (
+        isinstance(first, ast.Expr)
+        and isinstance(first.value, ast.Constant)
+        and isinstance(first.value.value, str)
+    ):
+        return body[1:]
+    return body
+
+
+def _pieces(values: list[ast.expr]) -> list[ast.expr]:
+    """The parts of an f-string, neighbouring literals joined: parsers before 3.12 split them elsewhere."""
+    pieces: list[ast.expr] = []
+    for value in values:
+        last = pieces[-1] if pieces else None
+        if isinstance(value, ast.Constant) and isinstance(last, ast.Constant):
+            pieces[-1] = ast.Constant(str(last.value) + str(value.value))
+        elif not (isinstance(value, ast.Constant) and value.value == ""):
+            pieces.append(value)
+    return pieces
+
+
+def _constant(value: object) -> bytes:
+    """A constant with its type. Not by repr: that of a string depends on Python's Unicode tables."""
+    if isinstance(value, str):
+        return b"s" + value.encode("utf-8", "surrogatepass")
+    if isinstance(value, bytes):
+        return b"b" + value
+    if isinstance(value, bool) or value is None or value is ...:
+        return str(value).encode()
+    if isinstance(value, int):
+        return b"i" + hex(value).encode()  # decimal digits are limited to 4300
+    return f"{type(value).__name__}{value!r}".encode()
