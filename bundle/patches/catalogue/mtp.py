@@ -63,9 +63,8 @@ def _is_not_none(test: ast.expr, attribute: str) -> bool:
 def _runs_without_labels(source: Evidence) -> Presence:
     """Whether the MTP block is called under no condition that asks for labels."""
     for code in (source[_POSTPROCESS], source[_FORWARD]):
-        calls = [call for call in code.calls("mtp")] if code is not None else []
-        if code is not None and calls:
-            return Presence.of(not all(call in _asking_for_labels(code) for call in calls))
+        if code is not None and code.calls("mtp"):
+            return Presence.of(not set(code.calls("mtp")) <= _asking_for_labels(code))
     return Presence.UNKNOWN
 
 
