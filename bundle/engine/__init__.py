@@ -1,0 +1,7 @@
+"""Trains one model on one set of process groups."""
+
+from bundle.engine.engine import Engine, StepResult
+from bundle.engine.losses import Losses
+from bundle.engine.microbatch import MicroBatch
+
+__all__ = ["Engine", "Losses", "MicroBatch", "StepResult"]

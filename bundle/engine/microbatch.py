@@ -1,0 +1,71 @@
+"""One micro-batch as a model chunk reads it: cut for this context-parallel rank, with its MTP masks."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from bundle.mcore.packed import packed_seq_params
+from bundle.sequences.packing import Packing, shard
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Tensors on the rank's device, [b, s / cp] (packed: [1, t / cp]).
+
+    `mtp_masks[k]` is the loss mask of MTP depth k. `sequence_length` [tokens] and `rows` are those of the
+    whole micro-batch before it was cut. `packed` is megatron's PackedSeqParams, or None for rows of equal
+    length.
+    """
+
+    ids: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    position_ids: torch.Tensor
+    mtp_masks: tuple[torch.Tensor, ...]
+    rows: int
+    sequence_length: int
+    packed: Any | None = None
+
+
+def from_rows(
+    tokens: torch.Tensor, weights: torch.Tensor, *, cp: int, rank: int, mtp_layers: int
+) -> MicroBatch:
+    """A micro-batch of rows of equal length: `tokens` and `weights` are [b, s + 1].
+
+    `weights` [0 or 1] says of each token whether predicting it counts.
+    """
+    labels, mask = tokens[:, 1:], weights[:, 1:]
+    length = labels.shape[1]
+
+    def cut(whole: torch.Tensor) -> torch.Tensor:
+        return shard(whole, cp, rank).contiguous()
+
+    positions = torch.arange(length, device=tokens.device).expand_as(labels)
+    later = (F.pad(mask[:, depth:], (0, depth)) for depth in range(1, mtp_layers + 1))
+    return MicroBatch(
+        ids=cut(tokens[:, :-1]),
+        labels=cut(labels),
+        loss_mask=cut(mask),
+        position_ids=cut(positions),
+        mtp_masks=tuple(cut(mask) for mask in later),
+        rows=tokens.shape[0],
+        sequence_length=length,
+    )
+
+
+def from_packing(
+    tokens: torch.Tensor, weights: torch.Tensor, packing: Packing, *, mtp_layers: int
+) -> MicroBatch:
+    """A packed micro-batch: `tokens` and `weights` are concatenated [t], as `packing` was made for."""
+    return MicroBatch(
+        ids=packing.pack(tokens),
+        labels=packing.pack(tokens, roll=1),
+        loss_mask=packing.pack(weights, roll=1),
+        position_ids=packing.positions,
+        mtp_masks=tuple(packing.pack(weights, roll=1 + depth) for depth in range(1, mtp_layers + 1)),
+        rows=1,
+        sequence_length=packing.padding.total,
+        packed=packed_seq_params(packing),
+    )

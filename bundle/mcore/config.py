@@ -1,0 +1,150 @@
+"""The TransformerConfig that megatron-core needs for a recipe, in whatever release is installed."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from bundle.architectures import MLA, Architecture, MoE
+from bundle.mcore.signatures import known
+from bundle.recipe import Recipe
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+# Vocabulary rows are padded to a multiple that does not depend on the layout: the loss is a softmax over all
+# rows, so a padding that followed tp (Megatron-LM's own rule) would make the loss depend on tp.
+VOCABULARY_MULTIPLE = 128
+
+
+def padded_vocabulary(vocab_size: int, tp: int) -> int:
+    """The number of embedding rows: the next multiple of lcm(128, tp)."""
+    multiple = math.lcm(VOCABULARY_MULTIPLE, tp)
+    return -(-vocab_size // multiple) * multiple
+
+
+def transformer_config(recipe: Recipe, backend_options: Mapping[str, Any]) -> TransformerConfig:
+    """The configuration of the whole model; `backend_options` are the backend's (fusions, grouped GEMM, FP8).
+
+    Raises whatever megatron-core raises for a combination that it refuses.
+    """
+    architecture, model, parallel = recipe.architecture, recipe.model, recipe.parallel
+    dtype = DTYPES[model.dtype]
+    options: dict[str, Any] = {
+        "num_layers": architecture.num_layers,
+        "hidden_size": architecture.hidden_size,
+        "ffn_hidden_size": architecture.ffn_hidden_size,
+        "num_attention_heads": architecture.num_attention_heads,
+        "num_query_groups": architecture.num_query_groups,
+        "kv_channels": architecture.kv_channels,
+        "layernorm_epsilon": architecture.norm_epsilon,
+        "normalization": "RMSNorm",
+        "qk_layernorm": architecture.qk_layernorm,
+        "add_bias_linear": False,
+        "add_qkv_bias": architecture.qkv_bias,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "attention_dropout": architecture.attention_dropout,
+        "hidden_dropout": 0.0,
+        "init_method_std": architecture.initializer_range,
+        "bf16": dtype is torch.bfloat16,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "virtual_pipeline_model_parallel_size": parallel.vpp,
+        "context_parallel_size": parallel.cp,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": parallel.etp,
+        "sequence_parallel": parallel.sequence_parallel,
+        "calculate_per_token_loss": True,
+        # The schedules' default (batched) exchange swaps the two directions when pp is 2 and chunks
+        # interleave, on a collective backend that matches messages by order (a known trap).
+        "batch_p2p_comm": parallel.vpp is None,
+        "overlap_p2p_comm": parallel.vpp is not None,
+        "variable_seq_lengths": recipe.data.packed and parallel.pp > 1,
+    }
+    if parallel.cp > 1:
+        options["cp_comm_type"] = "p2p"
+    if architecture.mtp_layers:
+        options |= {
+            "mtp_num_layers": architecture.mtp_layers,
+            "mtp_loss_scaling_factor": model.mtp.loss_scale,
+        }
+    if model.recompute is not None:
+        options |= _recompute(model.recompute)
+    if architecture.moe is not None:
+        options |= _experts(architecture.moe)
+    kind = TransformerConfig
+    if architecture.mla is not None:
+        kind = MLATransformerConfig
+        options |= _latent_attention(architecture, architecture.mla)
+    return kind(**{**options, **backend_options})
+
+
+def _recompute(recompute: Any) -> dict[str, Any]:
+    if recompute.granularity == "full":
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": recompute.method,
+            "recompute_num_layers": recompute.layers,
+        }
+    return {"recompute_granularity": "selective", "recompute_modules": list(recompute.modules)}
+
+
+def _experts(moe: MoE) -> dict[str, Any]:
+    balancing = "seq_aux_loss" if moe.aux_loss_per_sequence else "aux_loss"
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_router_topk": moe.topk,
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
+        "moe_layer_freq": list(moe.layer_pattern),
+        "moe_router_score_function": moe.score_function,
+        "moe_router_pre_softmax": moe.pre_softmax,
+        "moe_router_topk_scaling_factor": moe.scaling_factor,
+        "moe_router_num_groups": moe.groups,
+        "moe_router_group_topk": moe.group_topk,
+        "moe_router_enable_expert_bias": moe.expert_bias,
+        "moe_router_load_balancing_type": balancing if moe.aux_loss_coeff else "none",
+        "moe_aux_loss_coeff": moe.aux_loss_coeff,
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": "alltoall",
+    }
+
+
+def _latent_attention(architecture: Architecture, mla: MLA) -> dict[str, Any]:
+    """Rotary settings are passed whole: their defaults changed in 0.14 and would change the softmax scale."""
+    scaling = architecture.rope_scaling
+    options: dict[str, Any] = {
+        "multi_latent_attention": True,
+        "q_lora_rank": mla.q_lora_rank,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_head_dim": mla.qk_head_dim,
+        "qk_pos_emb_head_dim": mla.qk_pos_emb_head_dim,
+        "v_head_dim": mla.v_head_dim,
+        "rotary_base": architecture.rotary_base,
+        "rope_type": "rope",
+        "rotary_scaling_factor": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.0,
+    }
+    if scaling is not None:
+        original = scaling.original_max_position_embeddings
+        options |= {
+            "rope_type": "yarn",
+            "rotary_scaling_factor": scaling.factor,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "mscale": scaling.mscale,
+            "mscale_all_dim": scaling.mscale_all_dim,
+            # one name to 0.13, the other from 0.14
+            **known(
+                MLATransformerConfig,
+                original_max_position_embeddings=original,
+                max_position_embeddings=original,
+            ),
+        }
+    return options

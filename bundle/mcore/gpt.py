@@ -1,0 +1,85 @@
+"""The specs and the GPTModel of one model chunk."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from bundle.architectures import Architecture
+from bundle.mcore.config import padded_vocabulary
+from bundle.mcore.groups import Groups
+from bundle.mcore.signatures import known
+
+
+@dataclass(frozen=True)
+class Specs:
+    """What megatron builds a chunk from: the decoder's block spec and the MTP layers', if there are any."""
+
+    decoder: Any
+    mtp: Any | None
+
+
+def specs(config: TransformerConfig, chunk: int | None, *, transformer_engine: bool) -> Specs:
+    """Megatron's own specs of model chunk `chunk` (None without interleaving)."""
+    block = gpt_layer_specs.get_gpt_decoder_block_spec
+    decoder = block(
+        config,
+        use_transformer_engine=transformer_engine,
+        **known(block, normalization=config.normalization, vp_stage=chunk),
+    )
+    if not config.mtp_num_layers:
+        return Specs(decoder, None)
+    layers = gpt_layer_specs.get_gpt_mtp_block_spec
+    mtp = layers(config, decoder, use_transformer_engine=transformer_engine, **known(layers, vp_stage=chunk))
+    return Specs(decoder, mtp)
+
+
+def enter_chunk(chunk: int | None) -> None:
+    """Tells megatron's global state which model chunk is being built or run; None without interleaving."""
+    if chunk is not None:
+        parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
+
+
+def model(
+    config: TransformerConfig,
+    of: Specs,
+    architecture: Architecture,
+    groups: Groups,
+    chunk: int,
+    *,
+    max_sequence_length: int,
+) -> torch.nn.Module:
+    """The GPTModel of model chunk `chunk`, on the current device, with megatron's own random weights."""
+    rope = {} if architecture.mla else _rope(architecture)
+    built: torch.nn.Module = GPTModel(
+        config,
+        of.decoder,
+        vocab_size=padded_vocabulary(architecture.vocab_size, groups.tp.size),
+        max_sequence_length=max_sequence_length,
+        pre_process=groups.is_first_stage(chunk),
+        post_process=groups.is_last_stage(chunk),
+        share_embeddings_and_output_weights=architecture.tied_embeddings,
+        position_embedding_type="rope",
+        rotary_base=architecture.rotary_base,
+        mtp_block_spec=of.mtp,
+        **rope,
+        **known(GPTModel, vp_stage=chunk if groups.vpp > 1 else None),
+    )
+    built.model_type = ModelType.encoder_or_decoder
+    return built
+
+
+def _rope(architecture: Architecture) -> dict[str, Any]:
+    """Rotary scaling of attention that is not MLA (MLA reads it from the config)."""
+    options: dict[str, Any] = {"rotary_percent": architecture.rotary_fraction}
+    scaling = architecture.rope_scaling
+    if scaling is not None and scaling.kind == "llama3":
+        options |= {"rope_scaling": True, "rope_scaling_factor": scaling.factor}
+    elif scaling is not None and scaling.kind == "linear":
+        options["seq_len_interpolation_factor"] = scaling.factor
+    return options

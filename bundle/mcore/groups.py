@@ -1,0 +1,80 @@
+"""The process groups of one model: sizes and ranks of tp, pp, cp, ep, etp and dp, as plain numbers."""
+
+from dataclasses import dataclass
+
+from megatron.core import parallel_state, tensor_parallel
+from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One parallel dimension as this rank sees it."""
+
+    size: int
+    rank: int
+    group: ProcessGroup
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Where this rank stands. `dp` does not count context parallel ranks; `vpp` is 1 without interleaving."""
+
+    tp: Axis
+    pp: Axis
+    cp: Axis
+    ep: Axis
+    etp: Axis
+    dp: Axis
+    vpp: int
+
+    def is_first_stage(self, chunk: int) -> bool:
+        """Whether model chunk `chunk` of this rank holds the embedding."""
+        return self.pp.rank == 0 and chunk == 0
+
+    def is_last_stage(self, chunk: int) -> bool:
+        """Whether model chunk `chunk` of this rank holds the head (and the MTP layers)."""
+        return self.pp.rank == self.pp.size - 1 and chunk == self.vpp - 1
+
+
+def initialize(
+    *, tp: int, pp: int, vpp: int | None, cp: int, ep: int, etp: int, seed: int, timeout_seconds: int
+) -> Groups:
+    """The groups of a new model-parallel state, seeded; torch.distributed must be up."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+        distributed_timeout_minutes=max(1, -(-timeout_seconds // 60)),
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return current(vpp or 1)
+
+
+def current(vpp: int = 1) -> Groups:
+    """The groups that megatron-core holds now; `vpp` is the number of model chunks per rank."""
+
+    def axis(group: ProcessGroup) -> Axis:
+        return Axis(group.size(), group.rank(), group)
+
+    return Groups(
+        tp=axis(parallel_state.get_tensor_model_parallel_group()),
+        pp=axis(parallel_state.get_pipeline_model_parallel_group()),
+        cp=axis(parallel_state.get_context_parallel_group()),
+        ep=axis(parallel_state.get_expert_model_parallel_group()),
+        etp=axis(parallel_state.get_expert_tensor_parallel_group()),
+        dp=axis(parallel_state.get_data_parallel_group()),
+        vpp=vpp,
+    )
+
+
+def destroy() -> None:
+    """Forgets the groups, so that another layout can be set up in the same processes."""
+    parallel_state.destroy_model_parallel()
+
+
+def data_parallel_with_context() -> ProcessGroup:
+    """The group over which gradients of dense parameters are reduced: dp x cp."""
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -1,0 +1,29 @@
+"""What a backend's runtime offers to the rooms above; each backend has one object of this shape."""
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from bundle.mcore.gpt import Specs
+from bundle.recipe import Recipe
+
+
+class Runtime(Protocol):
+    """Everything that differs by accelerator and needs torch."""
+
+    collectives: str
+    """The torch.distributed backend: gloo, nccl or hccl."""
+
+    def device(self, local_rank: int) -> torch.device:
+        """The device of this rank, made current."""
+
+    def megatron(self) -> AbstractContextManager[Any]:
+        """The context in which megatron is called."""
+
+    def options(self, recipe: Recipe) -> dict[str, Any]:
+        """TransformerConfig fields that depend on the accelerator: fusions, grouped GEMM, FP8."""
+
+    def specs(self, config: TransformerConfig, chunk: int | None) -> Specs:
+        """The specs of model chunk `chunk`, with the layers that run on this accelerator."""

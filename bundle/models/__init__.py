@@ -1,0 +1,1 @@
+"""Builds the models that train: GPT chunks of this rank, named and filled alike in every layout."""
