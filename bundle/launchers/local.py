@@ -1,0 +1,83 @@
+"""The command that starts this node's ranks: torchrun, with the verb started again as each rank."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from bundle.launchers.command import Command
+from bundle.launchers.outcomes import DIRECTORY
+from bundle.rendezvous import LOOPBACK, Rendezvous
+
+# Given as torchrun's defaults, not as options: torch before 2.13 does not know them and ignores them there.
+_TORCHRUN = (
+    # Five seconds from Ctrl-C to SIGKILL. After a failure torchrun always waits 30: process.run does not.
+    ("PET_SHUTDOWN_TIMEOUT", "5"),
+    # Without SIGTERM: we pass that on ourselves, and torchrun would kill ranks that are writing a checkpoint.
+    ("PET_SIGNALS_TO_HANDLE", "SIGINT,SIGHUP,SIGQUIT"),
+)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What is started on every node.
+
+    `arguments` are those of `mcore-bundle` without the flags of the rendezvous; `logs` is this launch's own
+    folder on this node; `environment` is what the backend needs.
+    """
+
+    arguments: tuple[str, ...]
+    rendezvous: Rendezvous
+    per_node: int
+    logs: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    python: str = sys.executable
+    module: str = "bundle"
+
+
+def command(launch: Launch, inherited: Mapping[str, str]) -> Command:
+    """Returns the command for one node; what `inherited` already sets for threads and interfaces is kept."""
+    meeting = launch.rendezvous
+    options = [f"--nnodes={meeting.nodes}", f"--nproc-per-node={launch.per_node}"]
+    defaults = {"OMP_NUM_THREADS": "1"}
+    sets = {DIRECTORY: str(launch.logs), **dict(_TORCHRUN), **launch.environment}
+    if meeting.nodes == 1:
+        # The agent meets itself in a file and rank 0 listens on loopback: nothing of a one-node run can be
+        # reached from outside. A store of the agent would listen on every interface.
+        options += ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--local-addr={LOOPBACK}"]
+        sets["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        defaults["GLOO_SOCKET_IFNAME"] = "lo"
+    else:
+        address = f"[{meeting.address}]" if ":" in meeting.address else meeting.address
+        options += [
+            "--rdzv-backend=static",
+            f"--rdzv-endpoint={address}:{meeting.port}",
+            f"--node-rank={meeting.node_rank}",
+        ]
+    options += [
+        "--rdzv-id=ranks",
+        "--max-restarts=0",
+        "--monitor-interval=0.1",
+        f"--log-dir={launch.logs}",
+        f"--redirects={_redirects(launch.per_node)}",
+    ]
+    # torchrun substitutes ${local_rank} in the arguments of the ranks; a doubled $ reaches them as one.
+    arguments = [argument.replace("$", "$$") for argument in launch.arguments]
+    argv = [launch.python, "-m", "torch.distributed.run", *options, "-m", launch.module, *arguments]
+    sets |= {name: value for name, value in defaults.items() if name not in inherited and name not in sets}
+    unsets = tuple(sorted(name for name in inherited if name.startswith("PET_") and name not in sets))
+    return Command(tuple(argv), tuple(sorted(sets.items())), unsets)
+
+
+def dry_run(launch: Launch, inherited: Mapping[str, str]) -> str:
+    """Returns what would run, one command per node under a line that names the node."""
+    lines = []
+    for node in range(launch.rendezvous.nodes):
+        here = replace(launch, rendezvous=replace(launch.rendezvous, node_rank=node))
+        lines += [f"# node {node} of {launch.rendezvous.nodes}", command(here, inherited).shell()]
+    return "\n".join(lines) + "\n"
+
+
+def _redirects(per_node: int) -> str:
+    """Returns which streams go to the log folder: all but what the first rank of the node prints."""
+    return ",".join(f"{rank}:{2 if rank == 0 else 3}" for rank in range(per_node))

@@ -1,0 +1,146 @@
+"""Runs a launch on this node and ends it with one of our exit codes; nothing it started outlives it."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bundle.errors import BundleError, ExitCode, LaunchUnavailable
+from bundle.launchers import local, outcomes, verdict
+
+_PR_SET_PDEATHSIG = 1
+# The terminal went away or an orchestrator wants the node back: both are a request to save and stop.
+_REQUESTS = (signal.SIGTERM, signal.SIGHUP)
+_LOOK_SECONDS = 0.5
+# How long the other ranks of a failed job may take to end by themselves; torchrun would give them 30.
+_GRACE_SECONDS = 5.0
+
+
+class Ended(BundleError):
+    """A launch that did not end with 0, with the code that its ranks agree on."""
+
+    def __init__(self, ending: verdict.Verdict) -> None:
+        super().__init__(ending.message)
+        self.code = ending.code
+
+
+def run(launch: local.Launch, inherited: Mapping[str, str]) -> None:
+    """Starts this node's ranks and returns when all ended well.
+
+    SIGTERM and SIGHUP reach the ranks, which save and end with 75; Ctrl-C ends them, twice at once.
+    Raises Ended with the code and the cause otherwise.
+    """
+    folder = launch.logs
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise LaunchUnavailable(f"cannot make the log folder {folder}: {error.strerror}") from error
+    command = local.command(launch, inherited)
+    with (folder / "agent.log").open("wb") as log:
+        agent = subprocess.Popen(
+            command.argv,
+            env=command.environment(inherited),
+            stdin=subprocess.DEVNULL,
+            # The agent itself writes only to stderr; what is left of stdout is what the first rank prints.
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=_bind_to(os.getpid(), folder),
+        )
+        with _signals(agent, folder) as stopped:
+            status = _watch(agent, folder)
+    ending = verdict.judge(folder, status, outcomes.read(folder), stopped.get("by"))
+    if ending.code != ExitCode.OK:
+        raise Ended(ending)
+
+
+def next_logs(run: Path, node_rank: int) -> Path:
+    """Returns the log folder of the next launch of this node in a run directory; makes nothing."""
+    here = run / "logs" / f"node-{node_rank}"
+    taken = [int(path.name) for path in here.glob("*") if path.name.isdecimal()]
+    return here / str(max(taken, default=0) + 1)
+
+
+def _bind_to(parent: int, folder: Path) -> Any:
+    """Returns what the agent does before it becomes torchrun: it dies with us, and leaves SIGTERM to us."""
+    prctl = ctypes.CDLL(None).prctl
+
+    def bind() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+        # Ranks compare this with their parent, so that one whose agent died while it was starting ends too.
+        (folder / outcomes.AGENT).write_text(str(os.getpid()), encoding="utf-8")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    return bind
+
+
+def _watch(agent: subprocess.Popen[bytes], folder: Path) -> int:
+    """Returns the agent's status; ranks that outlive the failure of another by the grace are killed."""
+    failed: float | None = None
+    while True:
+        try:
+            return agent.wait(timeout=_LOOK_SECONDS)
+        except subprocess.TimeoutExpired:
+            ranks = outcomes.read(folder)
+        if failed is None and any(map(_failed, ranks)):
+            failed = time.monotonic()
+        elif failed is not None and time.monotonic() - failed > _GRACE_SECONDS:
+            for rank in ranks:
+                _send(rank.pid, signal.SIGKILL)
+
+
+def _failed(outcome: outcomes.Outcome) -> bool:
+    if outcome.code is None:
+        return not _send(outcome.pid, 0)
+    return outcome.code not in (ExitCode.OK, ExitCode.PREEMPTED)
+
+
+def _send(pid: int, number: int) -> bool:
+    """Returns whether there was a process to send the signal to."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@contextmanager
+def _signals(agent: subprocess.Popen[bytes], folder: Path) -> Iterator[dict[str, int]]:
+    """Passes on the signals that this process gets; yields where the first of them is written down."""
+    stopped: dict[str, int] = {}
+
+    def stop(number: int, _: object) -> None:
+        if "by" in stopped:
+            # The second request: no more patience. The ranks die with their agent.
+            agent.kill()
+            return
+        stopped["by"] = number
+        if number in _REQUESTS:
+            _request(folder)
+        else:
+            agent.send_signal(signal.SIGINT)
+
+    before = {number: signal.signal(number, stop) for number in (*_REQUESTS, signal.SIGINT)}
+    try:
+        yield stopped
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _request(folder: Path) -> None:
+    """Asks every rank of this node to save and stop, those that are still starting too."""
+    try:
+        (folder / outcomes.STOP).touch()
+    except OSError as error:
+        print(f"cannot leave a request for ranks that are still starting: {error}", file=sys.stderr)
+    for outcome in outcomes.read(folder):
+        if outcome.code is None:
+            _send(outcome.pid, signal.SIGTERM)
