@@ -1,0 +1,81 @@
+"""Distributed checkpoints of old releases: newer torch, and files that could run code."""
+
+import argparse
+import functools
+import inspect
+import io
+import os
+import pathlib
+import signal
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def name_the_format(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `FileSystemWriterAsync.write_preloaded_data` that works with torch 2.8 and later (0.12).
+
+    There torch's `_write_item` has one more argument, which 0.12 does not pass.
+    """
+    module: Any = sys.modules[original.__module__]
+
+    @functools.wraps(original)
+    def write_preloaded_data(*args: Any, **kwargs: Any) -> Any:
+        write_item = module._write_item
+        if "serialization_format" not in inspect.signature(write_item).parameters:
+            return original(*args, **kwargs)
+        from torch.distributed.checkpoint.filesystem import SerializationFormat
+
+        module._write_item = functools.partial(
+            write_item, serialization_format=SerializationFormat.TORCH_SAVE
+        )
+        try:  # mcore calls this in a child process of its own, so that no thread sees the name change
+            return original(*args, **kwargs)
+        finally:
+            module._write_item = write_item
+
+    return write_preloaded_data
+
+
+def data_only(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method of `TorchCommonLoadStrategy` that unpickles data only, as 0.14 does.
+
+    A checkpoint is somebody's file, and unpickling it freely runs whatever is in it.
+    """
+
+    @functools.wraps(original)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        with _forced_weights_only(), torch.serialization.safe_globals(_classes_of_common_state()):
+            return original(*args, **kwargs)
+
+    return load
+
+
+def _classes_of_common_state() -> list[type]:
+    """Returns the classes, none of which runs code, that Megatron itself writes into common.pt."""
+    from megatron.core.enums import ModelType
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.rerun_state_machine import RerunDiagnostic, RerunMode, RerunState
+    from megatron.core.transformer.enums import AttnBackend
+
+    standard = [argparse.Namespace, io.BytesIO, pathlib.PosixPath, signal.Signals, types.SimpleNamespace]
+    return [*standard, AttnBackend, ModelType, OptimizerConfig, RerunDiagnostic, RerunMode, RerunState]
+
+
+@contextmanager
+def _forced_weights_only() -> Iterator[None]:
+    """Overrules the weights_only=False of every torch.load."""
+    name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,0 +1,121 @@
+"""Multi-latent attention: value width of packed input, and packed input at all below 0.14."""
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from bundle.mcore.context import Slot
+
+_whole_rotary_table = Slot(False)
+
+
+def pad_value(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `MultiLatentAttention.__init__` that gives packed values the width of the queries.
+
+    Flash kernels take packed input only with one width for all heads. The padding is cut off again
+    before the layer flattens its heads. Hooks on the new instance, whatever attention its backend built.
+    """
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if getattr(self.config, "experimental_attention_variant", None) is None:
+            width = self.config.v_head_dim
+            self.core_attention.register_forward_pre_hook(functools.partial(_widen, width), with_kwargs=True)
+            self.core_attention.register_forward_hook(functools.partial(_narrow, width), with_kwargs=True)
+
+    return __init__
+
+
+def _widen(width: int, attention: Any, args: Any, kwargs: Any) -> Any:
+    """Returns the arguments with the value [t, n, width] padded to the head width of the query."""
+    query, key, value, *rest = args
+    if _is_packed(kwargs) and value.shape[-1] == width:
+        value = pad(value, (0, query.shape[-1] - width))
+    if hasattr(attention, "hidden_size_per_attention_head_v"):  # Transformer Engine compares with it
+        attention.hidden_size_per_attention_head_v = value.shape[-1]
+    return (query, key, value, *rest), kwargs
+
+
+def _narrow(width: int, attention: Any, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
+    """Returns the output [t, n * width], without what `_widen` made of each head."""
+    padded = args[2].shape[-1]
+    if not _is_packed(kwargs) or padded == width:
+        return output
+    heads = output.unflatten(-1, (-1, padded)) if output.shape[-1] != padded else output
+    return heads[..., :width].flatten(-2)
+
+
+def _is_packed(kwargs: Any) -> bool:
+    packed = kwargs.get("packed_seq_params")
+    return packed is not None and packed.qkv_format == "thd"
+
+
+def packed_heads(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `MLASelfAttention.get_query_key_value_tensors` for packed input, as 0.14 has it.
+
+    Below, it reads the boundaries without padding, lets YaRN cut its table by context-parallel rank, and
+    in 0.12 keeps a batch dimension of 1. Returns query, key, value: [t, n, width].
+    """
+
+    @functools.wraps(original)
+    def get_query_key_value_tensors(
+        self: Any,
+        hidden_states: torch.Tensor,
+        key_value_states: Any = None,
+        position_ids: Any = None,
+        packed_seq_params: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        packed = packed_seq_params
+        if packed is None or packed.qkv_format != "thd":
+            return original(self, hidden_states, key_value_states, position_ids, packed, *args, **kwargs)
+        if packed.cu_seqlens_q_padded is not None:
+            packed = copy.copy(packed)
+            packed.cu_seqlens_q, packed.cu_seqlens_kv = (
+                packed.cu_seqlens_q_padded,
+                packed.cu_seqlens_kv_padded,
+            )
+        with _whole_rotary_table.set(True):
+            heads = original(self, hidden_states, key_value_states, position_ids, packed, *args, **kwargs)
+        return tuple(x.squeeze(1) if x.ndim == 4 else x for x in heads)
+
+    return get_query_key_value_tensors
+
+
+def whole_table(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns YaRN's `get_pos_emb_on_this_cp_rank` that leaves the table whole for packed input.
+
+    Each packed sequence takes its own positions from it.
+    """
+
+    @functools.wraps(original)
+    def get_pos_emb_on_this_cp_rank(table: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return table if _whole_rotary_table.get() else original(table, *args, **kwargs)
+
+    return get_pos_emb_on_this_cp_rank
+
+
+def packed_rotary(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `apply_rotary_pos_emb`, as multi-latent attention sees it, for packed input below 0.14.
+
+    Its caller has cut the table to as many rows as this rank has tokens, which is too few for a sequence
+    that is spread over several ranks: the rows are still there, behind the slice.
+    """
+
+    @functools.wraps(original)
+    def apply_rotary_pos_emb(t: torch.Tensor, freqs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("cu_seqlens") is None:
+            return original(t, freqs, *args, **kwargs)
+        rows = freqs.untyped_storage().nbytes() // freqs.element_size() // freqs.stride(0)
+        table = freqs.as_strided((rows, *freqs.shape[1:]), freqs.stride(), 0)
+        if t.ndim == 4:  # [t, 1, n, width] in 0.12
+            return original(t.squeeze(1), table, *args, **kwargs).unsqueeze(1)
+        return original(t, table, *args, **kwargs)
+
+    return apply_rotary_pos_emb

@@ -1,0 +1,100 @@
+"""Expert choice: replay where mcore has none (below 0.16), and its own replay under recomputation."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from bundle.errors import JobFailed
+from bundle.mcore import context
+
+
+def replay(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `TopKRouter.routing` that takes its experts from `context.routes`, where that is set.
+
+    The gradient still flows through the scores of the experts that are used.
+    """
+
+    @functools.wraps(original)
+    def routing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        routes = context.routes.get()
+        if routes is None:
+            return original(self, *args, **kwargs)
+        with _ExpertChoice(self, routes) as choice:
+            result = original(self, *args, **kwargs)
+        if not choice.made:
+            raise JobFailed(
+                "Router replay: this router chooses its experts without torch.topk, so that the choice"
+                " can be neither recorded nor replayed. Set moe_router_fusion=False and use a load"
+                " balancing type other than sinkhorn."
+            )
+        return result
+
+    return routing
+
+
+def own_routes_on_recompute(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `RouterReplay.get_replay_topk` that recomputes a micro-batch with that micro-batch's routes.
+
+    mcore keeps them in a queue, which it reads only under an action that no schedule sets; under
+    REPLAY_FORWARD a recomputation takes the routes of the latest micro-batch.
+    """
+
+    @functools.wraps(original)
+    def get_replay_topk(self: Any, *args: Any, **kwargs: Any) -> Any:
+        action = self.router_replay_action
+        if action is None or action.name != "REPLAY_FORWARD" or not context.in_backward():
+            return original(self, *args, **kwargs)
+        self.router_replay_action = type(action).REPLAY_BACKWARD
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            self.router_replay_action = action
+
+    return get_replay_topk
+
+
+class _ExpertChoice(TorchFunctionMode):
+    """Answers for the one top-k of a router that chooses the experts, and lets all others through.
+
+    It is the first over [tokens, experts] with k experts. Before it, group-limited routing looks for the
+    best groups (over [tokens, groups, experts of a group], then over [tokens, groups]); after it, the
+    auxiliary losses and the expert capacity (over the tokens) choose again.
+    """
+
+    def __init__(self, router: Any, routes: context.Routes) -> None:
+        super().__init__()
+        self.router, self.routes = router, routes
+        self.made = False
+        self._scores: torch.Tensor | None = None  # of all experts, before groups are masked with -inf
+        self._groups = False  # the next top-k is the choice of groups
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.made or function not in (torch.topk, torch.Tensor.topk):
+            return function(*args, **kwargs)
+        scores, k, dim = _topk_arguments(*args, **kwargs)
+        if scores.ndim == 3:
+            self._scores, self._groups = scores.flatten(1), True
+            return function(*args, **kwargs)
+        if self._groups:
+            self._groups = False
+            return function(*args, **kwargs)
+        experts = (self.router.topk, self.router.config.num_moe_experts)
+        if scores.ndim != 2 or dim == 0 or (k, scores.shape[1]) != experts:
+            return function(*args, **kwargs)
+        self.made = True
+        values, own = function(*args, **kwargs)
+        chosen = self.routes.choose(self.router, own)
+        if chosen is own:
+            return values, own
+        # Not from the masked scores: a given expert outside the router's own groups would have -inf.
+        return (scores if self._scores is None else self._scores).gather(1, chosen), chosen
+
+
+def _topk_arguments(
+    input: torch.Tensor, k: int, dim: int = -1, *_: Any, **__: Any
+) -> tuple[torch.Tensor, int, int]:
+    return input, k, dim
