@@ -39,7 +39,9 @@ def judge(folder: Path, agent: int, outcomes: list[Outcome], stopped_by: int | N
         return Verdict(ExitCode.INTERRUPTED, "interrupted")
     if causes:
         code, first = causes[0]
-        return Verdict(code, f"rank {first.rank}: {first.message}")
+        silent = ", ".join(str(o.rank) for o in outcomes if o.code is None)
+        stuck = f"; no word from rank {silent}" if silent and code == ExitCode.HANG else ""
+        return Verdict(code, f"rank {first.rank}: {first.message}{stuck}")
     if preempted and all(o.code in (ExitCode.OK, ExitCode.PREEMPTED, None) for o in outcomes):
         return Verdict(ExitCode.PREEMPTED, preempted[0].message)
     if stopped_by is not None:

@@ -1,4 +1,4 @@
-"""Runs a local launch of two ranks of the worker beside this file, as the `train` verb would."""
+"""Runs a local launch of two ranks of a module, as the `train` verb would: LOGS MODULE ARGUMENTS..."""
 
 import os
 import sys
@@ -8,9 +8,8 @@ from bundle.launchers import local, process
 from bundle.rendezvous import discover
 
 if __name__ == "__main__":
-    launch = local.Launch(
-        tuple(sys.argv[2:]), discover({}), 2, Path(sys.argv[1]).absolute(), module="tests.launchers.worker"
-    )
+    logs, module, *arguments = sys.argv[1:]
+    launch = local.Launch(tuple(arguments), discover({}), 2, Path(logs).absolute(), module=module)
     try:
         process.run(launch, os.environ)
     except process.Ended as ended:

@@ -1,73 +1,36 @@
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from bundle.launchers import outcomes
+from tests.launchers.launched import finish, gone, start, wait_until_ready
 
-ROOT = Path(__file__).parents[2]
+WORKER = "tests.launchers.worker"
 pytestmark = pytest.mark.world
-
-
-def start(folder: Path, *arguments: str) -> subprocess.Popen:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-m", "tests.launchers.starter", "logs", *arguments]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
-
-
-def finish(starter: subprocess.Popen, code: int, seconds: float = 60) -> tuple[str, str]:
-    out, err = starter.communicate(timeout=seconds)
-    assert starter.returncode == code, err
-    return out, err
-
-
-def wait_until_ready(folder: Path) -> list[int]:
-    deadline = time.monotonic() + 60
-    while len(list(folder.glob("ready-*"))) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return [outcome.pid for outcome in outcomes.read(folder / "logs")]
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def gone(pids: list[int], seconds: float = 5) -> bool:
-    deadline = time.monotonic() + seconds
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not any(map(alive, pids))
 
 
 def test_arguments_reach_the_ranks_as_they_are_and_only_the_first_prints(tmp_path):
     hostile = ["$HOME", "${local_rank}", "$$", "; reboot", "a'b\"c", "", "--", "-x", "ü\n"]
-    out, err = finish(start(tmp_path, "well", *hostile), 0)
+    out, err = finish(start(tmp_path, WORKER, "well", *hostile), 0)
     assert out == f"rank 0 of 2 {hostile}\n"
     assert err == ""
 
 
 def test_a_failing_rank_ends_the_others_and_its_words_are_the_message(tmp_path):
-    _, err = finish(start(tmp_path, "fail"), 1)
+    _, err = finish(start(tmp_path, WORKER, "fail"), 1)
     assert err.startswith("rank 1: ValueError: corrupt shard 3\nrank 1's log: ")
     assert "[rank 1] what the log says" in err
 
 
 def test_the_code_of_a_rank_is_the_code_of_the_launch(tmp_path):
-    _, err = finish(start(tmp_path, "unfit"), 3)
+    _, err = finish(start(tmp_path, WORKER, "unfit"), 3)
     assert err == "rank 1: no such device\n"
 
 
 def test_a_killed_rank_is_named_and_ends_all_in_seconds_even_those_that_do_not_want_to(tmp_path):
-    starter = start(tmp_path, "stubborn")
+    starter = start(tmp_path, WORKER, "stubborn")
     pids = wait_until_ready(tmp_path)
     os.kill(pids[1], signal.SIGKILL)
     _, err = finish(starter, 1, 15)
@@ -76,7 +39,7 @@ def test_a_killed_rank_is_named_and_ends_all_in_seconds_even_those_that_do_not_w
 
 
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path):
-    starter = start(tmp_path, "sleep")
+    starter = start(tmp_path, WORKER, "sleep")
     pids = wait_until_ready(tmp_path)
     agent = int((tmp_path / "logs" / outcomes.AGENT).read_text())
     starter.kill()
@@ -85,7 +48,7 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path):
 
 
 def test_sigterm_lets_the_ranks_save_and_ends_with_75(tmp_path):
-    starter = start(tmp_path, "wait_for_request")
+    starter = start(tmp_path, WORKER, "wait_for_request")
     wait_until_ready(tmp_path)
     starter.send_signal(signal.SIGTERM)
     _, err = finish(starter, 75, 20)
@@ -93,7 +56,7 @@ def test_sigterm_lets_the_ranks_save_and_ends_with_75(tmp_path):
 
 
 def test_a_request_before_the_ranks_are_ready_is_not_lost(tmp_path):
-    starter = start(tmp_path, "wait_for_request")
+    starter = start(tmp_path, WORKER, "wait_for_request")
     while not (tmp_path / "logs" / outcomes.AGENT).exists():
         time.sleep(0.01)
     time.sleep(0.1)  # the handlers are installed right after the agent has been started
@@ -102,7 +65,7 @@ def test_a_request_before_the_ranks_are_ready_is_not_lost(tmp_path):
 
 
 def test_ctrl_c_is_130_and_leaves_nothing(tmp_path):
-    starter = start(tmp_path, "sleep")
+    starter = start(tmp_path, WORKER, "sleep")
     pids = wait_until_ready(tmp_path)
     starter.send_signal(signal.SIGINT)
     _, err = finish(starter, 130, 20)
@@ -111,7 +74,7 @@ def test_ctrl_c_is_130_and_leaves_nothing(tmp_path):
 
 
 def test_a_second_request_ends_ranks_that_do_not_answer(tmp_path):
-    starter = start(tmp_path, "sleep")
+    starter = start(tmp_path, WORKER, "sleep")
     pids = wait_until_ready(tmp_path)
     for number in (signal.SIGINT, signal.SIGINT):
         starter.send_signal(number)
@@ -120,7 +83,7 @@ def test_a_second_request_ends_ranks_that_do_not_answer(tmp_path):
 
 
 def test_a_rank_that_cannot_even_start_is_shown_with_its_log(tmp_path):
-    _, err = finish(start(tmp_path, "no_such_function"), 1)
+    _, err = finish(start(tmp_path, WORKER, "no_such_function"), 1)
     assert "ended with code 1 and no word" in err
     assert "KeyError: 'no_such_function'" in err
 
@@ -128,6 +91,6 @@ def test_a_rank_that_cannot_even_start_is_shown_with_its_log(tmp_path):
 def test_a_python_without_torch_is_said(tmp_path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('no torch here')")
-    _, err = finish(start(tmp_path, "well"), 5)
+    _, err = finish(start(tmp_path, WORKER, "well"), 5)
     assert err.startswith("torchrun could not start the ranks\n")
     assert "no torch here" in err

@@ -1,0 +1,65 @@
+import threading
+from datetime import timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import HashStore
+
+from bundle.distributed.agreement import agree, disagreements, spelled
+from bundle.errors import BundleError, EnvironmentUnfit, LaunchUnavailable
+
+
+def meet(said: list[dict[str, str] | None], seconds: float = 30) -> list[BundleError | None]:
+    """What each rank that comes (None stays away) is told."""
+    store = HashStore()
+    told: list[BundleError | None] = [None] * len(said)
+
+    def come(rank: int, fields: dict[str, str]) -> None:
+        try:
+            agree(store, rank, len(said), fields, timedelta(seconds=seconds))
+        except BundleError as error:
+            told[rank] = error
+
+    threads = [
+        threading.Thread(target=come, args=(r, fields)) for r, fields in enumerate(said) if fields is not None
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return told
+
+
+def test_equal_plans_are_agreed_on():
+    assert meet([{"plan": "a", "patches": "b"}] * 3) == [None] * 3
+
+
+def test_a_difference_is_told_to_every_rank_with_the_field_and_the_ranks():
+    told = meet([{"plan": "a", "patches": "x"}, {"plan": "a", "patches": "y"}, {"plan": "a"}])
+    for error in told:
+        assert isinstance(error, EnvironmentUnfit)
+        assert error.violations == ("patches (rank 0: x; rank 1: y; rank 2: nothing)",)
+
+
+def test_ranks_that_do_not_come_are_named():
+    told = meet([{"plan": "a"}, None, {"plan": "a"}, None], seconds=0.3)
+    assert isinstance(told[0], LaunchUnavailable)
+    assert isinstance(told[2], LaunchUnavailable)
+    assert "ranks 1, 3 did not come" in str(told[2])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"), [([3], "rank 3"), ([0, 1, 2, 7], "ranks 0-2, 7"), ([5, 4], "ranks 4-5")]
+)
+def test_ranks_are_listed_shortly(ranks, text):
+    assert spelled(ranks) == text
+
+
+FIELDS = st.dictionaries(st.sampled_from("abc"), st.sampled_from("xy"))
+
+
+@given(st.lists(FIELDS, min_size=1, max_size=6))
+def test_disagreements_are_exactly_the_fields_that_differ(said):
+    differing = {n for n in "abc" if len({fields.get(n) for fields in said}) > 1}
+    assert {line[0] for line in disagreements(said)} == differing

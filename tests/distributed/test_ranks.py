@@ -1,0 +1,48 @@
+import os
+import signal
+
+import pytest
+
+from bundle.launchers import outcomes
+from tests.launchers.launched import finish, gone, start, wait_until_ready
+
+WORKER = "tests.distributed.worker"
+pytestmark = pytest.mark.world
+
+
+def test_one_node_listens_on_loopback_only_and_every_rank_hears_a_request(tmp_path):
+    out, _ = finish(start(tmp_path, WORKER, "collectives"), 0)
+    assert out == "listeners=0100007F agreed=True\n"
+
+
+def test_sigterm_to_the_launcher_stops_all_ranks_at_the_same_step(tmp_path):
+    starter = start(tmp_path, WORKER, "stop")
+    wait_until_ready(tmp_path)
+    starter.send_signal(signal.SIGTERM)
+    _, err = finish(starter, 75, 30)
+    assert err == "saved\n"
+
+
+def test_a_rank_killed_inside_a_collective_ends_the_job(tmp_path):
+    starter = start(tmp_path, WORKER, "stop")
+    pids = wait_until_ready(tmp_path)
+    os.kill(pids[0], signal.SIGKILL)
+    _, err = finish(starter, 1, 30)
+    assert err.startswith("rank 0: killed by SIGKILL")
+    assert gone(pids)
+
+
+def test_a_hang_is_6_with_stacks_and_the_record_of_collectives(tmp_path):
+    _, err = finish(start(tmp_path, WORKER, "hang", "asleep"), 6)
+    assert "no progress for 2 s in step 4" in err
+    assert "all_reduce" in (tmp_path / "dumps" / "hang-rank-0.txt").read_text()
+    assert b"all_reduce" in (tmp_path / "dumps" / "hang-rank-0.flight").read_bytes()
+    assert "in hang" in (tmp_path / "dumps" / "hang-rank-1.txt").read_text()
+
+
+def test_a_stopped_rank_is_a_hang_that_names_it_and_does_not_survive(tmp_path):
+    starter = start(tmp_path, WORKER, "hang", "stopped")
+    _, err = finish(starter, 6)
+    assert "rank 0: no progress" in err
+    assert "no word from rank 1" in err
+    assert gone([outcome.pid for outcome in outcomes.read(tmp_path / "logs")])

@@ -1,0 +1,71 @@
+"""A rank that opens the store, makes a group and then does what its first argument says."""
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from bundle.distributed import parent, stopping, store, watchdog, world
+from bundle.errors import Preempted
+from bundle.launchers import outcomes
+from bundle.rendezvous import Rendezvous, discover
+
+
+def listeners() -> str:
+    """The local addresses of this process's listening TCP sockets, as the kernel prints them."""
+    inodes = {link.readlink().name for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
+    found = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                found.append(fields[1].split(":")[0])
+    return ",".join(sorted(set(found)))
+
+
+def collectives(me: Rendezvous) -> None:
+    request = stopping.StopRequest(torch.device("cpu"))
+    assert not request.agreed()
+    if me.rank == 1:
+        os.kill(os.getpid(), 15)
+    while not request.heard and me.rank == 1:
+        time.sleep(0.01)
+    agreed = request.agreed()
+    if me.rank == 0:
+        print(f"listeners={listeners()} agreed={agreed}")
+
+
+def stop(me: Rendezvous) -> None:
+    request = stopping.StopRequest(torch.device("cpu"))
+    Path(f"ready-{me.rank}").touch()
+    while not request.agreed():
+        time.sleep(0.05)
+    raise Preempted("saved")
+
+
+def hang(me: Rendezvous) -> None:
+    with watchdog.Watchdog(2.0, Path("dumps"), me.rank or 0, me.local_rank or 0) as dog:
+        dog.beat("step 4")
+        if me.rank == 1 and sys.argv[2] == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if me.rank == 1:
+            time.sleep(60)
+        dist.all_reduce(torch.ones(1))
+
+
+def main() -> None:
+    me, minute = discover(os.environ), timedelta(seconds=60)
+    watchdog.show_stacks_on_request()
+    world.initialize(me, store.open_store(me, minute), "gloo", minute, torch.device("cpu"))
+    globals()[sys.argv[1]](me)
+    world.destroy()
+
+
+if __name__ == "__main__":
+    parent.die_with_parent()
+    sys.exit(outcomes.report(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), main))
