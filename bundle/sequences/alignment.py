@@ -122,7 +122,7 @@ class Alignment:
         fits. Rows beyond the last boundary would be refused by the rotary embedding (split_with_sizes), and
         rows given to a real sequence would make attention over it longer.
 
-        Raises JobFailed for an empty list, a sequence without tokens, or more tokens than `length` holds.
+        Raises JobFailed for no sequences, lengths that are not ints from 1, more rows than `length` holds.
         """
         lengths = tuple(lengths)
         _check(lengths)
@@ -156,6 +156,9 @@ class Alignment:
 def _check(lengths: tuple[int, ...]) -> None:
     if not lengths:
         raise JobFailed("A micro-batch has no sequences: give at least one.")
-    if min(lengths) < 1:
-        violations = [f"sequence {i} has {n} tokens" for i, n in enumerate(lengths) if n < 1]
-        raise JobFailed("Every sequence needs a token; leave these out:", violations)
+    # Not isinstance: a tensor on a device must not be read back, so it is refused with everything else.
+    wrong = [f"sequence {i}: {n!r}" for i, n in enumerate(lengths) if type(n) is not int or n < 1]
+    if wrong:
+        raise JobFailed(
+            "Lengths of sequences are whole numbers from 1, on the host; correct or leave out:", wrong
+        )

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from bundle.errors import JobFailed
 from bundle.sequences.alignment import Alignment, Layout, Padding
-from bundle.sequences.packing.runs import Ints, Runs, ramp, runs_of, starts
+from bundle.sequences.packing.index import pack_index, unpack_index
+from bundle.sequences.packing.runs import Ints, Runs, runs_of
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,11 @@ class Packing:
         views: tuple[Tensor, ...] = x.split(self.padding.lengths)
         return views
 
+    def jagged(self, x: Tensor) -> Tensor:
+        """A concatenated tensor as one nested tensor, jagged in its sequences."""
+        offsets = self._tensor(np.cumsum((0, *self.padding.lengths)))
+        return torch.nested.nested_tensor_from_jagged(x, offsets)
+
     @property
     def layout(self) -> Layout:
         """thd or bshd."""
@@ -118,7 +124,10 @@ class Packing:
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
-        """Boundaries of the real lengths over all ranks, the tail as one more sequence; int32."""
+        """Boundaries of the real lengths over all ranks; int32.
+
+        The tail counts in full, as if its rows were real: no kernel sees an empty sequence.
+        """
         tail = (self.padding.tail,) if self.padding.tail else ()
         return self._boundaries((*self.padding.lengths, *tail))
 
@@ -144,33 +153,18 @@ class Packing:
         return {}
 
     def _gather(self, roll: int) -> tuple[Tensor, Tensor | None]:
-        """For every row, the token that it takes, and whether it takes none (None: every row takes one)."""
+        """`pack_index` on the device, made once for each roll."""
         if roll < 0:
-            raise JobFailed(
-                f"roll is {roll}: a sequence is rolled towards its beginning, by 0 or more tokens."
-            )
+            raise JobFailed(f"roll is {roll}: a sequence is rolled towards its beginning, by 0 or more.")
         if roll not in self._gathers:
-            runs, last = self._runs, self.padding.tokens - 1
-            left = self._lengths[runs.sequence] - runs.start - roll
-            real = np.clip(left, 0, runs.rows)
-            taken = runs.ramp(starts(self._lengths)[runs.sequence] + runs.start + roll)
-            blank = None
-            if (real < runs.rows).any():
-                pieces = np.stack((real, runs.rows - real), axis=1).ravel()
-                blank = self._tensor(np.repeat(np.tile((False, True), len(real)), pieces))
-            self._gathers[roll] = self._tensor(np.minimum(taken, last)), blank
+            index, blank = pack_index(self._runs, self._lengths, roll)
+            self._gathers[roll] = self._tensor(index), None if blank is None else self._tensor(blank)
         return self._gathers[roll]
 
     @cached_property
     def _inverse(self) -> Tensor:
-        """For every token, its row among the shards of all ranks."""
         shards = [self._runs_of(rank) for rank in range(self.alignment.cp)]
-        sequence, start, rows = (
-            np.concatenate([getattr(runs, name) for runs in shards]) for name in ("sequence", "start", "rows")
-        )
-        real = np.clip(self._lengths[sequence] - start, 0, rows)
-        order = np.argsort(starts(self._lengths)[sequence] + start, kind="stable")
-        return self._tensor(ramp(starts(rows)[order], real[order]))
+        return self._tensor(unpack_index(shards, self._lengths))
 
     def _filled(self, rows: Tensor, blank: Tensor | None, fill: float | Tensor) -> Tensor:
         packed = rows.view(*self.shape, *rows.shape[1:])

@@ -38,6 +38,11 @@ def ramp(first: Ints, rows: Ints) -> Ints:
     return offset + np.arange(len(offset))
 
 
+def interleave(first: Ints, second: Ints) -> Ints:
+    """first[0], second[0], first[1], second[1], ..."""
+    return np.ravel((first, second), order="F")
+
+
 def runs_of(padded: Ints, alignment: Alignment, rank: int) -> Runs:
     """The runs of `rank`; `padded`: the rows of every sequence, the tail included."""
     cp, sequence = alignment.cp, np.arange(len(padded), dtype=np.int64)
@@ -45,12 +50,13 @@ def runs_of(padded: Ints, alignment: Alignment, rank: int) -> Runs:
         return Runs(sequence, np.zeros_like(padded), padded)
     if alignment.cp_layout == "zigzag":
         chunk = padded // (2 * cp)
-        start = np.stack((rank * chunk, (2 * cp - 1 - rank) * chunk), axis=1).ravel()
+        start = interleave(rank * chunk, (2 * cp - 1 - rank) * chunk)
         return Runs(np.repeat(sequence, 2), start, np.repeat(chunk, 2))
     if alignment.layout == "bshd":
         share = padded // cp
         return Runs(sequence, rank * share, share)
     # Contiguous thd: a window of the whole pack, which may cut sequences anywhere or miss them.
     begin, window = starts(padded), int(padded.sum()) // cp
-    first, last = np.clip((begin, begin + padded), rank * window, (rank + 1) * window)
-    return Runs(sequence, first - begin, last - first)
+    first = np.maximum(begin, rank * window)
+    last = np.minimum(begin + padded, (rank + 1) * window)
+    return Runs(sequence, first - begin, np.maximum(last - first, 0))

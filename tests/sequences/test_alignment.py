@@ -1,0 +1,158 @@
+"""Padding against a search for the least one, with the conditions written down rank by rank."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bundle.errors import JobFailed, UsageError
+from bundle.sequences.alignment import FP8_ROWS, Alignment, Padding
+from tests.sequences.strategies import ALIGNMENTS, LENGTHS
+
+
+def divides(alignment, rows):
+    """Whether a sequence of so many rows can be shared by the context-parallel ranks."""
+    if alignment.cp == 1:
+        return True
+    return rows % (2 * alignment.cp if alignment.cp_layout == "zigzag" else alignment.cp) == 0
+
+
+def fits_every_rank(alignment, total):
+    """Whether each rank gets the same number of rows, as many as its FP8 kernels take."""
+    if total % alignment.cp:
+        return False
+    rows = total // alignment.cp
+    if alignment.sequence_parallel:
+        if rows % alignment.tp:
+            return False
+        rows //= alignment.tp
+    return alignment.scaling is None or rows % (32 if alignment.scaling == "mxfp8" else 16) == 0
+
+
+def least(numbers, condition):
+    return next(n for n in numbers if condition(n))
+
+
+def least_padding(alignment, lengths):
+    """(padded, tail) found by trying one number after the other."""
+    bucket = alignment.bucket
+    if alignment.layout == "thd":
+        whole = alignment.cp_layout == "contiguous"  # of which only the whole pack is divided
+        padded = [least(range(n, 10**6), lambda rows: whole or divides(alignment, rows)) for n in lengths]
+        tail = least(
+            range(10**6),
+            lambda tail: (
+                (whole or divides(alignment, tail))
+                and (sum(padded) + tail) % bucket == 0
+                and fits_every_rank(alignment, sum(padded) + tail)
+            ),
+        )
+        return tuple(padded), tail
+    shared = alignment.cp * (alignment.tp if alignment.sequence_parallel else 1)
+    s = least(
+        range(max(lengths), 10**6),
+        lambda s: (
+            divides(alignment, s)
+            and s % shared == 0
+            and s % bucket == 0
+            and fits_every_rank(alignment, s * len(lengths))
+        ),
+    )
+    return (s,) * len(lengths), 0
+
+
+@settings(deadline=None, max_examples=400)
+@given(LENGTHS, ALIGNMENTS)
+def test_padding_is_the_least_that_every_rank_accepts(lengths, alignment):
+    padding = alignment.pad(lengths)
+    assert (padding.padded, padding.tail) == least_padding(alignment, lengths)
+    assert padding.lengths == tuple(lengths)
+    assert padding.total == sum(padding.rows) == sum(padding.padded) + padding.tail
+    assert padding.longest == max(*padding.padded, padding.tail)
+    assert padding.tokens == sum(lengths)
+
+
+@pytest.mark.parametrize(
+    ("alignment", "sequence", "total"),
+    [
+        (Alignment(), 1, 1),
+        (Alignment(cp=4), 8, 8),
+        (Alignment(cp=4, cp_layout="contiguous"), 1, 4),
+        (Alignment(tp=4), 1, 1),
+        (Alignment(tp=4, sequence_parallel=True), 1, 4),
+        (Alignment(tp=2, cp=2, sequence_parallel=True), 4, 4),
+        (Alignment(tp=8, cp=2, sequence_parallel=True), 4, 16),
+        (Alignment(scaling="delayed"), 1, 16),
+        (Alignment(tp=4, cp=2, scaling="blockwise"), 4, 32),
+        (Alignment(tp=4, cp=2, sequence_parallel=True, scaling="tensorwise"), 4, 128),
+        (Alignment(cp=2, scaling="mxfp8"), 4, 64),
+        (Alignment("bshd", tp=2, cp=2, sequence_parallel=True), 4, 4),
+        (Alignment("bshd", tp=8, cp=2, sequence_parallel=True, scaling="delayed"), 16, 256),
+        (Alignment(bucket=512, cp=8), 16, 512),
+    ],
+)
+def test_multiples(alignment, sequence, total):
+    assert (alignment.sequence, alignment.total) == (sequence, total)
+
+
+def test_a_bshd_batch_shares_the_fp8_rows_between_its_sequences():
+    delayed = Alignment("bshd", scaling="delayed")
+    assert delayed.pad([5]).padded == (16,)
+    assert delayed.pad([5, 3]).padded == (8, 8)
+    assert delayed.pad([5] * 16).padded == (5,) * 16
+
+
+def test_a_forced_length_is_rounded_up_and_holds_what_fits():
+    assert Alignment(cp=2).pad([5, 6], length=41) == Padding((5, 6), (8, 8), 28)
+    assert Alignment("bshd", cp=2).pad([5, 6], length=41).padded == (44, 44)
+    assert Alignment(cp=2).pad([5, 6], length=13).total == 16
+    with pytest.raises(JobFailed, match=r"its padded sequences have 16 rows, the forced length 12\."):
+        Alignment(cp=2).pad([5, 6], length=12)
+    with pytest.raises(JobFailed, match="its longest sequence has 9 rows"):
+        Alignment("bshd").pad([3, 9], length=8)
+
+
+def test_dynamic_context_parallelism_is_another_size_for_the_same_job():
+    job = Alignment(tp=2, cp=8, sequence_parallel=True, scaling="delayed")
+    short = dataclasses.replace(job, cp=2)
+    assert (short.sequence, short.total) == (4, 64)
+
+
+@settings(deadline=None)
+@given(LENGTHS, ALIGNMENTS, st.integers(0, 4096))
+def test_a_longer_forced_length_never_gives_a_shorter_extent(lengths, alignment, extra):
+    least = alignment.pad(lengths)
+    extent = least.total if alignment.layout == "thd" else least.longest
+    forced = alignment.pad(lengths, length=extent + extra)
+    assert extent + extra <= (forced.total if alignment.layout == "thd" else forced.longest)
+    assert fits_every_rank(alignment, forced.total)
+
+
+def test_all_that_is_wrong_with_a_layout_is_said_at_once():
+    with pytest.raises(UsageError) as error:
+        Alignment("sbhd", tp=0, cp=2.0, scaling="int8", cp_layout="ring", bucket=-1)  # type: ignore[arg-type]
+    assert len(error.value.violations) == 6
+    assert "FP8 scaling is 'int8': known are None, delayed, tensorwise, blockwise, mxfp8" in str(error.value)
+
+
+@pytest.mark.parametrize("wrong", [0, -3, 2.5, True, "7", None])
+def test_lengths_are_host_ints_from_one(wrong):
+    with pytest.raises(JobFailed) as error:
+        Alignment().pad([4, wrong, 8, wrong])
+    assert error.value.violations == (f"sequence 1: {wrong!r}", f"sequence 3: {wrong!r}")
+
+
+def test_an_empty_micro_batch_is_refused():
+    with pytest.raises(JobFailed, match="no sequences"):
+        Alignment().pad([])
+
+
+def test_every_scaling_says_where_its_rows_come_from():
+    assert {name: entry.rows for name, entry in FP8_ROWS.items()} == {
+        "delayed": 16,
+        "tensorwise": 16,
+        "blockwise": 16,
+        "mxfp8": 32,
+    }
+    assert all(entry.source for entry in FP8_ROWS.values())
