@@ -42,7 +42,7 @@ def name_the_format(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def data_only(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a method of `TorchCommonLoadStrategy` that unpickles data only, as 0.14 does.
+    """Returns a loader of common state that unpickles data only, as 0.14 does.
 
     A checkpoint is somebody's file, and unpickling it freely runs whatever is in it.
     """

@@ -43,6 +43,16 @@ def _count_of_one_rank(source: Evidence) -> Presence:
     )
 
 
+def _count_of_one_rank_divides(source: Evidence) -> Presence:
+    """Whether the model itself divides a depth's loss by the count that the roll of one rank returns."""
+    roll, postprocess = source[_ROLL], source[_POSTPROCESS]
+    if roll is None or (postprocess is None and source[_FORWARD] is None):
+        return Presence.UNKNOWN
+    if postprocess is None or "cp_group" not in roll.parameters or roll.calls("all_reduce"):
+        return Presence.ABSENT
+    return Presence.of(bool(postprocess.calls("roll_tensor")))
+
+
 def _zero_is_some(source: Evidence) -> Presence:
     postprocess = source[_POSTPROCESS]
     if postprocess is None:
@@ -105,6 +115,21 @@ PATCHES = (
         evidence=(_ROLL, _ROLL_PACKED),
         defect=_boundaries,
         check="mtp-packed-roll-boundaries",
+    ),
+    Patch(
+        id="mtp-loss-context-parallel-count",
+        replacements=(Replacement(_ROLL, "bundle.wrappers.mtp:count_over_ranks"),),
+        why=(
+            "The loss of each depth is divided by the tokens of one context-parallel rank: the logged loss "
+            "is a mean of means, and so are the gradients unless the loss is one per token."
+        ),
+        upstream="not reported; found by comparing CP2 with CP1 (log off by 5e-3, gradients by 1e-1)",
+        range=">=0.14,<0.17",
+        fixed_in="0.17.0",  # where the code moved; mtp-loss-context-parallel-normalisation goes on there
+        when=frozenset({"mtp", "cp"}),
+        evidence=(_ROLL, _POSTPROCESS, _FORWARD),
+        defect=_count_of_one_rank_divides,
+        check="mtp-loss-context-parallel-count",
     ),
     Patch(
         id="mtp-loss-context-parallel-normalisation",

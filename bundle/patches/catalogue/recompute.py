@@ -8,7 +8,7 @@ from bundle.patches.entry import Patch, Presence, Replacement
 _LAYER = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer"
 _FORWARD = f"{_LAYER}.forward"
 _CHECKPOINTED = f"{_LAYER}._checkpointed_forward"
-_BACKWARD = "megatron.core.tensor_parallel.random:CheckpointFunction.backward"
+_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 
 
 def _saves_objects(source: Evidence) -> Presence:
@@ -39,11 +39,18 @@ def _padding_mask_unknown(source: Evidence) -> Presence:
     return Presence.of("padding_mask" in passed - checkpointed.parameters and not takes_any)
 
 
-def _keeps_inputs(source: Evidence) -> Presence:
-    backward = source[_BACKWARD]
-    if backward is None or not backward.calls("detach_variable"):
+def _keeps_probabilities(source: Evidence) -> Presence:
+    """Whether the dispatcher keeps the router's probabilities as they come, with their autograd graph."""
+    dispatcher = source[_DISPATCHER]
+    if dispatcher is None:
         return Presence.UNKNOWN
-    return Presence.of(not any(isinstance(node, ast.Delete) for node in backward.walk()))
+    kept = [
+        node.value
+        for node in dispatcher.walk()
+        if isinstance(node, ast.Assign)
+        and any(isinstance(target, ast.Attribute) and target.attr == "probs" for target in node.targets)
+    ]
+    return Presence.of(any(isinstance(value, ast.Name) for value in kept))
 
 
 PATCHES = (
@@ -73,13 +80,25 @@ PATCHES = (
     ),
     Patch(
         id="recompute-reclaim",
-        replacements=(Replacement(_BACKWARD, "bundle.wrappers.recompute:reclaim"),),
-        why="A recomputed layer's detached inputs stay alive until its gradients are consumed.",
-        upstream="NVIDIA/Megatron-LM#3221, #3267, #5197; verl-project/verl#5251",
+        replacements=(
+            Replacement(
+                "megatron.core.transformer.moe.moe_layer:MoELayer.forward",
+                "bundle.wrappers.recompute:release_graph",
+            ),
+        ),
+        why=(
+            "After a recomputation the input of every MoE layer and its gradient stay in memory until the "
+            "layer runs again: its token dispatcher keeps probabilities that hold the graph's leaves."
+        ),
+        upstream=(
+            "NVIDIA/Megatron-LM#3221, verl-project/verl#5251; still so after #5197, which frees locals "
+            "(measured at d98e8a64)"
+        ),
         range="",
+        when=frozenset({"moe", "recompute-full"}),
         opt_in=True,
-        evidence=(_BACKWARD,),
-        defect=_keeps_inputs,
+        evidence=(_DISPATCHER,),
+        defect=_keeps_probabilities,
         check="recompute-reclaim",
     ),
 )
