@@ -1,0 +1,1 @@
+"""The ascend backend: megatron-core with MindSpeed and torch-npu over HCCL."""

@@ -1,0 +1,72 @@
+"""What the ascend backend offers: npu_fusion_attention, MindSpeed's FP8 on Atlas A5, HCCL. Read, not run."""
+
+from bundle.backends.attention import AttentionKernel
+from bundle.backends.capabilities import Capabilities, Choice, Fp8Scaling, Mask, Variable, connections
+
+_NOTES = "MindSpeed 26.1.0 release notes; op-plugin has int8 and int4 products only on A2 and A3"
+
+
+def _a5(generation: str) -> bool:
+    return generation == "a5"
+
+
+ASCEND = Capabilities(
+    backend="ascend",
+    device="npu",
+    collectives="hccl",
+    kernels=(
+        AttentionKernel(
+            name="flash",
+            what="npu_fusion_attention, through MindSpeed",
+            head_dims={"thd": "v<=qk", "bshd": "v<=qk"},
+            max_head_dim=768,
+            masks=("causal", "padding_causal", "no_mask"),
+            dtypes=("bf16", "fp32"),
+            source="op-plugin: npu_fusion_attention takes Dq = Dk >= Dv up to 768 and no [b, s] mask",
+        ),
+        AttentionKernel(
+            name="unfused",
+            what="megatron's own DotProductAttention",
+            layouts=("bshd",),
+            head_dims={"bshd": "equal"},
+            masks=("causal", "padding", "no_mask", "arbitrary"),
+            dtypes=("bf16", "fp32"),
+            source="megatron.core.transformer.dot_product_attention takes no packed input and one head dim",
+        ),
+    ),
+    auto_attention=Choice("flash", "the only kernel for packed input"),
+    fp8=tuple(
+        Fp8Scaling(name, ("e4m3", "hybrid"), "Atlas A5 (Ascend950)", _a5, _NOTES)
+        for name in ("delayed", "tensorwise", "blockwise", "mxfp8")
+    ),
+    no_fp8="",
+    masks=(
+        Mask("text", "thd", "none", "TND takes boundaries only: a [b, s] mask is refused"),
+        Mask("text", "bshd", "square", "npu_fusion_attention broadcasts no mask: [b, s] is refused"),
+        Mask(
+            "vlm", "thd", "valid", "the model looks for its image tokens in it; it must not reach the kernel"
+        ),
+        Mask("vlm", "bshd", "none", "MindSpeed makes a causal mask itself, and padding stands at the end"),
+    ),
+    environment=(
+        connections("megatron's own check, which MindSpeed keeps"),
+        Variable(
+            "HCCL_CONNECT_TIMEOUT",
+            "1800",
+            "seconds until all ranks are there; 120 is short for a cold cluster",
+        ),
+        Variable(
+            "HCCL_EXEC_TIMEOUT",
+            "3600",
+            "seconds that one collective may wait for a rank that writes a checkpoint",
+        ),
+        Variable("HCCL_EVENT_TIMEOUT", "3660", "must be above HCCL_EXEC_TIMEOUT where that is set"),
+        Variable("CPU_AFFINITY_CONF", "1", "binds every rank to the cores of its device's NUMA node"),
+        Variable(
+            "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES",
+            "1",
+            "Ray would renumber the devices under our ranks",
+            frozenset({"rl"}),
+        ),
+    ),
+)

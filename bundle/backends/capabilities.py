@@ -1,0 +1,97 @@
+"""The shape of what every backend can do: FP8, attention, masks, environment. Data with reasons; no torch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from bundle.backends.attention import AttentionKernel
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Scaling:
+    """One FP8 scaling that a backend offers."""
+
+    name: str
+    formats: tuple[str, ...]
+    needs: str  # the device that it takes, in words
+    runs_on: Callable[[str], bool]  # of the device's generation (hardware.Device.generation)
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """An environment variable of every rank, and why it has this value."""
+
+    name: str
+    value: str
+    why: str
+    when: frozenset[str] = frozenset()  # features of the recipe, all of them
+
+
+MaskForm = Literal["none", "valid", "square"]
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """The mask that a model takes: none; valid: bool [b, s], True = token; square: bool [b, 1, s, s], True =
+    hidden."""
+
+    model: Literal["text", "vlm"]
+    layout: Literal["thd", "bshd"]
+    form: MaskForm
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What `auto` stands for, and why."""
+
+    value: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """Everything that the rest of the bundle may know about a backend without torch."""
+
+    backend: str
+    device: str  # torch's name of the device type
+    collectives: str  # torch.distributed's name of the library
+    kernels: tuple[AttentionKernel, ...]
+    auto_attention: Choice
+    fp8: tuple[Fp8Scaling, ...]
+    no_fp8: str  # why there is none at all; "" where there is some
+    masks: tuple[Mask, ...]
+    environment: tuple[Variable, ...]
+
+    def kernel(self, name: str) -> AttentionKernel:
+        """The attention kernel that the recipe's `attention` means here."""
+        wanted = self.auto_attention.value if name == "auto" else name
+        return next(kernel for kernel in self.kernels if kernel.name == wanted)
+
+    def mask(self, model: str, layout: str) -> Mask:
+        """The mask that a model of this kind takes in this layout."""
+        return next(mask for mask in self.masks if (mask.model, mask.layout) == (model, layout))
+
+    def fp8_refusal(self, scaling: str, format: str, generation: str | None) -> str | None:
+        """Why FP8 cannot be had like this; None if it can. `generation` None: the device is not known."""
+        if self.no_fp8:
+            return f"no FP8 on {self.backend}: {self.no_fp8}"
+        offered = {option.name: option for option in self.fp8}
+        option = offered.get(scaling)
+        if option is None:
+            return f"{self.backend} has no {scaling} FP8 scaling; it has {', '.join(offered)}"
+        if format not in option.formats:
+            return f"{scaling} FP8 has no format {format}; it has {', '.join(option.formats)}"
+        if generation is not None and not option.runs_on(generation):
+            return f"{scaling} FP8 needs {option.needs}; this device is {generation} ({option.source})"
+        return None
+
+    def variables(self, features: frozenset[str]) -> tuple[Variable, ...]:
+        """The environment of a rank of a job with these features."""
+        return tuple(variable for variable in self.environment if variable.when <= features)
+
+
+def connections(why: str) -> Variable:
+    """CUDA_DEVICE_MAX_CONNECTIONS=1, which megatron asks for on every device."""
+    return Variable("CUDA_DEVICE_MAX_CONNECTIONS", "1", why)

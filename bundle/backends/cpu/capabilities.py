@@ -1,0 +1,41 @@
+"""What the cpu backend offers: every layout over gloo, with the refusals of Transformer Engine's kernels."""
+
+from dataclasses import replace
+
+from bundle.backends.attention import FLASH, FUSED, UNFUSED
+from bundle.backends.capabilities import Capabilities, Choice, Mask, Variable, connections
+
+_RUNS = "torch's cpu kernels, with the refusals of {}"
+
+CPU = Capabilities(
+    backend="cpu",
+    device="cpu",
+    collectives="gloo",
+    kernels=tuple(
+        replace(kernel, what=_RUNS.format(kernel.what), dtypes=("bf16", "fp32"))
+        for kernel in (FLASH, FUSED, UNFUSED)
+    ),
+    auto_attention=Choice("unfused", "the contract that takes everything: here all three cost the same"),
+    fp8=(),
+    no_fp8=(
+        "megatron-core without Transformer Engine ignores the setting and would train in bf16 without a word;"
+        " take out model.fp8, or use a backend that has it"
+    ),
+    masks=(
+        Mask("text", "thd", "none", "the boundaries of the sequences say everything"),
+        Mask("text", "bshd", "none", "padding stands at the end, where a causal mask hides it"),
+        Mask("vlm", "thd", "valid", "the model looks for its image tokens in it and packs by itself"),
+        Mask("vlm", "bshd", "valid", "the model looks for its image tokens in it"),
+    ),
+    environment=(
+        Variable(
+            "CUDA_VISIBLE_DEVICES", "", "hides GPUs: torch must see none under the facade on torch.cuda"
+        ),
+        Variable(
+            "TORCH_DEVICE_BACKEND_AUTOLOAD",
+            "0",
+            "an installed torch-npu must not be loaded: without CANN it makes `import torch` itself fail",
+        ),
+        connections("megatron warns at every layer without it when sequence parallelism is on"),
+    ),
+)

@@ -1,0 +1,1 @@
+"""The cuda backend: megatron-core with Transformer Engine over NCCL."""

@@ -1,0 +1,60 @@
+"""What the cuda backend offers: Transformer Engine's kernels and FP8 scalings, NCCL."""
+
+from collections.abc import Callable
+
+from bundle.backends.attention import FLASH, FUSED, UNFUSED
+from bundle.backends.capabilities import Capabilities, Choice, Fp8Scaling, Mask, Variable, connections
+
+_FORMATS = ("e4m3", "hybrid")
+_MATRIX = "Transformer Engine's support matrix"
+
+
+def _at_least(major: int, minor: int) -> Callable[[str], bool]:
+    return lambda capability: tuple(map(int, capability.split("."))) >= (major, minor)
+
+
+CUDA = Capabilities(
+    backend="cuda",
+    device="cuda",
+    collectives="nccl",
+    kernels=(FLASH, FUSED, UNFUSED),
+    auto_attention=Choice(
+        "flash", "Transformer Engine prefers it where flash-attn is installed and takes the input"
+    ),
+    fp8=(
+        Fp8Scaling("delayed", _FORMATS, "compute capability 8.9 or newer", _at_least(8, 9), _MATRIX),
+        Fp8Scaling("tensorwise", _FORMATS, "compute capability 8.9 or newer", _at_least(8, 9), _MATRIX),
+        Fp8Scaling("blockwise", _FORMATS, "compute capability 9.0 or newer", _at_least(9, 0), _MATRIX),
+        Fp8Scaling(
+            "mxfp8",
+            _FORMATS,
+            "compute capability 10.0 or 10.3",
+            lambda capability: capability in ("10.0", "10.3"),
+            f"{_MATRIX}, which excludes 12.0; TransformerEngine#2304",
+        ),
+    ),
+    no_fp8="",
+    masks=(
+        Mask("text", "thd", "none", "the boundaries of the sequences say everything"),
+        Mask("text", "bshd", "none", "padding stands at the end, where a causal mask hides it"),
+        Mask("vlm", "thd", "valid", "the model looks for its image tokens in it and packs by itself"),
+        Mask("vlm", "bshd", "valid", "the model looks for its image tokens in it"),
+    ),
+    environment=(
+        connections(
+            "one hardware queue keeps communication launched first in front of the kernels it overlaps"
+        ),
+        Variable(
+            "NCCL_CUMEM_ENABLE",
+            "0",
+            "must be equal on both sides of a weight sync, and SGLang sets 0: else the first transfer fails"
+            " on the server with 'invalid argument' and the trainer waits for ever",
+            frozenset({"rl"}),
+        ),
+        Variable(
+            "TORCH_DEVICE_BACKEND_AUTOLOAD",
+            "0",
+            "an installed torch-npu refuses to load next to CUDA and makes `import torch` itself fail",
+        ),
+    ),
+)
