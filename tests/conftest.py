@@ -1,6 +1,10 @@
 """Fixtures that several rooms' tests share."""
 
+import importlib
 import os
+import sys
+from collections.abc import Iterator
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 
 import pytest
@@ -15,3 +19,25 @@ def release_trees() -> dict[str, Path]:
         pytest.skip("BUNDLE_RELEASES names no directory of unpacked megatron-core releases")
     trees = {path.name: path for path in Path(directory).iterdir() if (path / "megatron/core").is_dir()}
     return {version: trees[version] for version in sorted(trees, key=Version)}
+
+
+class _FacadeFirst(MetaPathFinder):
+    """Has megatron imported under the facade on torch.cuda, whichever test imports it first."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+        if fullname == "megatron.core":
+            importlib.import_module("bundle.backends.cpu.runtime.facade").install()
+
+
+sys.meta_path.insert(0, _FacadeFirst())
+
+
+@pytest.fixture
+def megatron() -> Iterator[None]:
+    """In this test megatron can be called: the facade is installed and the test runs inside its context."""
+    pytest.importorskip("megatron.core")
+    facade = importlib.import_module("bundle.backends.cpu.runtime.facade")
+    facade.install()
+    with facade.megatron_calls():
+        yield
+    facade.uninstall()

@@ -15,6 +15,14 @@ from bundle.backends.cpu.seams import FACADE
 from bundle.errors import EnvironmentUnfit
 
 
+@pytest.fixture(autouse=True)
+def _off():
+    """Another test of this process may have left the facade on: importing megatron installs it."""
+    facade.uninstall()
+    yield
+    facade.uninstall()
+
+
 def everything() -> dict[str, dict[str, object]]:
     """Every attribute of every module of torch that could be touched, by identity."""
     owners = {n: m for n, m in sys.modules.items() if n == "torch" or n.startswith("torch.cuda")}
@@ -38,7 +46,6 @@ def changed(before, after) -> set[str]:
 def test_install_replaces_what_is_declared_and_uninstall_restores_every_object():
     import torch._dynamo  # an import is not a replacement
 
-    facade.uninstall()
     before = everything()
     facade.install()
     facade.install()
@@ -89,12 +96,12 @@ def test_a_gpu_or_a_megatron_that_came_first_is_refused(monkeypatch):
         lambda: torch.ones_like(torch.ones(2), device="cuda").pin_memory(),
     ],
 )
-def test_cuda_means_cpu_in_megatron_calls_only(installed, make):
+def test_cuda_means_cpu_in_megatron_calls(megatron, make):
     assert torch.equal(make(), torch.ones(2))
     assert make().device == torch.device("cpu")
 
 
-def test_devices_and_types_as_megatron_spells_them(installed):
+def test_devices_and_types_as_megatron_spells_them(megatron):
     assert torch.device("cuda") == torch.device("cuda", 1) == torch.device(type="cuda") == torch.device("cpu")
     assert torch.device("meta").type == "meta" and torch.ones(1, device="meta").is_meta
     assert torch.ones(1, dtype=torch.bfloat16).type() == "torch.cuda.BFloat16Tensor"
@@ -130,7 +137,7 @@ def test_megatron_calls_nest_survive_exceptions_and_decorate():
         torch.ones(1, device="cuda")
 
 
-def test_backward_keeps_the_context_for_hooks_and_recomputation(installed):
+def test_backward_keeps_the_context_for_hooks_and_recomputation(megatron):
     class OnCuda(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -170,7 +177,7 @@ def test_the_context_belongs_to_a_thread():
     assert outcome["entered"] == "cpu" and "not compiled" in outcome["bare"]
 
 
-def test_random_states_are_the_cpus(installed):
+def test_random_states_are_the_cpus(megatron):
     torch.cuda.manual_seed(7)
     state, first = torch.cuda.get_rng_state(), torch.rand(3)
     torch.cuda.set_rng_state(state)
@@ -180,7 +187,7 @@ def test_random_states_are_the_cpus(installed):
     assert torch.equal(torch.rand(3), first)
 
 
-def test_streams_and_events_keep_the_interface(installed):
+def test_streams_and_events_keep_the_interface(megatron):
     stream, start, end = (
         torch.cuda.Stream(priority=-1),
         torch.cuda.Event(enable_timing=True),
@@ -196,7 +203,6 @@ def test_streams_and_events_keep_the_interface(installed):
 
 
 def test_only_megatron_is_not_compiled():
-    facade.uninstall()
     compiled = []
 
     def backend(graph, inputs):

@@ -1,0 +1,23 @@
+"""Core attention over two context-parallel ranks, which are real processes over gloo."""
+
+import json
+
+import pytest
+
+from tests import world
+from tests.backends.cpu.context_parallel import cases
+
+pytestmark = pytest.mark.world
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, str]]:
+    """What was wrong in each case, by rank; one pair of processes runs them all."""
+    pytest.importorskip("megatron.core")
+    return [json.loads(out.splitlines()[-1]) for out in world.run("tests.backends.cpu.context_parallel", 2)]
+
+
+@pytest.mark.parametrize("case", list(cases()))
+def test_equals_one_rank(outcomes, case):
+    for rank, outcome in enumerate(outcomes):
+        assert outcome[case] == "", f"rank {rank}"

@@ -1,0 +1,89 @@
+"""The tables of what the backends can do, against the facts they were made from."""
+
+import pytest
+
+from bundle.backends.ascend.capabilities import ASCEND
+from bundle.backends.capabilities import Capabilities
+from bundle.backends.cpu.capabilities import CPU
+from bundle.backends.cuda.capabilities import CUDA
+
+BACKENDS = (CPU, CUDA, ASCEND)
+
+
+def refusal(backend: Capabilities, scaling: str, format: str, generation: str | None) -> str:
+    return backend.fp8_refusal(scaling, format, generation) or "none"
+
+
+@pytest.mark.parametrize(
+    ("scaling", "runs", "not_"),
+    [
+        ("delayed", ("8.9", "9.0", "10.0", "12.0"), ("8.0", "8.6", "7.5")),
+        ("tensorwise", ("8.9", "9.0"), ("8.0",)),
+        ("blockwise", ("9.0", "10.0"), ("8.9",)),
+        ("mxfp8", ("10.0", "10.3"), ("9.0", "12.0", "8.9")),
+    ],
+)
+def test_fp8_by_compute_capability(scaling, runs, not_):
+    assert [CUDA.fp8_refusal(scaling, "e4m3", capability) for capability in runs] == [None] * len(runs)
+    for capability in not_:
+        assert f"this device is {capability}" in refusal(CUDA, scaling, "hybrid", capability)
+    assert CUDA.fp8_refusal(scaling, "e4m3", None) is None
+
+
+def test_fp8_on_ascend_wants_a5_and_on_cpu_there_is_none():
+    assert ASCEND.fp8_refusal("mxfp8", "e4m3", "a5") is None
+    assert "Ascend950" in refusal(ASCEND, "tensorwise", "e4m3", "a3")
+    assert "without a word" in refusal(CPU, "blockwise", "e4m3", None)
+    assert "has no nvfp4" in refusal(CUDA, "nvfp4", "e4m3", "10.0")
+    assert "no format e5m2" in refusal(CUDA, "mxfp8", "e5m2", "10.0")
+
+
+@pytest.mark.parametrize(
+    ("backend", "name", "case", "refusal"),
+    [
+        (CUDA, "flash", ("thd", "causal", 192, 128), "thd heads of one size"),
+        (CUDA, "flash", ("thd", "causal", 128, 128), None),
+        (CUDA, "fused", ("thd", "padding_causal", 192, 128), None),
+        (CUDA, "fused", ("thd", "causal", 576, 512), "up to 256"),
+        (CUDA, "unfused", ("thd", "causal", 576, 512), None),
+        (CUDA, "flash", ("bshd", "arbitrary", 64, 64), "no arbitrary mask"),
+        (CUDA, "auto", ("thd", "causal", 192, 128), "one size"),
+        (CPU, "auto", ("thd", "causal", 192, 128), None),
+        (CPU, "flash", ("thd", "causal", 192, 128), "one size"),
+        (ASCEND, "auto", ("thd", "causal", 192, 128), None),
+        (ASCEND, "flash", ("thd", "causal", 64, 128), "no wider than keys"),
+        (ASCEND, "flash", ("bshd", "padding", 64, 64), "no padding mask"),
+        (ASCEND, "unfused", ("thd", "causal", 64, 64), "does not take thd"),
+    ],
+)
+def test_attention_kernels_refuse_what_they_do_not_take(backend, name, case, refusal):
+    layout, mask, qk, v = case
+    reasons = backend.kernel(name).refusals(layout=layout, mask=mask, qk_head_dim=qk, v_head_dim=v)
+    assert bool(reasons) == (refusal is not None)
+    assert refusal is None or refusal in reasons[0]
+
+
+def test_all_reasons_come_at_once():
+    reasons = CUDA.kernel("flash").refusals(layout="thd", mask="arbitrary", qk_head_dim=512, v_head_dim=128)
+    assert len(reasons) == 3
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.backend)
+def test_tables_are_complete(backend):
+    assert {(m.model, m.layout) for m in backend.masks} == {
+        (m, x) for m in ("text", "vlm") for x in ("thd", "bshd")
+    }
+    assert backend.mask("text", "thd").form == "none"
+    names = [variable.name for variable in backend.environment]
+    assert len(names) == len(set(names)) and "CUDA_DEVICE_MAX_CONNECTIONS" in names
+    assert all(variable.why and isinstance(variable.value, str) for variable in backend.environment)
+    assert backend.kernel("auto").name == backend.auto_attention.value
+    assert bool(backend.fp8) != bool(backend.no_fp8)
+
+
+def test_variables_follow_the_features():
+    plain, rl = (
+        {variable.name for variable in CUDA.variables(features)}
+        for features in (frozenset(), frozenset({"rl", "moe"}))
+    )
+    assert rl - plain == {"NCCL_CUMEM_ENABLE"}
