@@ -39,6 +39,11 @@ class Data(Section):
         min_length=1,
         description="Files, directories, globs, or `stdlib`: the running Python's standard library.",
     )
+    separator: str | None = Field(
+        default=None,
+        min_length=1,
+        description="text: divides a file into documents, such as a blank line; null: a file is a document.",
+    )
     tokenizer: Annotated[str, Field(pattern=r"^(bytes|hf:.+)$")] = Field(
         default="bytes",
         description="`bytes` (256 and two specials), or `hf:DIR`, a local Hugging Face tokenizer.",

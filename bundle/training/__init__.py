@@ -1,0 +1,1 @@
+"""Pre-training and SFT: data, the loop, checkpoints, metrics."""

@@ -1,0 +1,153 @@
+"""A recipe's data section made into numbered samples for training and for evaluation."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from bundle.errors import JobFailed
+from bundle.recipe import Recipe
+from bundle.sequences.alignment import Alignment
+from bundle.training.data import files, reading
+from bundle.training.data.entropy import bigram_entropy
+from bundle.training.data.order import held_out
+from bundle.training.data.problems import Problems
+from bundle.training.data.samples import Packs, Rows, Samples, Windows
+from bundle.training.data.spans import Ints, Spans, best_fit
+from bundle.training.data.store import Store, key_of, open_store, write
+from bundle.training.data.tokenizers import Tokenizer, tokenizer
+
+# Running text is held out in pieces of this many sequences: small enough for an even sample.
+SEQUENCES_PER_PIECE = 16
+# Packed sequences are given room in these multiples, so that packs are the same at cp 1, 2, 4 and 8.
+ROOM_MULTIPLE = 16
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Samples to train on and to evaluate with (None: nothing is held out), and where they come from."""
+
+    training: Samples
+    validation: Samples | None
+    tokens: int  # of all documents
+    identity: Mapping[str, str]  # of the tokens and how they were made: what a resume must find again
+    skipped: tuple[
+        str, ...
+    ]  # rows and files that were passed over: the first of them, and how many there are more
+    store: Store
+    tokenizer: Tokenizer
+
+    @cached_property
+    def bigram_entropy(self) -> float | None:
+        """Nats per byte that the text's own pair counts leave; None for other tokenizers than bytes."""
+        if self.tokenizer.identity != "bytes":
+            return None
+        return bigram_entropy(self.store.ids, self.tokenizer.vocab_size)
+
+
+def prepare(recipe: Recipe, directory: Path) -> Corpus:
+    """The corpus of a recipe; its tokens are written under `directory` once and found there afterwards.
+
+    Any number of processes may do this at once on one file system. Raises UsageError for paths and tokenizers
+    that are not there, JobFailed for corrupt data (`data.on_error: stop`) or too little of it.
+    """
+    data = recipe.data
+    made = tokenizer(data.tokenizer, recipe.architecture.vocab_size)
+    sources = files.expand(data.path, data.source)
+    room, _ = _room(recipe)
+    path = directory / f"tokens-{key_of(_key(recipe, sources, made, room))}"
+    store = open_store(path) or _written(path, recipe, sources, made, room)
+    training, validation = _parts(recipe, store)
+    return Corpus(
+        training=_samples(recipe, store, training, made, "to train on"),
+        validation=_samples(recipe, store, validation, made, "held out") if len(validation) else None,
+        tokens=len(store.ids),
+        identity=store.facts["identity"] | {"tokens": store.facts["sha256"]},
+        skipped=tuple(store.facts["skipped"]),
+        store=store,
+        tokenizer=made,
+    )
+
+
+def changed(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """What differs between the data of a checkpoint and the data found now; empty when they are the same."""
+    keys = dict.fromkeys([*saved, *now])
+    return [f"data {k}: was {saved.get(k)}, is {now.get(k)}" for k in keys if saved.get(k) != now.get(k)]
+
+
+def _key(recipe: Recipe, sources: Sequence[files.Source], made: Tokenizer, room: int) -> Any:
+    """What the token store is made from. File contents count by size and time; the tokens get a digest."""
+    stats = [(source.name, source.path.stat().st_size, source.path.stat().st_mtime_ns) for source in sources]
+    chosen = recipe.data.model_dump(include={"source", "separator", "fields", "template", "on_error"})
+    return [recipe.task, chosen, made.identity, room if recipe.task == "sft" else 0, stats]
+
+
+def _written(
+    path: Path, recipe: Recipe, sources: Sequence[files.Source], made: Tokenizer, room: int
+) -> Store:
+    problems = Problems(recipe.data.on_error)
+    identity = {"files": str(len(sources)), "tokenizer": made.identity}
+    if files.STDLIB in recipe.data.path:
+        identity["stdlib"] = files.interpreter()
+
+    def conclude() -> dict[str, Any]:
+        problems.settle()
+        return {"identity": identity, "skipped": problems.shown()}
+
+    write(
+        path,
+        reading.documents(recipe.data, recipe.task, sources, made, room, problems),
+        made.vocab_size,
+        conclude,
+    )
+    store = open_store(path)
+    if store is None:
+        raise JobFailed(f"{path}: the tokens just written are gone; is another job deleting them?")
+    return store
+
+
+def _room(recipe: Recipe) -> tuple[int, int]:
+    """Tokens that one sequence may have, and the multiple in which a pack gives room to each."""
+    length, parallel = recipe.data.sequence_length, recipe.parallel
+    if not recipe.data.packed:
+        return length, 1
+    multiple = Alignment("thd", tp=parallel.tp, cp=parallel.cp).sequence
+    even = math.lcm(multiple, ROOM_MULTIPLE)
+    return (length // even * even, even) if length >= even else (length // multiple * multiple, multiple)
+
+
+def _parts(recipe: Recipe, store: Store) -> tuple[Spans, Spans]:
+    """The pieces to train on and those held out, both in the order of the documents."""
+    spans = Spans(store.starts, store.lengths)
+    if recipe.task == "pretrain":
+        room, _ = _room(recipe)
+        spans = spans.cut(room if recipe.data.packed else SEQUENCES_PER_PIECE * recipe.data.sequence_length)
+    if recipe.data.packed or recipe.task == "sft":
+        spans = spans.where(spans.lengths > 1)  # a single token has no label
+    chosen = held_out(len(spans), recipe.data.validation, recipe.seed)
+    return spans.where(~chosen), spans.where(chosen)
+
+
+def _samples(recipe: Recipe, store: Store, spans: Spans, made: Tokenizer, purpose: str) -> Samples:
+    length = recipe.data.sequence_length
+    samples: Samples
+    if recipe.data.packed:
+        room, multiple = _room(recipe)
+        samples = Packs(store, spans, best_fit(_rounded(spans.lengths, multiple), room))
+    elif recipe.task == "sft":
+        samples = Rows(store, spans, length, made.end_of_text)
+    else:
+        samples = Windows(store, spans, length)
+    if len(samples) == 0:
+        have = f"the data has {len(store.lengths)} documents with {len(store.ids)} tokens"
+        raise JobFailed(
+            f"{have}: not one sample of {length} tokens is {purpose}; give more data, a smaller "
+            f"data.sequence_length, or another data.validation than {recipe.data.validation:g}"
+        )
+    return samples
+
+
+def _rounded(lengths: Ints, multiple: int) -> Ints:
+    return -(-lengths // multiple) * multiple

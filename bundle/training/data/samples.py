@@ -1,0 +1,125 @@
+"""Samples by number, as tensors: windows of running text, rows of equal length, packs of sequences."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bundle.training.data.spans import Ints, Spans, ramp
+from bundle.training.data.store import Store
+
+BLANK = -1  # a sample without loss, so that every rank has as many
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch on the host: [b, s] each, or, packed, [1, t] with the sequences one after the other.
+
+    `labels[.., i]` is the token after `ids[.., i]`; `loss_mask` is 1 where it is learned. `lengths` are the
+    sequences of a pack in tokens, unpadded; None for rows of equal length.
+    """
+
+    ids: Tensor  # int64
+    labels: Tensor  # int64
+    loss_mask: Tensor  # float32
+    position_ids: Tensor  # int64
+    lengths: tuple[int, ...] | None = None
+
+
+class Samples(Protocol):
+    """Numbered samples; `batch` takes numbers, BLANK among them, and gives tensors."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, numbers: Ints) -> Batch:
+        """The samples `numbers` [b] as one micro-batch."""
+        ...
+
+
+class Windows:
+    """Windows of `length` tokens, one after the other through all pieces, across documents."""
+
+    def __init__(self, store: Store, spans: Spans, length: int) -> None:
+        self._ids, self._starts, self._length = store.ids, spans.starts, length
+        self._before = np.cumsum(spans.lengths) - spans.lengths
+        # A window reads one token more than its length: the last label.
+        self._count = max(0, (int(spans.lengths.sum()) - 1) // length)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def batch(self, numbers: Ints) -> Batch:
+        """[b, length] each."""
+        ramp_ = np.arange(self._length + 1)
+        places = np.maximum(numbers, 0)[:, None] * self._length + ramp_
+        piece = np.searchsorted(self._before, places, side="right") - 1
+        ids = self._ids[self._starts[piece] + places - self._before[piece]]
+        learned = np.broadcast_to((numbers != BLANK)[:, None], (len(numbers), self._length))
+        return _batch(ids[:, :-1], ids[:, 1:], learned, np.broadcast_to(ramp_[:-1], learned.shape))
+
+
+class Rows:
+    """One sequence per sample, filled up to `length` with `padding` that has no loss."""
+
+    def __init__(self, store: Store, spans: Spans, length: int, padding: int) -> None:
+        self._store, self._spans, self._length, self._padding = store, spans, length, padding
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def batch(self, numbers: Ints) -> Batch:
+        """[b, length] each."""
+        ramp_ = np.arange(self._length + 1)
+        rows = self._spans.where(np.maximum(numbers, 0))
+        real = ramp_ < rows.lengths[:, None]
+        places = np.minimum(rows.starts[:, None] + ramp_, len(self._store.ids) - 1)
+        ids = np.where(real, self._store.ids[places], self._padding)
+        learned = real & (numbers != BLANK)[:, None]
+        if self._store.learned is not None:
+            learned &= self._store.learned[places]
+        shape = (len(numbers), self._length)
+        return _batch(ids[:, :-1], ids[:, 1:], learned[:, 1:], np.broadcast_to(ramp_[:-1], shape))
+
+
+class Packs:
+    """Several whole sequences per sample; one sample is a micro-batch."""
+
+    def __init__(self, store: Store, spans: Spans, packs: list[Ints]) -> None:
+        self._store, self._spans, self._packs = store, spans, packs
+
+    def __len__(self) -> int:
+        return len(self._packs)
+
+    def batch(self, numbers: Ints) -> Batch:
+        """[1, t] each, t the tokens of the one pack in `numbers`."""
+        (number,) = numbers.tolist()
+        spans = self._spans.where(self._packs[max(number, 0)])
+        places = ramp(spans.starts, spans.lengths)
+        ids = self._store.ids[places]
+        learned = np.ones(len(ids), np.bool_)
+        if self._store.learned is not None:
+            learned[:-1] = self._store.learned[places[1:]]
+        learned[np.cumsum(spans.lengths) - 1] = False  # the last token of a sequence has none after it
+        learned &= number != BLANK
+        positions = ramp(np.zeros(len(spans), np.int64), spans.lengths)
+        lengths = tuple(spans.lengths.tolist())
+        return _batch(ids[None], np.roll(ids, -1)[None], learned[None], positions[None], lengths)
+
+
+def _batch(
+    ids: NDArray[Any],
+    labels: NDArray[Any],
+    learned: NDArray[np.bool_],
+    positions: NDArray[Any],
+    lengths: tuple[int, ...] | None = None,
+) -> Batch:
+    return Batch(
+        torch.from_numpy(ids.astype(np.int64)),
+        torch.from_numpy(labels.astype(np.int64)),
+        torch.from_numpy(learned.astype(np.float32)),
+        torch.from_numpy(positions.astype(np.int64)),
+        lengths,
+    )

@@ -1,0 +1,201 @@
+"""From a recipe to batches: right tokens, disjoint parts, and the same run at any number of ranks."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bundle.errors import JobFailed
+from bundle.recipe import load
+from bundle.sequences.alignment import Alignment
+from bundle.training.data import Feed, changed, prepare
+from bundle.training.data import corpus as corpus_module
+from bundle.training.data.store import open_store
+
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs", "away"]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """A file of 300 rows that serve pre-training and SFT."""
+    random = np.random.default_rng(0)
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    texts = [" ".join(random.choice(WORDS, random.integers(2, 40))) for _ in range(300)]
+    lines = [json.dumps({"text": t, "prompt": t[:20], "response": t[20:] or "ok"}) for t in texts]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def recipe(rows, *overrides, name="demo"):
+    where = ["data.source=jsonl", f"data.path={rows}", "data.separator=null"]
+    length = 256 if "task=sft" in overrides else 64
+    return load(name, [*where, f"data.sequence_length={length}", "data.validation=0.1", *overrides])
+
+
+def everything(samples, size):
+    """All samples one by one, in `size` batches' worth of tensors."""
+    return [samples.batch(np.asarray([number])) for number in range(size)]
+
+
+def test_windows_are_the_running_text_shifted_by_one(rows, tmp_path):
+    corpus = prepare(recipe(rows, "data.validation=0"), tmp_path)
+    text = corpus.store.ids.tolist()
+    for number in (0, 3, len(corpus.training) - 1):
+        batch = corpus.training.batch(np.asarray([number]))
+        assert batch.ids[0].tolist() == text[number * 64 : number * 64 + 64]
+        assert batch.labels[0].tolist() == text[number * 64 + 1 : number * 64 + 65]
+    assert batch.loss_mask.sum() == 64 and batch.position_ids[0].tolist() == list(range(64))
+    assert (batch.ids.dtype, batch.loss_mask.dtype) == (torch.int64, torch.float32)
+    assert len(corpus.training) == (len(text) - 1) // 64
+
+
+@pytest.mark.parametrize("overrides", [(), ("task=sft",), ("data.packed=true", "train.micro_batch_size=1")])
+def test_no_token_is_both_trained_on_and_held_out(rows, tmp_path, monkeypatch, overrides):
+    def numbered(path):
+        store = open_store(path)
+        return store and replace(store, ids=np.arange(len(store.ids)))
+
+    monkeypatch.setattr(corpus_module, "open_store", numbered)
+    corpus = prepare(recipe(rows, *overrides), tmp_path)
+    assert corpus.validation is not None
+    learned = []
+    for samples in (corpus.training, corpus.validation):
+        batches = everything(samples, len(samples))
+        learned.append([i for b in batches for i in b.labels[b.loss_mask > 0].tolist()])
+    assert learned[0] and learned[1]
+    assert len(set(learned[0] + learned[1])) == len(learned[0]) + len(learned[1])
+
+
+@pytest.mark.parametrize(
+    "overrides", [(), ("task=sft",), ("data.packed=true",), ("task=sft", "data.packed=true")]
+)
+def test_a_step_is_the_same_at_any_number_of_ranks_and_whenever_it_is_reached(rows, tmp_path, overrides):
+    made = recipe(rows, *overrides, "train.micro_batch_size=1", "train.global_batch_size=8")
+    corpus = prepare(made, tmp_path)
+
+    def step(consumed, dp):
+        ranks = [Feed(made, prepare(made, tmp_path), rank, dp).training(consumed) for rank in range(dp)]
+        return sorted(tuple(b.ids.flatten().tolist()) for batches in ranks for b in batches)
+
+    for consumed in (0, 8, 8 * 40):
+        assert step(consumed, 1) == step(consumed, 2) == step(consumed, 4)
+        assert len(step(consumed, 2)) == 8
+    assert step(0, 1) != step(8, 1)
+    assert len(corpus.training) > 16
+
+
+def test_an_evaluation_takes_every_held_out_sample_once_on_any_number_of_ranks(rows, tmp_path):
+    made = recipe(rows, "task=sft", "train.micro_batch_size=2", "train.global_batch_size=16")
+    corpus = prepare(made, tmp_path)
+    assert corpus.validation is not None
+    for dp in (1, 2, 8):
+        shares = [Feed(made, corpus, rank, dp).validation() for rank in range(dp)]
+        assert len({len(share) for share in shares}) == 1
+        real = [row for share in shares for b in share for row in b.loss_mask if row.sum()]
+        assert len(real) == len(corpus.validation) == 30
+    assert Feed(made, prepare(recipe(rows, "data.validation=0"), tmp_path), 0, 1).validation() == []
+
+
+def test_rows_are_filled_up_and_only_responses_count(rows, tmp_path):
+    corpus = prepare(recipe(rows, "task=sft"), tmp_path)
+    batch = corpus.training.batch(np.asarray([0, 1, 2]))
+    given = [json.loads(line) for line in Path(rows).read_text().splitlines()]
+    responses = {row["response"] + "\n" for row in given}
+    for labels, mask in zip(batch.labels, batch.loss_mask, strict=True):
+        learned = labels[mask > 0].tolist()
+        assert learned[-1] == 256 and bytes(learned[:-1]).decode() in responses
+    assert batch.ids.shape == (3, 256)
+
+
+@pytest.mark.parametrize("sft", [False, True])
+def test_packs_fit_every_layout_and_are_the_same_at_each(rows, tmp_path, sft):
+    task = ["task=sft"] if sft else []
+    packs = []
+    for cp in (1, 2, 4):
+        overrides = [f"parallel.cp={cp}", "data.sequence_length=512", *task]
+        made = recipe(rows, *overrides, name="qwen3-cp2-packed")
+        batches = everything(prepare(made, tmp_path).training, 10)
+        for batch in batches:
+            assert batch.lengths is not None and batch.ids.shape == (1, sum(batch.lengths))
+            assert Alignment("thd", cp=cp).pad(batch.lengths, length=512).total == 512
+        packs.append([(b.lengths, b.ids.tolist()) for b in batches])
+    assert packs[0] == packs[1] == packs[2]
+    assert any(len(lengths) > 2 for lengths, _ in packs[0])
+
+
+def test_inside_a_pack_sequences_are_whole_and_do_not_predict_each_other(rows, tmp_path):
+    made = recipe(rows, "data.sequence_length=512", "data.validation=0", name="qwen3-cp2-packed")
+    corpus = prepare(made, tmp_path)
+    texts = {json.loads(line)["text"] for line in Path(rows).read_text().splitlines()}
+    for batch in everything(corpus.training, len(corpus.training)):
+        assert batch.lengths is not None
+        parts = zip(
+            *(
+                t[0].split(batch.lengths)
+                for t in (batch.ids, batch.labels, batch.loss_mask, batch.position_ids)
+            ),
+            strict=True,
+        )
+        for ids, labels, mask, positions in parts:
+            assert ids[-1] == 256 and bytes(ids[:-1].tolist()).decode() in texts
+            assert labels[:-1].tolist() == ids[1:].tolist()
+            assert mask.tolist() == [1.0] * (len(ids) - 1) + [0.0]
+            assert positions.tolist() == list(range(len(ids)))
+
+
+def test_changed_data_is_named(rows, tmp_path):
+    made = recipe(rows)
+    before = prepare(made, tmp_path).identity
+    assert changed(before, prepare(made, tmp_path).identity) == []
+    copy = tmp_path / "copy.jsonl"
+    copy.write_text(Path(rows).read_text().replace("fox", "cat"))
+    (line,) = changed(before, prepare(recipe(copy), tmp_path).identity)
+    assert line.startswith("data tokens: was ")
+    assert changed({"stdlib": "CPython 3.12.1"}, {"stdlib": "CPython 3.11.7"}) == [
+        "data stdlib: was CPython 3.12.1, is CPython 3.11.7"
+    ]
+
+
+def test_too_little_data_says_what_to_do(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "short"}')
+    with pytest.raises(JobFailed, match=r"smaller data\.sequence_length"):
+        prepare(recipe(tmp_path / "a.jsonl"), tmp_path / "cache")
+
+
+def test_sequences_that_are_too_long_for_sft_are_named_not_cut(rows, tmp_path):
+    with pytest.raises(JobFailed) as caught:
+        prepare(recipe(rows, "task=sft", "data.sequence_length=32"), tmp_path)
+    assert f"{rows}:1: " in caught.value.violations[0] and "exceed the 32" in caught.value.violations[0]
+
+
+def test_the_demo_reads_the_standard_library(tmp_path):
+    corpus = prepare(load("demo"), tmp_path)
+    assert corpus.tokens > 5_000_000 and corpus.skipped == ()
+    assert corpus.identity["stdlib"].startswith("CPython")
+    assert corpus.bigram_entropy == pytest.approx(2.42, abs=0.03)
+    assert corpus.validation is not None
+    share = len(corpus.validation) / (len(corpus.training) + len(corpus.validation))
+    assert share == pytest.approx(0.02, abs=0.001)
+
+
+GSM8K = Path(os.environ.get("BUNDLE_GSM8K", "shared/data/gsm8k")) / "train.jsonl"
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason="GSM8K is not here: set BUNDLE_GSM8K to its directory")
+@pytest.mark.parametrize("packed", [False, True])
+def test_gsm8k_answers_are_what_is_learned(tmp_path, packed):
+    overrides = [
+        "data.fields={prompt: question, response: answer}",
+        "task=sft",
+        "model.config.max_position_embeddings=2048",
+    ]
+    length = ["data.sequence_length=2048", f"data.packed={str(packed).lower()}", "train.micro_batch_size=1"]
+    corpus = prepare(recipe(GSM8K, *overrides, *length), tmp_path)
+    assert corpus.skipped == () and len(corpus.store.lengths) == 7473
+    batch = corpus.training.batch(np.asarray([0]))
+    learned = bytes(i for i in batch.labels[batch.loss_mask > 0].tolist() if i < 256).decode()
+    assert "#### " in learned and "### User" not in learned

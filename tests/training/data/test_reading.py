@@ -1,0 +1,138 @@
+"""Files as they come: corrupt ones are named by file, line and field, all at once."""
+
+import json
+
+import pytest
+
+from bundle.errors import JobFailed, UsageError
+from bundle.recipe import load
+from bundle.training.data import prepare
+from bundle.training.data.files import expand
+
+GOOD = {"text": "def f():\n    return 1\n" * 10}
+
+
+def recipe(path, *overrides, source="jsonl"):
+    where = [f"data.source={source}", f"data.path={path}", "data.sequence_length=32"]
+    return load("demo", [*where, *overrides])
+
+
+def corrupt(tmp_path, made):
+    with pytest.raises(JobFailed) as caught:
+        prepare(made, tmp_path / "cache")
+    assert caught.value.code == 1
+    assert not list((tmp_path / "cache").glob("*")), "nothing may stay of a refused store"
+    return caught.value.violations
+
+
+BAD_LINES = [
+    ('{"text": ', "not JSON"),
+    ("[1]", "must be a JSON object, is list"),
+    ('{"txt": "x"}', "field text: missing; the row has txt"),
+    ('{"text": 3}', "field text: must be text, is 3"),
+    ('{"text": "  "}', "field text: must be text"),
+    ('{"text": null}', "field text: must be text, is None"),
+    ("[" * 100_000, "not JSON that we read"),
+    ("{}", "the row has no fields"),
+]
+
+
+def test_all_bad_lines_are_named_at_once(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join([json.dumps(GOOD), *(line for line, _ in BAD_LINES), json.dumps(GOOD)]))
+    found = corrupt(tmp_path, recipe(path))
+    assert len(found) == len(BAD_LINES)
+    for number, (line, (_, reason)) in enumerate(zip(found, BAD_LINES, strict=True), start=2):
+        assert line.startswith(f"{path}:{number}: ") and reason in line
+
+
+def test_bytes_that_are_no_text_are_named_by_line(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(json.dumps(GOOD).encode() + b'\n{"text": "\xff"}\n')
+    assert ":2: not UTF-8: byte 0xff" in corrupt(tmp_path, recipe(tmp_path / "a.jsonl"))[0]
+    (tmp_path / "b.txt").write_bytes(b"fine\nfine\n\xfe\n")
+    assert "b.txt:3: not UTF-8: byte 0xfe" in corrupt(tmp_path, recipe(tmp_path / "b.txt", source="text"))[0]
+
+
+def test_empty_files_are_named(tmp_path):
+    for name, source in (("a.jsonl", "jsonl"), ("b.txt", "text")):
+        (tmp_path / name).write_text("\n")
+        assert corrupt(tmp_path, recipe(tmp_path / name, source=source)) == (f"{tmp_path / name}: empty",)
+
+
+def test_a_limit_keeps_the_message_short_and_counts_the_rest(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("x\n" * 1000)
+    found = corrupt(tmp_path, recipe(path))
+    assert len(found) == 21 and found[-1] == "and 980 more"
+
+
+def test_skipping_counts_and_goes_on_also_from_the_cache(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join([json.dumps(GOOD)] * 5 + ["x"] * 30))
+    made = recipe(path, "data.on_error=skip", "data.validation=0")
+    for _ in range(2):
+        corpus = prepare(made, tmp_path / "cache")
+        assert len(corpus.skipped) == 21 and "10 more" in corpus.skipped[-1]
+        assert len(corpus.store.lengths) == 5
+
+
+def test_parquet_is_read(tmp_path):
+    pa = pytest.importorskip("pyarrow", exc_type=ImportError)
+    parquet = pytest.importorskip("pyarrow.parquet", exc_type=ImportError)
+    good = tmp_path / "good.parquet"
+    parquet.write_table(pa.table({"text": [GOOD["text"]] * 9, "other": [1] * 9}), good)
+    corpus = prepare(recipe(good, "data.validation=0", source="parquet"), tmp_path / "cache")
+    assert len(corpus.store.lengths) == 9
+
+
+def test_faults_of_parquet_files_are_named_at_once(tmp_path):
+    pa = pytest.importorskip("pyarrow", exc_type=ImportError)
+    parquet = pytest.importorskip("pyarrow.parquet", exc_type=ImportError)
+    directory = tmp_path / "files"
+    directory.mkdir()
+    parquet.write_table(pa.table({"text": ["x" * 100, None, "y" * 100]}), directory / "a-null.parquet")
+    parquet.write_table(pa.table({"body": ["x"]}), directory / "b-column.parquet")
+    parquet.write_table(pa.table({"text": pa.array([], pa.string())}), directory / "c-empty.parquet")
+    whole = (directory / "a-null.parquet").read_bytes()
+    (directory / "d-cut.parquet").write_bytes(whole[: len(whole) // 2])
+    found = corrupt(tmp_path, recipe(directory, source="parquet"))
+    assert [line.removeprefix(str(directory)).split(": ")[0] for line in found] == [
+        "/a-null.parquet:2",
+        "/b-column.parquet",
+        "/c-empty.parquet",
+        "/d-cut.parquet",
+    ]
+    assert "it has body" in found[1] and "not parquet" in found[3]
+
+
+def test_paths_mean_files_directories_globs_and_each_file_once(tmp_path):
+    (tmp_path / "deep").mkdir()
+    for name in ("b.jsonl", "a.jsonl", "deep/c.jsonl", "notes.txt", ".hidden.jsonl"):
+        (tmp_path / name).write_text("x")
+    everything = [str(tmp_path / "b.jsonl"), str(tmp_path), str(tmp_path / "*.jsonl")]
+    assert [s.path.name for s in expand(everything, "jsonl")] == ["b.jsonl", "a.jsonl", "c.jsonl"]
+    assert [s.path.name for s in expand([str(tmp_path / "**" / "*.txt")], "text")] == ["notes.txt"]
+
+
+def test_every_path_without_files_is_named(tmp_path):
+    (tmp_path / "dir").mkdir()
+    with pytest.raises(UsageError) as caught:
+        expand(["/nowhere/x", str(tmp_path / "dir"), str(tmp_path / "*.jsonl")], "jsonl")
+    assert caught.value.code == 2 and len(caught.value.violations) == 3
+    assert "ending in .jsonl" in caught.value.violations[1]
+
+
+def test_the_standard_library_is_the_same_list_every_time_and_has_no_tests():
+    sources = expand(["stdlib"], "text")
+    names = [source.name for source in sources]
+    assert names == [source.name for source in expand(["stdlib"], "text")] and len(names) > 300
+    assert "stdlib/json/decoder.py" in names and "stdlib/argparse.py" in names
+    assert not [name for name in names if "/test/" in name or "/site-packages/" in name]
+
+
+def test_separators_divide_files_into_documents(tmp_path):
+    (tmp_path / "a.txt").write_text("one and one\n\n\ntwo and two\n\n\n\n\n\nthree and three" * 9)
+    made = recipe(tmp_path / "a.txt", r'data.separator="\n\n\n"', "data.validation=0", source="text")
+    corpus = prepare(made, tmp_path / "cache")
+    assert len(corpus.store.lengths) == 2 * 9 + 1
+    assert bytes(corpus.store.ids[:11].astype("uint8").tolist()) == b"one and one"
