@@ -10,6 +10,7 @@ from bundle.errors import BundleError, ExitCode
 
 # verb -> what it does; the module is bundle.cli.<verb>, which holds a typer app named `app`.
 VERBS: dict[str, str] = {
+    "recipes": "The job files that come with the package: list them, show one.",
     "doctor": "Can this machine run a job? What is wrong, why, and what to do.",
 }
 

@@ -1,5 +1,6 @@
 """The recipes that come with the package: launch/recipes of a checkout, the same files inside a wheel."""
 
+import itertools
 from pathlib import Path
 
 # In a checkout a link to launch/recipes; a wheel holds the files themselves.
@@ -14,3 +15,10 @@ def names() -> list[str]:
 def path_of(name: str) -> Path:
     """The file of a built-in recipe."""
     return DIRECTORY / f"{name}.yaml"
+
+
+def about(name: str) -> str:
+    """What a built-in recipe is for: the comment that its file begins with, as one line."""
+    lines = path_of(name).read_text().splitlines()
+    comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    return " ".join(line.removeprefix("#").strip() for line in comment)

@@ -1,0 +1,28 @@
+"""docs/recipe.md is made from the schema, and every key says what it means."""
+
+from pathlib import Path
+
+from bundle.recipe.recipe import Recipe
+from bundle.recipe.reference import markdown
+from bundle.recipe.violations import keys, section_of
+
+PAGE = Path(__file__).parents[2] / "docs" / "recipe.md"
+
+
+def test_the_page_is_fresh():
+    assert PAGE.read_text() == markdown(), "run: python -m bundle.recipe.reference > docs/recipe.md"
+
+
+def test_every_key_stands_in_the_page_with_its_meaning():
+    text = markdown()
+    for key in keys(Recipe):
+        assert f"| `{key.rpartition('.')[2]}` |" in text
+
+    def check(schema):
+        assert schema.__doc__
+        for name, field in schema.model_fields.items():
+            assert field.description and field.description.endswith("."), name
+            for section in section_of(field.annotation):
+                check(section)
+
+    check(Recipe)
