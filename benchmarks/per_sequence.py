@@ -43,8 +43,8 @@ def roll(sequences: Sequence[Tensor], cu: list[int], cp: int, rank: int) -> Tens
     return packed[None]
 
 
-def unpack(shards: list[Tensor], lengths: list[int], cu: list[int], cp: int) -> list[Tensor]:
-    """The sequences [length, ...] from every rank's rows [t/cp, ...]."""
+def unpack(shards: list[Tensor], lengths: list[int], cu: list[int], cp: int) -> Tensor:
+    """The concatenated sequences [tokens, ...] from every rank's rows [t/cp, ...]."""
     sequences = []
     for i, length in enumerate(lengths):
         rows = cu[i + 1] - cu[i]
@@ -55,4 +55,4 @@ def unpack(shards: list[Tensor], lengths: list[int], cu: list[int], cp: int) -> 
                 rows_here = shard[begin + part * chunk : begin + (part + 1) * chunk]
                 whole[piece * chunk : (piece + 1) * chunk] = rows_here
         sequences.append(whole[:length])
-    return sequences
+    return torch.cat(sequences)

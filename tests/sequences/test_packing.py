@@ -119,29 +119,6 @@ def test_jagged_and_split_are_the_sequences():
     assert views[1].data_ptr() == x[3].data_ptr()
 
 
-# Sequences shorter than their share of the padding crash or are repeated where the last one takes all of it
-# (FP8 with cp > 1 in verl's preprocess_thd_engine); rows: the least that every rank accepts.
-@pytest.mark.parametrize(
-    ("tp", "cp", "lengths", "rows"),
-    [
-        (1, 2, [20], 32),
-        (1, 2, [100], 128),
-        (1, 2, [129], 160),
-        (2, 2, [300], 320),
-        (1, 4, [300], 320),
-        (1, 2, [1000, 20], 1024),
-        (1, 2, [508, 4], 512),
-    ],
-)
-def test_short_last_sequences_under_fp8_and_context_parallel(tp, cp, lengths, rows):
-    alignment = Alignment(tp=tp, cp=cp, sequence_parallel=tp > 1, scaling="blockwise")
-    packings = packings_of(lengths, alignment)
-    x = torch.arange(1, sum(lengths) + 1)
-    packed = torch.cat([p.pack(x) for p in packings])
-    assert packings[0].padding.total == rows
-    assert sorted(packed[packed > 0].tolist()) == x.tolist()
-
-
 def test_labels_of_a_zigzag_pair():
     ranks = packings_of([7], Alignment(cp=2))
     assert [p.pack(torch.arange(1, 8), roll=1).tolist() for p in ranks] == [[[2, 3, 0, 0]], [[4, 5, 6, 7]]]

@@ -17,8 +17,8 @@ def pack_index(runs: Runs, lengths: Ints, roll: int) -> tuple[Ints, NDArray[np.b
     A row takes the token `roll` places further in its own sequence.
     """
     real = _real(runs, lengths, roll)
-    taken = runs.ramp(starts(lengths)[runs.sequence] + runs.start + roll)
-    index = np.minimum(taken, lengths.sum() - 1)  # rows that take nothing must still name a token
+    index = runs.ramp(starts(lengths)[runs.sequence] + runs.start + roll)
+    np.minimum(index, lengths.sum() - 1, out=index)  # rows that take nothing must still name a token
     if real.sum() == len(index):
         return index, None
     blank = np.tile((False, True), len(real))

@@ -141,7 +141,12 @@ class Packing:
         return self._runs_of(self.rank)
 
     def _runs_of(self, rank: int) -> Runs:
-        return runs_of(np.asarray(self.padding.rows), self.alignment, rank)
+        return runs_of(self._rows, self.alignment, rank)
+
+    @cached_property
+    def _rows(self) -> Ints:
+        """Padded rows of each sequence, then of the tail if there is one."""
+        return np.asarray(self.padding.rows)
 
     @cached_property
     def _lengths(self) -> Ints:

@@ -34,8 +34,9 @@ def starts(lengths: Ints) -> Ints:
 
 def ramp(first: Ints, rows: Ints) -> Ints:
     """first[i], first[i]+1, ... (rows[i] of them) for each i, one after the other."""
-    offset: Ints = np.repeat(first - starts(rows), rows)
-    return offset + np.arange(len(offset))
+    numbers: Ints = np.repeat(first - starts(rows), rows)
+    numbers += np.arange(len(numbers))
+    return numbers
 
 
 def interleave(first: Ints, second: Ints) -> Ints:
