@@ -1,7 +1,7 @@
 """VLM batches in bshd under FP8: ids and mask are padded by one rule, labels by another, and do not fit.
 
-verl (1dda039b9) pads ids and mask in build_vlm_attn_mask_bshd without FP8, labels in preprocess_bshd_engine with
-it: [2, 38] against [2, 128].
+verl (1dda039b9) pads ids and mask in build_vlm_attn_mask_bshd without FP8, labels in preprocess_bshd_engine
+with it: [2, 38] against [2, 128].
 """
 
 import torch

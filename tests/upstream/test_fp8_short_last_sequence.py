@@ -1,8 +1,8 @@
 """FP8 with context parallelism: the last sequence takes the padding of the whole pack, and is then cut by it.
 
 verl (1dda039b9, preprocess_thd_engine) rounds the total up to 128 times the alignment by growing the last
-sequence, and copies chunks of the grown length out of the sequence that was not grown. A chunk that is not all
-there raises; a chunk of exactly one row is repeated over all of its place, silently.
+sequence, and copies chunks of the grown length out of the sequence that was not grown. A chunk that is not
+all there raises; a chunk of exactly one row is repeated over all of its place, silently.
 """
 
 import pytest
