@@ -156,7 +156,7 @@ class Alignment:
 def _check(lengths: tuple[int, ...]) -> None:
     if not lengths:
         raise JobFailed("A micro-batch has no sequences: give at least one.")
-    # Not isinstance: a tensor on a device must not be read back, so it is refused with everything else.
+    # Exactly int: True is no length, and a tensor's value would have to be read back from its device.
     wrong = [f"sequence {i}: {n!r}" for i, n in enumerate(lengths) if type(n) is not int or n < 1]
     if wrong:
         raise JobFailed(
