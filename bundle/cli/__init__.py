@@ -12,6 +12,7 @@ from bundle.errors import BundleError, ExitCode
 VERBS: dict[str, str] = {
     "recipes": "The job files that come with the package: list them, show one.",
     "doctor": "Can this machine run a job? What is wrong, why, and what to do.",
+    "patches": "Which patches does this megatron-core need, and why?",
 }
 
 

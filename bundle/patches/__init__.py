@@ -2,14 +2,13 @@
 
 from bundle.patches.decision import Action, Decision
 from bundle.patches.definitions import Evidence
-from bundle.patches.entry import BACKENDS, Facade, Patch, Presence, Replacement, Seam, Trap
+from bundle.patches.entry import BACKENDS, Patch, Presence, Replacement, Seam, Trap
 
 __all__ = [
     "BACKENDS",
     "Action",
     "Decision",
     "Evidence",
-    "Facade",
     "Patch",
     "Presence",
     "Replacement",

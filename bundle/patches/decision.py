@@ -28,5 +28,5 @@ class Decision:
     evidence: Presence
     proven: bool
     targets: tuple[str, ...] = ()
-    fingerprints: tuple[str, ...] = ()  # of the targets, in their order; "" where there is none
-    allowed: bool = False  # a drift that the user has looked at and let through
+    fingerprints: tuple[str, ...] = ()  # of those targets that are there, in their order
+    stops: bool = False  # the job needs this and cannot have it

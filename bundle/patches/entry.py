@@ -33,6 +33,7 @@ class Replacement:
     target: str
     wrapper: str
     optional: bool = False  # some of the releases do not have this target: replaced where it is
+    exclusive: bool = False  # does not call the original: no other patch may stand on the target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ class Patch:
     check: str = ""  # name of the behaviour check in bundle.verification
     when: frozenset[str] = frozenset()  # features of the recipe, all of them
     backends: tuple[str, ...] = BACKENDS
-    requires: tuple[str, ...] = ()  # PEP 508 on other packages, all of them: "torch>=2.8"
+    requires: tuple[tuple[str, str], ...] = ()  # other packages and their ranges: ("torch", ">=2.8")
     fixed_in: str | None = None  # the first release without the defect
     opt_in: bool = False  # an improvement: applied only when it is asked for by id
 
@@ -64,7 +65,7 @@ class Seam:
 
     id: str
     targets: tuple[str, ...]
-    use: str  # "call" | "wrap" | "intercept", and by which room
+    use: str  # what is done with it, and by which room
     why: str
     when: frozenset[str] = frozenset()
     range: str = ""  # the releases that have it
@@ -82,14 +83,3 @@ class Trap:
     instead: str  # what to change
     backends: tuple[str, ...] = BACKENDS
     unless: frozenset[str] = frozenset()  # features of which any one avoids it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facade:
-    """A stand-in for a whole module that a backend installs and uninstalls exactly; no patch."""
-
-    id: str
-    target: str
-    backends: tuple[str, ...]
-    why: str
-    installed_by: str

@@ -1,6 +1,7 @@
 """A megatron tree as text: its modules parsed on demand, nothing imported, whoever wrote it."""
 
 import ast
+import hashlib
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -39,9 +40,9 @@ class SourceTree:
             self._modules[name] = self._parse(name)
         return self._modules[name]
 
-    def files(self) -> tuple[str, ...]:
-        """The files read so far, relative to the root."""
-        return tuple(sorted(module.file for module in self._modules.values() if module))
+    def asked(self) -> tuple[str, ...]:
+        """The names of the modules that were asked for, those that are not there too."""
+        return tuple(sorted(self._modules))
 
     def _parse(self, name: str) -> Module | None:
         file = module_file(self.root, name)
@@ -70,6 +71,13 @@ def module_file(root: Path, name: str) -> str | None:
         if (root / file).exists():
             return file
     return None
+
+
+def digest(root: Path, name: str) -> str:
+    """16 hexadecimal digits over the bytes of a module's file; "" where there is none that can be read."""
+    file = module_file(root, name)
+    data = text.read_bytes(root / file, _LIMIT) if file else None
+    return "" if data is None else hashlib.sha256(data).hexdigest()[:16]
 
 
 def absolute(node: ast.ImportFrom, package: str) -> str:

@@ -46,7 +46,7 @@ PATCHES = (
         upstream="verl-project/verl#6322",
         range="<0.13",
         fixed_in="0.13.0",
-        requires=("torch>=2.8",),
+        requires=(("torch", ">=2.8"),),
         when=frozenset({"distributed-checkpoint"}),
         evidence=(_WRITE,),
         defect=_format_unnamed,

@@ -84,7 +84,7 @@ PATCHES = (
     ),
     Patch(
         id="cpu-mla-without-te-linear",
-        replacements=(Replacement(_TE_LINEAR, "bundle.wrappers.mla:duplicated_linear"),),
+        replacements=(Replacement(_TE_LINEAR, "bundle.wrappers.mla:duplicated_linear", exclusive=True),),
         why=(
             "Without Transformer Engine the down projections can only be column parallel, whose gather drops "
             "the other ranks' part of a gradient: the class must be one of a list in which TELinear is None."

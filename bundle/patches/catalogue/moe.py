@@ -44,7 +44,7 @@ PATCHES = (
     ),
     Patch(
         id="cpu-router-without-te-gemm",
-        replacements=(Replacement(_GEMM, "bundle.wrappers.moe:without_te_gemm"),),
+        replacements=(Replacement(_GEMM, "bundle.wrappers.moe:without_te_gemm", exclusive=True),),
         why="NameError without Transformer Engine when the router computes in another type than the model.",
         upstream="fixed upstream in 0.17",
         range=">=0.13,<0.17",

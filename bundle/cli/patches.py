@@ -1,0 +1,153 @@
+"""`mcore-bundle patches`: which patches this megatron-core needs, and why."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from bundle import stack
+from bundle.errors import PatchError, UsageError
+from bundle.patches import BACKENDS, Action, Decision
+from bundle.patches.subject import Subject, installed, named
+from bundle.patches.survey import Survey, survey
+from bundle.patches.table import load
+
+app = typer.Typer(
+    rich_markup_mode=None, add_completion=False, no_args_is_help=True, help="Patches: which, and why."
+)
+
+
+@app.command()
+def plan(
+    mcore: str = typer.Option("", metavar="VERSION|PATH", help="Instead of the installed megatron-core."),
+    backend: str = typer.Option("", help=f"One of {', '.join(BACKENDS)}; without it, all of them."),
+    recipe: str = typer.Option("", help="A recipe's name or file; without it, every feature counts as on."),
+    request: list[str] = typer.Option([], metavar="ID", help="Apply an opt-in patch, or fail."),
+    allow_drift: list[str] = typer.Option([], metavar="ID", help="Go on although this patch drifted."),
+    as_json: bool = typer.Option(False, "--json", help="One JSON object instead of lines."),
+) -> None:
+    """Decide about every patch; ends with 4 if the job needs one that cannot be applied."""
+    if backend not in ("", *BACKENDS):
+        raise typer.BadParameter(f"choose one of {', '.join(BACKENDS)}", param_hint="--backend")
+    features, backend = _job(recipe, backend)
+    here, table = stack.detect(), load()
+    found = survey(
+        named(mcore, table) if mcore else installed(here, table),
+        table,
+        here,
+        backend=backend or None,
+        features=features,
+        requested=request,
+        allowed=allow_drift,
+    )
+    print(json.dumps(_document(found), indent=2) if as_json else "\n".join(_lines(found)))
+    traps = [f"{d.id}: {d.reason}" for d in found.stopping if d.action is Action.TRAP]
+    if traps:
+        raise UsageError("This recipe meets known defects of this megatron-core:", traps)
+    if found.stopping:
+        reasons = [f"{d.id}: {d.action}: {d.reason}" for d in found.stopping]
+        raise PatchError("The job needs patches that cannot be applied:", reasons)
+
+
+@app.command("list")
+def list_(as_json: bool = typer.Option(False, "--json", help="One JSON object instead of lines.")) -> None:
+    """Name everything that is patched, relied on, known to fail, or stood in for."""
+    from bundle.backends.cpu.seams import FACADE
+    from bundle.patches.catalogue import PATCHES
+    from bundle.patches.seams import SEAMS
+    from bundle.patches.traps import TRAPS
+
+    rows = [("patch", patch.id, patch.range, patch.why) for patch in PATCHES]
+    rows += [("seam", seam.id, seam.range, f"{seam.use}. {seam.why}") for seam in SEAMS]
+    rows += [("trap", trap.id, trap.range, f"{trap.why} {trap.instead}") for trap in TRAPS]
+    rows += [("facade", facade.target, "", facade.why) for facade in FACADE]
+    if as_json:
+        keys = ("kind", "id", "range", "why")
+        print(
+            json.dumps(
+                {"schema": 1, "entries": [dict(zip(keys, row, strict=True)) for row in rows]}, indent=2
+            )
+        )
+    else:
+        print(
+            "\n".join(
+                f"{kind:<7}{name:<42}{within or 'every release':<22}{why}" for kind, name, within, why in rows
+            )
+        )
+
+
+@app.command()
+def lock(
+    paths: list[Path] = typer.Argument(metavar="PATH...", help="Trees: checkouts or unpacked wheels."),
+    write: bool = typer.Option(False, help="Record them in the list that the package ships."),
+) -> None:
+    """Fingerprint trees and compare them with the reviewed list."""
+    from bundle.patches import lock as locking
+    from bundle.patches import table
+    from bundle.stack import megatron
+
+    trees = {}
+    for path in paths:
+        copy = megatron.at(path.absolute())
+        reference = locking.reference_of(copy) if copy else None
+        if copy is None or reference is None:
+            raise UsageError(
+                f"{path}: " + ("no megatron/core" if copy is None else "no version or no commit")
+            )
+        trees[reference] = copy.root
+    before, new = table.load(), locking.read(trees)
+    print("\n".join(locking.changes(before, new)) or "Nothing that was not reviewed.")
+    if write:
+        table.write(locking.combined(before, new), table.SHIPPED)
+
+
+def _job(recipe: str, backend: str) -> tuple[frozenset[str] | None, str]:
+    """(features, backend) of a recipe; what the command line says about the backend wins."""
+    if not recipe:
+        return None, backend
+    from bundle.recipe import load as load_recipe
+
+    loaded = load_recipe(recipe)
+    return loaded.features, backend or (loaded.backend if loaded.backend in BACKENDS else "")
+
+
+def _document(found: Survey) -> dict[str, Any]:
+    return {"schema": 1, "mcore": _mcore(found.subject), "decisions": [_row(d) for d in found.decisions]}
+
+
+def _mcore(of: Subject) -> dict[str, Any]:
+    return {
+        "version": of.version,
+        "base_version": stack.base(of.version) if of.version else None,
+        "commit": of.commit,
+        "path": str(of.root) if of.root else None,
+        "origin": of.origin,
+        "reference": of.reference,
+    }
+
+
+def _row(decision: Decision) -> dict[str, Any]:
+    return {
+        "id": decision.id,
+        "decision": decision.action.value,
+        "reason": decision.reason,
+        "range": decision.range,
+        "evidence": decision.evidence.value,
+        "proven": decision.proven,
+        "target": ", ".join(decision.targets),
+        "fingerprint": ", ".join(decision.fingerprints),
+    }
+
+
+def _lines(found: Survey) -> list[str]:
+    of = found.subject
+    where = f" in {of.root} ({of.origin})" if of.root else ""
+    same = "reviewed" if of.reference == of.version else f"like {of.reference} wherever it matters"
+    known = same if of.reference else "not reviewed"
+    commit = f" at {of.commit[:12]}" if of.commit else ""
+    lines = [f"megatron-core {of.version or 'without a version'}{commit}{where}: {known}"]
+    for decision in found.decisions:
+        unproven = "" if decision.proven or decision.action is Action.TRAP else " [unproven]"
+        lines.append(f"{decision.action:<9}{decision.id:<42}{decision.reason}{unproven}")
+    return lines

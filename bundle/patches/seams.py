@@ -1,0 +1,57 @@
+"""Private names of megatron-core that the bundle relies on without replacing them."""
+
+from bundle.patches.entry import Seam
+
+_GPT = "megatron.core.models.gpt.gpt_model:GPTModel"
+_MTP = "megatron.core.transformer.multi_token_prediction"
+_TRACKER = f"{_MTP}:MTPLossLoggingHelper"
+
+SEAMS = (
+    Seam(
+        id="main-loss",
+        targets=(
+            "megatron.core.models.common.language_module.language_module"
+            ":LanguageModule.compute_language_model_loss",
+        ),
+        use="intercepted on the model by the engine",
+        why="The main loss and that of every MTP depth come through it, told apart by the labels' identity.",
+    ),
+    Seam(
+        id="forward-labels",
+        targets=(f"{_GPT}.forward",),
+        use="hooked by the engine, which reads the labels",
+        why="The labels that arrive here are the very object that reaches the main loss.",
+    ),
+    Seam(
+        id="mtp-block",
+        targets=(f"{_MTP}:MultiTokenPredictionBlock.forward",),
+        use="wrapped on the model where MTP is detached from the trunk",
+        why="It takes hidden states and an embedding by keyword, in every release.",
+        when=frozenset({"mtp", "mtp-detached"}),
+    ),
+    Seam(
+        id="mtp-tracker",
+        targets=(
+            f"{_TRACKER}.save_loss_to_tracker",
+            f"{_TRACKER}.reduce_loss_in_tracker",
+            f"{_TRACKER}.save_metrics_to_tracker",
+            f"{_TRACKER}.reduce_metrics_in_tracker",
+        ),
+        use="read by training",
+        why="Megatron's own MTP loss; its collective must be entered by every rank. Renamed in 0.19.",
+        when=frozenset({"mtp"}),
+    ),
+    Seam(
+        id="native-replay",
+        targets=(
+            "megatron.core.transformer.moe.router_replay:RouterReplay.set_target_indices",
+            "megatron.core.transformer.moe.router_replay:RouterReplay.get_recorded_indices",
+            "megatron.core.transformer.moe.router_replay:RouterReplay.set_router_replay_action",
+            "megatron.core.transformer.moe.router_replay:RouterReplay.clear_indices",
+        ),
+        use="called by the engine",
+        why="Megatron's own router replay.",
+        range=">=0.16",
+        when=frozenset({"moe", "router-replay"}),
+    ),
+)

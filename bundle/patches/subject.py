@@ -1,0 +1,80 @@
+"""The megatron-core that decisions are about: an installed one, a tree, or a version."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from bundle.errors import EnvironmentUnfit, UsageError
+from bundle.patches import reading, source
+from bundle.patches.definitions import Definitions
+from bundle.patches.entry import Patch
+from bundle.patches.reading import Reading
+from bundle.patches.source import SourceTree
+from bundle.patches.table import Table
+from bundle.stack import Copy, Stack, megatron, versions
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """One megatron-core: what it calls itself, where it is, and the reviewed reference that it equals."""
+
+    version: str | None
+    commit: str | None
+    root: Path | None  # of its source; None for a mere version
+    origin: str
+    reference: str | None  # every file that matters is the same there
+    conflict: str | None = None
+
+    def reader(self, table: Table) -> "Reader":
+        """What can tell about patches in this megatron."""
+        parsed = None if self.root is None or self.reference else Definitions(SourceTree(self.root))
+        return Reader(self.reference, parsed, table)
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Reads one megatron for any patch: from the reviewed list where it equals a reference of it."""
+
+    reference: str | None
+    definitions: Definitions | None
+    table: Table
+
+    def read(self, patch: Patch) -> Reading:
+        """What is known about the patch."""
+        if self.reference is not None:
+            return reading.of_reference(patch, self.reference, self.table)
+        if self.definitions is not None:
+            return reading.of_tree(patch, self.definitions, self.table)
+        return reading.NUMBER_ALONE
+
+
+def installed(stack: Stack, table: Table) -> Subject:
+    """The megatron-core that a worker would import. Raises EnvironmentUnfit where there is none."""
+    core = stack.megatron.core
+    if core is None:
+        raise EnvironmentUnfit(
+            "There is no megatron-core on the Python path. Install one, put a checkout on PYTHONPATH, "
+            "or name a tree or a version: --mcore PATH|VERSION"
+        )
+    return _of_copy(core, table, stack.megatron.conflict)
+
+
+def named(name: str, table: Table) -> Subject:
+    """The megatron-core that `--mcore` names: a tree where there is one, else a version."""
+    path = Path(name)
+    copy = megatron.at(path.absolute())
+    if copy is not None:
+        return _of_copy(copy, table, None)
+    version = versions.parse(name)
+    if version is None:
+        raise UsageError(
+            f"--mcore {name}: no version, and "
+            + (f"{path} holds no megatron/core" if path.exists() else f"there is no directory {path}")
+        )
+    known = next((ref for ref in table.references if versions.parse(ref) == version), None)
+    return Subject(name, version.local, None, "--mcore", known)
+
+
+def _of_copy(copy: Copy, table: Table, conflict: str | None) -> Subject:
+    digests = {module: source.digest(copy.root, module) for module in table.modules}
+    reference = table.matching(digests)
+    return Subject(copy.version, copy.commit, copy.root, copy.origin, reference, conflict)

@@ -1,0 +1,79 @@
+"""Everything that is decided about one megatron-core for one job."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from bundle.errors import UsageError
+from bundle.patches import deciding
+from bundle.patches.catalogue import PATCHES
+from bundle.patches.deciding import Job
+from bundle.patches.decision import Action, Decision
+from bundle.patches.subject import Subject
+from bundle.patches.table import Table
+from bundle.patches.traps import TRAPS
+from bundle.stack import Stack
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """The decisions, and the megatron-core that they are about."""
+
+    subject: Subject
+    decisions: tuple[Decision, ...]
+
+    @property
+    def stopping(self) -> tuple[Decision, ...]:
+        """The decisions that the job cannot go on with."""
+        return tuple(decision for decision in self.decisions if decision.stops)
+
+    @property
+    def applied(self) -> tuple[Decision, ...]:
+        """The patches to apply."""
+        return tuple(decision for decision in self.decisions if decision.action is Action.APPLY)
+
+
+def survey(
+    of: Subject,
+    table: Table,
+    stack: Stack,
+    *,
+    backend: str | None = None,
+    features: frozenset[str] | None = None,
+    requested: Collection[str] = (),
+    allowed: Collection[str] = (),
+) -> Survey:
+    """The decision about every patch and every trap. Raises UsageError for unknown ids and backends."""
+    known = {patch.id: patch for patch in PATCHES}
+    _check_ids({*requested, *allowed}, known)
+    job = Job(
+        version=of.version,
+        backend=backend,
+        features=_assumed(features, backend),
+        packages={"torch": torch.version} if (torch := stack.package("torch")) and torch.version else {},
+        mindspeed=(mindspeed.commit,) if (mindspeed := stack.package("mindspeed")) else None,
+        conflict=of.conflict,
+        requested=frozenset(requested),
+        allowed=frozenset(allowed),
+    )
+    reader = of.reader(table)
+    decisions = [deciding.decide(patch, reader.read(patch), job) for patch in PATCHES]
+    decisions += [decision for trap in TRAPS if (decision := deciding.decide_trap(trap, job)) is not None]
+    return Survey(of, deciding.exclude(decisions, known))
+
+
+def _assumed(features: frozenset[str] | None, backend: str | None) -> frozenset[str] | None:
+    """The features, with what `attention: auto` is taken for: an accelerator's kernels are flash kernels."""
+    if features is None or "attention-auto" not in features or backend == "cpu":
+        return features
+    return features | {"attention-flash"}
+
+
+def _check_ids(ids: Collection[str], known: Collection[str]) -> None:
+    unknown = [
+        f"{name}{' (did you mean ' + close[0] + '?)' if (close := get_close_matches(name, known)) else ''}"
+        for name in sorted(ids)
+        if name not in known
+    ]
+    if unknown:
+        raise UsageError("There are no patches with these ids; `patches list` names them all:", unknown)

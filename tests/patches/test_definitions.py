@@ -1,0 +1,159 @@
+"""Finding definitions by name, as Python would find them."""
+
+import importlib
+import inspect
+import sys
+from pathlib import Path
+
+import pytest
+
+from bundle.patches.definitions import Evidence
+from bundle.patches.source import Unreadable
+from tests.patches.trees import written
+
+TREE = {
+    "pkg.base": (
+        "import functools\n"
+        "from typing import Generic, TypeVar\n"
+        "T = TypeVar('T')\n"
+        "class Root:\n"
+        "    def inherited(self): return 'root'\n"
+        "    def overridden(self): return 'root'\n"
+        "class Base(Root, Generic[T]):\n"
+        "    def overridden(self): return 'base'\n"
+        "    @staticmethod\n"
+        "    def static(a): return a\n"
+        "    @classmethod\n"
+        "    def made(cls): return cls()\n"
+        "def plain(a): return a\n"
+        "alias = plain\n"
+    ),
+    "pkg.middle": "from pkg.base import *\nfrom pkg.base import plain as renamed\nimport pkg.base\n",
+    "pkg.sub.__init__": "from .leaf import Leaf\nfrom ..middle import renamed\n",
+    "pkg.sub.leaf": (
+        "from pkg import base\n"
+        "from pkg.middle import Base\n"
+        "class Leaf(Base[int]):\n"
+        "    def own(self): return 1\n"
+        "class Other(base.Root):\n"
+        "    if True:\n"
+        "        def own(self): return 'yes'\n"
+        "    else:\n"
+        "        def own(self): return 'no'\n"
+    ),
+    "pkg.optional": (
+        "try:\n"
+        "    from nowhere import fast\n"
+        "    HAVE = True\n"
+        "except ImportError:\n"
+        "    fast, HAVE = None, False\n"
+        "if HAVE:\n"
+        "    def chosen(): return fast\n"
+        "else:\n"
+        "    def chosen(): return None\n"
+    ),
+}
+# target -> (module it is defined in, how many alternatives)
+FOUND = {
+    "pkg.base:plain": ("pkg.base", 1),
+    "pkg.base:Base.static": ("pkg.base", 1),
+    "pkg.base:Base.made": ("pkg.base", 1),
+    "pkg.middle:renamed": ("pkg.base", 1),
+    "pkg.middle:Base.overridden": ("pkg.base", 1),
+    "pkg.sub:renamed": ("pkg.base", 1),
+    "pkg.sub:Leaf.own": ("pkg.sub.leaf", 1),
+    "pkg.sub:Leaf.inherited": ("pkg.base", 1),
+    "pkg.sub.leaf:Leaf.overridden": ("pkg.base", 1),
+    "pkg.sub.leaf:Other.inherited": ("pkg.base", 1),
+    "pkg.sub.leaf:Other.own": ("pkg.sub.leaf", 2),
+    "pkg.optional:chosen": ("pkg.optional", 2),
+    "pkg.optional:fast": ("pkg.optional", 2),
+    "pkg.base:alias": ("pkg.base", 1),
+}
+
+
+@pytest.mark.parametrize("target", FOUND)
+def test_a_name_is_found_where_it_is_defined(tmp_path: Path, target: str):
+    found = written(tmp_path, TREE)[target]
+    assert found is not None
+    assert (found.module, len(found.nodes)) == FOUND[target]
+
+
+@pytest.mark.parametrize("target", [name for name in FOUND if "optional" not in name and "alias" not in name])
+def test_python_finds_it_there_too(tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch):
+    written(tmp_path, TREE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module, _, qualified = target.partition(":")
+    try:
+        found = importlib.import_module(module)
+        for name in qualified.split("."):
+            found = inspect.unwrap(getattr(found, name))
+        assert found.__module__ == FOUND[target][0]
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "pkg"]:
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["pkg.base:none", "pkg.none:plain", "pkg.base:Base.none", "pkg.base:plain.none", "pkg.sub:Leaf.x.y"],
+)
+def test_what_is_not_there_is_not_found(tmp_path: Path, target: str):
+    assert written(tmp_path, TREE)[target] is None
+
+
+def test_a_renamed_method_is_named_as_the_nearest(tmp_path: Path):
+    definitions = written(tmp_path, TREE)
+    assert definitions.nearest("pkg.sub.leaf:Leaf.owns") == ("pkg.sub.leaf:Leaf.own",)
+    assert definitions.nearest("pkg.base:Basis.static") == ("pkg.base:Base",)
+    assert definitions.nearest("pkg.none:plain") == ()
+
+
+def test_a_decorator_is_part_of_the_code(tmp_path: Path):
+    plain = written(tmp_path / "a", {"m": "def f(): pass"})["m:f"]
+    decorated = written(tmp_path / "b", {"m": "@jit\ndef f(): pass"})["m:f"]
+    assert plain is not None and decorated is not None
+    assert plain.fingerprint != decorated.fingerprint
+
+
+def test_circular_imports_and_bases_end(tmp_path: Path):
+    tree = {
+        "a": "from b import x\nfrom b import *\nclass C(C): pass\nclass D(E): pass\nclass E(D): pass\n",
+        "b": "from a import x\nfrom a import *\n",
+    }
+    definitions = written(tmp_path, tree)
+    assert definitions["a:y"] is None
+    assert definitions["a:C.x"] is None
+    assert definitions["a:D.x"] is None
+    assert definitions["a:x"] is not None  # bound, if only in a circle
+
+
+@pytest.mark.parametrize(
+    "source", ["def f(:", "x = " + "(" * 300 + ")" * 300, "x = " + "-" * 200000 + "1", "\0", "x = '\xff"]
+)
+def test_a_file_that_cannot_be_parsed_is_an_error_that_names_it(tmp_path: Path, source: str):
+    definitions = written(tmp_path, {"m": source})
+    with pytest.raises(Unreadable, match=r"m\.py cannot be parsed"):
+        definitions["m:f"]
+
+
+def test_a_huge_file_is_not_read(tmp_path: Path):
+    definitions = written(tmp_path, {"m": "x = 1\n" * (400 << 10)})
+    with pytest.raises(Unreadable, match="MiB"):
+        definitions["m:x"]
+
+
+def test_a_defect_reads_only_what_its_patch_declares(tmp_path: Path):
+    evidence = Evidence(written(tmp_path, TREE), frozenset({"pkg.base:plain"}))
+    assert evidence["pkg.base:plain"] is not None
+    with pytest.raises(KeyError, match="not declared"):
+        evidence["pkg.base:alias"]
+
+
+def test_questions_about_a_function(tmp_path: Path):
+    source = "def f(a, *, b=1, **rest):\n    g(a)\n    a.g(b, key=2)\n    return a.attribute\n"
+    found = written(tmp_path, {"m": source})["m:f"]
+    assert found is not None
+    assert found.parameters == {"a", "b"}
+    assert len(found.calls("g")) == 2
+    assert {"a", "b", "g", "key", "attribute"} <= found.names

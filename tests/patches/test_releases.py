@@ -1,0 +1,114 @@
+"""The checked-in list against the releases themselves, and what is known of each defect."""
+
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+from bundle.patches import lock
+from bundle.patches.catalogue import PATCHES
+from bundle.patches.entry import Presence
+from bundle.patches.subject import named
+from bundle.patches.table import load, parse, write
+from bundle.stack import versions
+
+RELEASES = [
+    *("0.12.0", "0.12.1", "0.12.2", "0.12.3", "0.13.0", "0.13.1", "0.14.0"),
+    *("0.15.0", "0.15.1", "0.15.2", "0.15.3", "0.16.0", "0.16.1", "0.17.0", "0.17.1"),
+    *("0.18.0", "0.18.2", "0.19.0", "0.19.2"),
+]
+# (first, last) release with the defect; several stretches where it came back
+PRESENT = {
+    "mla-packed-qkv": [("0.12.0", "0.13.1")],
+    "mla-thd-value-padding": [("0.12.0", "0.17.1")],
+    "cpu-mla-without-te-linear": [("0.14.0", "0.19.2")],
+    "mtp-context-parallel-roll": [("0.12.0", "0.13.1")],
+    "mtp-packed-roll-boundaries": [("0.16.0", "0.19.2")],
+    "mtp-loss-context-parallel-normalisation": [("0.17.0", "0.19.2")],
+    "mtp-zero-layers": [("0.16.0", "0.16.1")],
+    "mtp-without-labels": [("0.12.0", "0.19.2")],
+    "mtp-packed-full-recompute": [("0.16.0", "0.17.1")],
+    "mtp-full-recompute": [("0.18.0", "0.18.2")],
+    "recompute-reclaim": [("0.12.0", "0.19.2")],
+    "router-replay": [("0.12.0", "0.15.3")],
+    "native-replay-recompute": [("0.16.0", "0.19.2")],
+    "per-token-loss-context-parallel": [("0.12.0", "0.12.3")],
+    "dist-checkpoint-serialization": [("0.12.0", "0.12.3")],
+    "restricted-unpickle": [("0.12.0", "0.13.1"), ("0.17.0", "0.17.0")],
+    "cpu-moe-splits-on-host": [("0.12.0", "0.19.2")],
+    "cpu-router-without-te-gemm": [("0.13.0", "0.16.1")],
+    "cpu-optimizer-without-fp8-quantize": [("0.12.0", "0.12.3")],
+}
+
+
+def has(patch_id: str, release: str) -> bool:
+    version = Version(release)
+    return any(Version(first) <= version <= Version(last) for first, last in PRESENT[patch_id])
+
+
+def test_the_list_has_every_release():
+    assert list(load().references) == RELEASES
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.id)
+def test_each_defect_is_where_it_is_known_to_be(patch):
+    found = {release: load().defect(patch.id, release) for release in RELEASES}
+    assert found == {release: Presence.of(has(patch.id, release)) for release in RELEASES}
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.id)
+def test_the_numbers_say_the_same_of_released_versions(patch):
+    for release in RELEASES:
+        assert versions.within(release, patch.range) == has(patch.id, release), release
+    if patch.fixed_in is not None:
+        assert not has(patch.id, patch.fixed_in)
+        assert has(patch.id, max((r for r in RELEASES if Version(r) < Version(patch.fixed_in)), key=Version))
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.id)
+def test_where_the_defect_is_the_targets_are(patch):
+    for release in RELEASES:
+        there = [load().fingerprint(r.target, release) is not None for r in patch.replacements]
+        wanted = [not r.optional for r in patch.replacements]
+        if has(patch.id, release):
+            assert any(there) and all(t or not w for t, w in zip(there, wanted, strict=True)), release
+
+
+def test_the_list_is_what_the_releases_say(release_trees: dict[str, Path]):
+    assert lock.read(release_trees) == load()
+
+
+def test_a_release_is_recognised_by_its_files(release_trees: dict[str, Path]):
+    for release, root in release_trees.items():
+        subject = named(str(root), load())
+        assert subject.version == release
+        # 0.15.0 and its patch releases differ in nothing that matters
+        assert subject.reference is not None
+        same = [
+            load().fingerprint(t, release) == load().fingerprint(t, subject.reference) for t in load().targets
+        ]
+        assert all(same)
+
+
+def test_the_file_is_written_as_it_is_read(tmp_path: Path):
+    write(load(), tmp_path / "releases.json")
+    assert parse((tmp_path / "releases.json").read_text()) == load()
+
+
+def test_a_locked_tree_joins_the_list_and_replaces_itself(tmp_path: Path):
+    table = load()
+    one = lock.read({})
+    assert lock.combined(table, one) == table
+
+
+def test_no_patch_outlives_its_defect():
+    oldest = Version(load().references[0])
+    for patch in PATCHES:
+        assert patch.fixed_in is None or Version(patch.fixed_in) > oldest, f"{patch.id} can be deleted"
+
+
+def test_ids_are_unique_and_every_patch_says_why():
+    ids = [patch.id for patch in PATCHES]
+    assert len(set(ids)) == len(ids)
+    for patch in PATCHES:
+        assert patch.why and patch.upstream and patch.evidence and patch.replacements, patch.id

@@ -1,0 +1,39 @@
+"""Small megatron trees for tests: made from text, or from a release with something changed."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from bundle.patches.definitions import Definitions
+from bundle.patches.source import SourceTree
+
+
+def written(root: Path, files: Mapping[str, str]) -> Definitions:
+    """The definitions of a tree with these files, by module name."""
+    for module, source in files.items():
+        file = root / f"{module.replace('.', '/')}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(source)
+    return Definitions(SourceTree(root))
+
+
+def copied(release: Path, root: Path, edits: Mapping[str, tuple[str, str]]) -> Path:
+    """A copy of a release's megatron/core; `edits`: file -> (text to find, what to put in its place)."""
+    shutil.copytree(release / "megatron/core", root / "megatron/core", ignore=shutil.ignore_patterns("*.pyc"))
+    for name, (before, after) in edits.items():
+        file = root / "megatron/core" / name
+        source = file.read_text()
+        assert before in source
+        file.write_text(source.replace(before, after))
+    return root
+
+
+def renumbered(release: Path, root: Path, version: str) -> Path:
+    """A copy of a release that calls itself another version."""
+    _, minor, patch = release.name.split(".")
+    _, new_minor, new_patch = version.split(".")
+    copied(release, root, {})
+    info = root / "megatron/core/package_info.py"
+    source = info.read_text().replace(f"MINOR = {minor}", f"MINOR = {new_minor}")
+    info.write_text(source.replace(f"PATCH = {patch}", f"PATCH = {new_patch}"))
+    return root
