@@ -31,6 +31,11 @@ class Job:
         """Whether the job's backend is one of these."""
         return self.backend is None or self.backend in backends
 
+    @property
+    def mindspeed_is_known(self) -> bool:
+        """Whether this commit of MindSpeed was read."""
+        return self.mindspeed is not None and self.mindspeed[0] in mindspeed.BRANCHES
+
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
@@ -128,7 +133,7 @@ def _by_source(patch: Patch, reading: Reading, job: Job) -> _Verdict:
         return _Verdict(Action.SKIP, f"{job.version} is outside {patch.range}; its code is unfamiliar", False)
     owner = _owner(patch, job)
     if owner and patch.id not in job.requested:
-        return _Verdict(Action.OWNED, owner, known)
+        return _Verdict(Action.OWNED, owner, known and job.mindspeed_is_known)
     if job.conflict:
         return _Verdict(Action.CONFLICT, job.conflict, known)
     drift = _drift(patch, reading)

@@ -22,12 +22,11 @@ def _packed_heads(source: Evidence) -> Presence:
 
 
 def _value_width(source: Evidence) -> Presence:
-    forward = source[_FORWARD]
-    if forward is None:
-        return Presence.UNKNOWN
-    if any(code.calls("pad") for code in (forward, source[_RUN], source[_PREPARE]) if code is not None):
+    codes = [code for code in (source[_FORWARD], source[_RUN], source[_PREPARE]) if code is not None]
+    if any(code.calls("pad") for code in codes):
         return Presence.ABSENT
-    return Presence.PRESENT if forward.calls("core_attention") else Presence.UNKNOWN
+    attends = any(code.calls("core_attention") for code in codes)
+    return Presence.PRESENT if attends else Presence.UNKNOWN
 
 
 def _down_projection_class(source: Evidence) -> Presence:

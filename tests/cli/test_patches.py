@@ -1,0 +1,209 @@
+"""`mcore-bundle patches`, as the issue and its users call it."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bundle.patches import BACKENDS
+from tests.patches.trees import copied, renumbered
+
+FIELDS = {"id", "decision", "reason", "range", "evidence", "proven", "target", "fingerprint"}
+MLA = "transformer/multi_latent_attention.py"
+RENAMED = {MLA: ("class MultiLatentAttention(Attention):", "class LatentAttention(Attention):")}
+
+
+def run(*args: str, code: int = 0, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "bundle", "patches", *args]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **environ})
+    assert ran.returncode == code, ran.stdout + ran.stderr
+    return ran
+
+
+def decisions(mcore: str | Path, *args: str, code: int = 0) -> dict[str, dict[str, Any]]:
+    document = json.loads(run("plan", "--mcore", str(mcore), "--json", *args, code=code).stdout)
+    assert document["schema"] == 1 and set(document) == {"schema", "mcore", "decisions"}
+    assert all(set(row) == FIELDS for row in document["decisions"])
+    return {row["id"]: row for row in document["decisions"]}
+
+
+@pytest.mark.parametrize(
+    ("version", "decision", "proven"),
+    [
+        ("0.15.3", "APPLY", True),
+        ("0.16.1", "APPLY", True),
+        ("0.17.0", "APPLY", True),
+        ("0.17.1", "APPLY", True),
+        ("0.18.0", "SKIP", True),
+        ("0.19.2", "SKIP", True),
+        ("0.16.2", "APPLY", False),
+        ("0.16.0rc0+g1234abc", "APPLY", False),
+        ("0.17.0rc0", "APPLY", False),
+        ("0.20.0+1234abc", "SKIP", False),
+    ],
+)
+def test_value_padding_by_version(version: str, decision: str, proven: bool):
+    row = decisions(version, "--backend", "cuda")["mla-thd-value-padding"]
+    assert (row["decision"], row["proven"]) == (decision, proven)
+    assert ("number alone" in row["reason"]) == (not proven)
+
+
+@pytest.mark.parametrize(
+    ("version", "decision"),
+    [("0.17.1", "SKIP"), ("0.18.0", "APPLY"), ("0.18.2", "APPLY"), ("0.19.2", "SKIP")],
+)
+def test_full_recompute_by_version(version: str, decision: str):
+    assert decisions(version, "--backend", "cuda")["mtp-full-recompute"]["decision"] == decision
+
+
+@pytest.mark.parametrize("version", ["0.16.2", "0.18.0"])
+def test_a_tree_without_the_fix_is_patched_whatever_it_calls_itself(
+    version: str, release_trees: dict[str, Path], tmp_path: Path
+):
+    tree = renumbered(release_trees["0.16.1"], tmp_path, version)
+    row = decisions(tree, "--backend", "cuda")["mla-thd-value-padding"]
+    assert (row["decision"], row["proven"], row["evidence"]) == ("APPLY", True, "present")
+    assert ("the number lies" in row["reason"]) == (version == "0.18.0")
+    assert len(row["fingerprint"]) == 16
+
+
+def test_a_tree_with_the_fix_taken_out_is_patched(release_trees: dict[str, Path], tmp_path: Path):
+    unfixed = {MLA: ("value = F.pad(value, [0, query.shape[-1] - orig_v_dim])", "pass")}
+    row = decisions(copied(release_trees["0.18.0"], tmp_path, unfixed))["mla-thd-value-padding"]
+    assert (row["decision"], row["proven"]) == ("APPLY", True)
+
+
+def test_a_tree_with_the_fix_is_not_patched_whatever_it_calls_itself(
+    release_trees: dict[str, Path], tmp_path: Path
+):
+    tree = renumbered(release_trees["0.18.2"], tmp_path, "0.17.1")
+    row = decisions(tree, "--backend", "cuda")["mla-thd-value-padding"]
+    assert (row["decision"], row["proven"]) == ("SKIP", True)
+
+
+def test_a_renamed_target_is_a_drift_that_stops_whoever_needs_it(
+    release_trees: dict[str, Path], tmp_path: Path
+):
+    tree = copied(release_trees["0.16.1"], tmp_path, RENAMED)
+    row = decisions(tree, "--backend", "cuda", code=4)["mla-thd-value-padding"]
+    assert row["decision"] == "DRIFT"
+
+
+def test_a_moved_method_is_named(release_trees: dict[str, Path], tmp_path: Path):
+    edits = {
+        "transformer/multi_token_prediction.py": (
+            "def _roll_tensor_packed_seq(",
+            "def _roll_tensor_packed_sequence(",
+        )
+    }
+    ran = run("plan", "--mcore", str(copied(release_trees["0.16.1"], tmp_path, edits)), code=4)
+    assert "_roll_tensor_packed_seq" in ran.stderr
+
+
+def test_an_allowed_drift_goes_on(release_trees: dict[str, Path], tmp_path: Path):
+    edits = {MLA: ("self.qkv_up_checkpoint = None", "self.qkv_up_checkpoint = self.added = None")}
+    tree = copied(release_trees["0.16.1"], tmp_path, edits)
+    assert decisions(tree, code=4)["mla-thd-value-padding"]["decision"] == "DRIFT"
+    row = decisions(tree, "--allow-drift", "mla-thd-value-padding")["mla-thd-value-padding"]
+    assert row["decision"] == "APPLY" and "allowed" in row["reason"]
+
+
+def test_a_source_file_that_cannot_be_parsed_is_a_drift(release_trees: dict[str, Path], tmp_path: Path):
+    tree = copied(release_trees["0.16.1"], tmp_path, {MLA: ("def forward(", "def forward((")})
+    row = decisions(tree, code=4)["mla-thd-value-padding"]
+    assert row["decision"] == "DRIFT" and "cannot be parsed" in row["reason"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_backend_gets_its_own(backend: str):
+    rows = decisions("0.16.1", "--backend", backend)
+    assert (rows["cpu-moe-splits-on-host"]["decision"] == "APPLY") == (backend == "cpu")
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--mcore", "no-such-tree"), "no version"),
+        (("--mcore", "."), "holds no megatron/core"),
+        (
+            ("--mcore", "0.16.1", "--allow-drift", "mla-thd-value-pading"),
+            "did you mean mla-thd-value-padding?",
+        ),
+        (("--mcore", "0.16.1", "--request", "nothing-like-it"), "nothing-like-it"),
+        (("--mcore", "0.16.1", "--backend", "tpu"), "choose one of"),
+    ],
+)
+def test_a_wrong_call_is_a_usage_error_that_says_what_is_wrong(args: tuple[str, ...], says: str):
+    assert says in run("plan", *args, code=2).stderr
+
+
+def test_an_opt_in_patch_that_cannot_apply_stops():
+    ran = run("plan", "--mcore", "0.16.1", "--request", "mla-packed-qkv", code=4)
+    assert "mla-packed-qkv" in ran.stderr
+
+
+def test_without_any_megatron_the_environment_is_unfit(tmp_path: Path):
+    # -S would hide typer too; an empty directory first and no megatron elsewhere is what a plain install is
+    ran = subprocess.run(
+        [sys.executable, "-c", "import importlib.util as u; raise SystemExit(bool(u.find_spec('megatron')))"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": ""},
+    )
+    if ran.returncode:
+        pytest.skip("a megatron-core is installed in this environment")
+    assert "--mcore PATH|VERSION" in run("plan", code=3, PYTHONPATH="").stderr
+
+
+def test_the_installed_tree_is_the_one_on_the_path(release_trees: dict[str, Path]):
+    paths = [str(Path.cwd()), str(release_trees["0.18.2"])]
+    document = json.loads(run("plan", "--json", PYTHONPATH=os.pathsep.join(paths)).stdout)
+    assert document["mcore"]["version"] == "0.18.2"
+    assert document["mcore"]["path"] == str(release_trees["0.18.2"])
+
+
+def test_halves_from_two_trees_are_a_conflict(release_trees: dict[str, Path], tmp_path: Path):
+    (tmp_path / "megatron/training").mkdir(parents=True)
+    (tmp_path / "megatron/training/__init__.py").touch()
+    paths = [str(Path.cwd()), str(release_trees["0.16.1"]), str(tmp_path)]
+    ran = run("plan", "--backend", "cuda", code=4, PYTHONPATH=os.pathsep.join(paths))
+    assert "CONFLICT" in ran.stdout and str(tmp_path) in ran.stderr
+
+
+def test_list_names_patches_seams_traps_and_facades():
+    entries = json.loads(run("list", "--json").stdout)["entries"]
+    kinds = {entry["kind"] for entry in entries}
+    assert kinds == {"patch", "seam", "trap", "facade"}
+    assert "main-loss" in {entry["id"] for entry in entries if entry["kind"] == "seam"}
+
+
+def test_lock_says_what_is_new(release_trees: dict[str, Path], tmp_path: Path):
+    root = release_trees["0.16.1"]
+    assert "Nothing that was not reviewed" in run("lock", str(root)).stdout
+    edits = {MLA: ("self.qkv_up_checkpoint = None", "self.qkv_up_checkpoint = self.added = None")}
+    tree = copied(root, tmp_path, edits)
+    (tree / "megatron_core-0.16.1.dist-info").mkdir()
+    (tree / "megatron_core-0.16.1.dist-info/METADATA").write_text("Name: megatron-core\nVersion: 0.16.1\n")
+    assert "new fingerprint" in run("lock", str(tree)).stdout
+    assert "no version or no commit" in run("lock", str(copied(root, tmp_path / "b", {})), code=2).stderr
+
+
+def processor_seconds(*command: str) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *command], capture_output=True, check=True, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+@pytest.mark.parametrize("args", ["list", "plan --mcore 0.16.1", "plan --mcore 0.19.2 --json"])
+def test_an_answer_costs_little_more_than_the_command_line_itself(args: str):
+    # 0.3 s where importing typer takes 0.1 s; a ratio, because a busy machine slows both
+    pairs = [
+        (processor_seconds("-m", "bundle", "patches", *args.split()), processor_seconds("-c", "import typer"))
+        for _ in range(5)
+    ]
+    assert min(answer for answer, _ in pairs) < 3 * min(alone for _, alone in pairs)

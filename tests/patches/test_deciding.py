@@ -1,0 +1,210 @@
+"""The decision table, row by row, on readings made by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from bundle.patches.deciding import Job, decide, decide_trap, exclude
+from bundle.patches.decision import Action, Decision
+from bundle.patches.entry import Patch, Presence, Replacement, Trap
+from bundle.patches.reading import NUMBER_ALONE, Reading
+
+TARGET = "megatron.core.a:f"
+PATCH = Patch(
+    id="p",
+    replacements=(Replacement(TARGET, "bundle.wrappers.a:w"),),
+    why="why",
+    upstream="upstream",
+    range=">=0.16,<0.18",
+    when=frozenset({"mla", "packed"}),
+    evidence=(TARGET,),
+    defect=lambda source: Presence.UNKNOWN,
+)
+IN, OUT = Job(version="0.17.1"), Job(version="0.18.0")
+P, A, U = Presence.PRESENT, Presence.ABSENT, Presence.UNKNOWN
+REVIEWED = Reading(P, fingerprints={TARGET: "aa"}, reviewed={TARGET: ("0.17.1",)})
+CHANGED = Reading(P, fingerprints={TARGET: "bb"}, reviewed={TARGET: ()})
+GONE = Reading(P, nearest={TARGET: ("megatron.core.a:g",)})
+
+
+@pytest.mark.parametrize(
+    ("job", "evidence", "reading", "action", "proven", "says"),
+    [
+        (IN, A, REVIEWED, Action.SKIP, True, "fixed here"),
+        (OUT, A, CHANGED, Action.SKIP, True, "fixed here"),
+        (IN, A, GONE, Action.SKIP, True, "fixed here"),
+        (IN, P, REVIEWED, Action.APPLY, True, "the defect is here"),
+        (OUT, P, REVIEWED, Action.APPLY, True, "the number lies"),
+        (IN, P, CHANGED, Action.DRIFT, True, "--allow-drift p"),
+        (OUT, P, CHANGED, Action.DRIFT, True, "patches lock"),
+        (IN, P, GONE, Action.DRIFT, True, "nearest: megatron.core.a:g"),
+        (OUT, P, GONE, Action.DRIFT, True, "nearest: megatron.core.a:g"),
+        (IN, U, REVIEWED, Action.DRIFT, False, "unfamiliar"),
+        (IN, U, GONE, Action.DRIFT, False, "unfamiliar"),
+        (OUT, U, REVIEWED, Action.SKIP, False, "outside >=0.16,<0.18"),
+    ],
+)
+def test_a_row_of_the_table(
+    job: Job, evidence: Presence, reading: Reading, action: Action, proven: bool, says: str
+):
+    decision = decide(PATCH, replace(reading, evidence=evidence), job)
+    assert (decision.action, decision.proven) == (action, proven)
+    assert says in decision.reason
+    assert decision.stops == (action is Action.DRIFT)
+
+
+@pytest.mark.parametrize(
+    ("version", "action"),
+    [
+        ("0.17.2", Action.APPLY),
+        ("0.16.0rc0+g1234abc", Action.APPLY),
+        ("0.18.3", Action.SKIP),
+        ("0.15.9", Action.SKIP),
+    ],
+)
+def test_a_number_alone_decides_but_proves_nothing(version: str, action: Action):
+    decision = decide(PATCH, NUMBER_ALONE, Job(version=version))
+    assert (decision.action, decision.proven, decision.evidence) == (action, False, Presence.UNKNOWN)
+    assert "--mcore PATH" in decision.reason
+    assert decision.targets == (TARGET,) and decision.fingerprints == ()
+
+
+def test_a_tree_without_a_version_is_decided_by_its_source():
+    nameless = Job(version=None)
+    assert decide(PATCH, REVIEWED, nameless).action is Action.APPLY
+    assert decide(PATCH, Reading(A), nameless).action is Action.SKIP
+    assert decide(PATCH, Reading(U), nameless).action is Action.DRIFT
+
+
+def test_what_the_job_does_not_need_is_skipped():
+    lacking = replace(IN, features=frozenset({"mla"}))
+    assert decide(PATCH, REVIEWED, lacking).reason == "the recipe does not use packed"
+    elsewhere = replace(PATCH, backends=("cpu",))
+    assert decide(elsewhere, REVIEWED, replace(IN, backend="cuda")).reason == "for cpu only"
+    old = replace(IN, packages={"torch": "2.6.0+cpu"})
+    newer = replace(PATCH, requires=(("torch", ">=2.8"),))
+    assert "torch 2.6.0+cpu is installed" in decide(newer, REVIEWED, old).reason
+    assert decide(newer, REVIEWED, replace(IN, packages={"torch": "2.8.0"})).action is Action.APPLY
+    assert "taken for >=2.8" in decide(newer, REVIEWED, IN).reason
+    for job in (lacking, old):
+        assert not decide(newer, REVIEWED, job).stops
+
+
+def test_a_drift_that_the_job_does_not_meet_is_a_warning():
+    lacking = replace(IN, features=frozenset({"mla"}))
+    assert decide(PATCH, CHANGED, lacking).action is Action.DRIFT
+    assert not decide(PATCH, CHANGED, lacking).stops
+    needed = replace(IN, features=frozenset({"mla", "packed", "cp"}))
+    assert decide(PATCH, CHANGED, needed).stops
+    # not even a warning on another backend
+    assert (
+        decide(replace(PATCH, backends=("cpu",)), CHANGED, replace(IN, backend="cuda")).action is Action.SKIP
+    )
+
+
+def test_an_allowed_drift_is_applied_where_there_is_something_to_wrap():
+    allowed = replace(IN, allowed=frozenset({"p"}))
+    changed = decide(PATCH, CHANGED, allowed)
+    assert changed.action is Action.APPLY and not changed.stops and "allowed, although" in changed.reason
+    gone = decide(PATCH, GONE, allowed)
+    assert gone.action is Action.DRIFT and not gone.stops
+
+
+def test_an_opt_in_patch_waits_to_be_asked_for():
+    patch = replace(PATCH, opt_in=True)
+    assert decide(patch, REVIEWED, IN).reason == "opt-in: --request p asks for it"
+    asked = replace(IN, requested=frozenset({"p"}))
+    assert decide(patch, REVIEWED, asked).action is Action.APPLY
+
+
+@pytest.mark.parametrize("reading", [Reading(A), GONE, CHANGED])
+def test_a_requested_patch_that_cannot_apply_stops_the_job(reading: Reading):
+    assert decide(PATCH, reading, replace(IN, requested=frozenset({"p"}))).stops
+
+
+def test_an_optional_target_may_be_gone_but_not_all_of_them():
+    other = "megatron.core.a:g"
+    both = tuple(Replacement(name, "bundle.wrappers.a:w", optional=True) for name in (TARGET, other))
+    patch = replace(PATCH, replacements=both)
+    one = decide(patch, replace(REVIEWED, nearest={other: ()}), IN)
+    assert one.action is Action.APPLY and one.targets == (TARGET,)
+    none = decide(patch, Reading(P, nearest={TARGET: (), other: ()}), IN)
+    assert none.action is Action.DRIFT and "nothing like it" in none.reason
+
+
+def test_source_that_cannot_be_read_is_a_drift_that_says_why():
+    decision = decide(PATCH, Reading(U, trouble="a.py cannot be parsed: SyntaxError"), IN)
+    assert decision.action is Action.DRIFT and "a.py cannot be parsed" in decision.reason
+
+
+def test_two_trees_are_a_conflict():
+    decision = decide(PATCH, REVIEWED, replace(IN, conflict="core from a, training from b"))
+    assert decision.action is Action.CONFLICT and decision.stops
+    assert decide(PATCH, Reading(A), replace(IN, conflict="x")).action is Action.SKIP
+
+
+ROUTING = "megatron.core.transformer.moe.router:TopKRouter.routing"
+HEADS = "megatron.core.transformer.multi_latent_attention:MLASelfAttention.get_query_key_value_tensors"
+COMMIT = "d0d5809d4323eb908f89e87958de254465eb57b4"
+
+
+@pytest.mark.parametrize("target", [ROUTING, HEADS])
+@pytest.mark.parametrize("backend", ["ascend", None])
+def test_a_target_that_mindspeed_replaces_is_its_own(target: str, backend: str | None):
+    patch = replace(PATCH, replacements=(Replacement(target, "bundle.wrappers.a:w"),))
+    present = Reading(P, {target: "aa"}, {target: ("0.17.1",)})
+    decision = decide(patch, present, replace(IN, backend=backend, mindspeed=(COMMIT,)))
+    assert (decision.action, decision.proven) == (Action.OWNED, True)
+    assert "core_r0.15.3" in decision.reason and not decision.stops
+    unknown = decide(patch, present, replace(IN, mindspeed=("0" * 40,)))
+    assert (unknown.action, unknown.proven) == (Action.OWNED, False)
+    asked = replace(IN, mindspeed=(COMMIT,), requested=frozenset({"p"}))
+    assert decide(patch, present, asked).action is Action.APPLY
+
+
+def test_mindspeed_owns_nothing_on_other_backends_nor_what_it_only_wraps():
+    forward = "megatron.core.models.gpt.gpt_model:GPTModel.forward"
+    for target, backend in ((ROUTING, "cuda"), (forward, "ascend")):
+        patch = replace(PATCH, replacements=(Replacement(target, "bundle.wrappers.a:w"),))
+        present = Reading(P, {target: "aa"}, {target: ("0.17.1",)})
+        job = replace(IN, backend=backend, mindspeed=(COMMIT,))
+        assert decide(patch, present, job).action is Action.APPLY
+
+
+def applied(patch: Patch) -> Decision:
+    return decide(patch, REVIEWED, IN)
+
+
+def test_two_wrappers_share_a_target_but_a_replacement_shares_it_with_none():
+    second = replace(PATCH, id="q")
+    alone = replace(second, replacements=(Replacement(TARGET, "bundle.wrappers.a:v", exclusive=True),))
+    together = exclude([applied(PATCH), applied(second)], {"p": PATCH, "q": second})
+    assert [decision.action for decision in together] == [Action.APPLY, Action.APPLY]
+    clash = exclude([applied(PATCH), applied(alone)], {"p": PATCH, "q": alone})
+    assert [decision.action for decision in clash] == [Action.CONFLICT, Action.CONFLICT]
+    assert all("p and q" in decision.reason and decision.stops for decision in clash)
+
+
+TRAP = Trap(
+    id="t",
+    range="<0.19",
+    when=frozenset({"moe", "tp"}),
+    unless=frozenset({"ep"}),
+    why="Wrong.",
+    cause="a line",
+    instead="Do otherwise.",
+)
+
+
+def test_a_trap_stops_a_recipe_that_meets_it():
+    met = decide_trap(TRAP, replace(IN, features=frozenset({"moe", "tp", "cp"})))
+    assert met is not None and met.action is Action.TRAP and met.stops and "Do otherwise." in met.reason
+    for features in ({"moe"}, {"moe", "tp", "ep"}):
+        assert decide_trap(TRAP, replace(IN, features=frozenset(features))) is None
+    assert decide_trap(TRAP, Job(version="0.19.0")) is None
+    assert decide_trap(replace(TRAP, backends=("cpu",)), replace(IN, backend="cuda")) is None
+
+
+def test_without_a_recipe_a_trap_is_only_said():
+    said = decide_trap(TRAP, IN)
+    assert said is not None and said.action is Action.TRAP and not said.stops
