@@ -1,14 +1,33 @@
-"""The layout-independent name of every parameter, and which part of the whole tensor this rank holds."""
+"""The name of every parameter, the same in every layout and spec, and which part of it this rank holds.
 
+Transformer Engine's specs build other modules than megatron's own: norms are folded into the projection
+behind them, and the experts of a rank are one module. Names here are those of megatron's own specs, expert by
+expert.
+"""
+
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from bundle.mcore.groups import Axis, Groups
+from bundle.errors import JobFailed
+from bundle.mcore.groups import Groups
 
 # Releases from 0.17 call the transformer layer inside an MTP layer differently.
 _RENAMED = {"mtp_model_layer": "transformer_layer"}
+
+# Projection of a Transformer Engine spec: the norm that it has swallowed (its `layer_norm_weight`).
+_FOLDED = {
+    "self_attention.linear_qkv": "input_layernorm",
+    "self_attention.linear_q_up_proj": "self_attention.q_layernorm",
+    "self_attention.linear_kv_up_proj": "self_attention.kv_layernorm",
+    "mlp.linear_fc1": "pre_mlp_layernorm",
+}
+_NORM = "layer_norm_"
+
+# `experts.linear_fc1.weight3` of Transformer Engine's GroupedLinear: the weight of the rank's fourth expert.
+_GROUPED = re.compile(r"experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
 
 
 @dataclass(frozen=True)
@@ -54,9 +73,9 @@ def parameters(chunk: torch.nn.Module, groups: Groups) -> Iterator[Named]:
     """Every parameter of one bare GPTModel chunk; layers count over all stages, experts over all ranks."""
     gated = chunk.config.gated_linear_unit
     for path, parameter in chunk.named_parameters():
-        name = _global_name(chunk, path, groups)
-        axis = groups.etp if ".experts." in name else groups.tp
-        yield Named(name, parameter, _shard(name, parameter, axis, gated))
+        owner = chunk.get_submodule(path.rpartition(".")[0])
+        name = _unfolded(_global_name(chunk, path, groups), owner, groups)
+        yield Named(name, parameter, _shard(name, parameter, owner, groups, gated=gated))
 
 
 def _global_name(chunk: torch.nn.Module, path: str, groups: Groups) -> str:
@@ -76,9 +95,45 @@ def _global_name(chunk: torch.nn.Module, path: str, groups: Groups) -> str:
     return name
 
 
-def _shard(name: str, parameter: torch.nn.Parameter, axis: Axis, gated: bool) -> Shard | None:
-    dim = getattr(parameter, "partition_dim", -1)
-    if axis.size == 1 or dim < 0 or not getattr(parameter, "tensor_model_parallel", False):
+def _unfolded(name: str, owner: torch.nn.Module, groups: Groups) -> str:
+    """The name that megatron's own specs have for a parameter of a Transformer Engine module."""
+    if grouped := _GROUPED.search(name):
+        projection, kind, local = grouped.groups()
+        expert = int(local) + groups.ep.rank * owner.num_gemms
+        return f"{name[: grouped.start()]}experts.local_experts.{expert}.{projection}.{kind}"
+    projection, _, kind = name.rpartition(".")
+    if not kind.startswith(_NORM):
+        return name
+    for folded, norm in _FOLDED.items():
+        if projection.endswith(folded):
+            return f"{projection.removesuffix(folded)}{norm}.{kind.removeprefix(_NORM)}"
+    raise JobFailed(
+        f"{name}: Transformer Engine has folded a norm into a projection that no release known to us folds;"
+        " its name in megatron's own specs belongs into bundle.models.naming"
+    )
+
+
+def _shard(
+    name: str, parameter: torch.nn.Parameter, owner: torch.nn.Module, groups: Groups, *, gated: bool
+) -> Shard | None:
+    expert = ".experts." in name
+    axis, dim = (groups.etp, _expert_dim(name)) if expert else (groups.tp, _dim(parameter, owner))
+    if axis.size == 1 or dim is None:
         return None
     blocks = 2 if gated and ".linear_fc1." in name else 1
     return Shard(dim, axis.rank, axis.size, blocks)
+
+
+def _expert_dim(name: str) -> int | None:
+    """By name: Transformer Engine is not told that its experts' weights are parts, and marks none."""
+    if ".linear_fc1." in name:
+        return 0
+    return 1 if name.endswith(".linear_fc2.weight") else None
+
+
+def _dim(parameter: torch.nn.Parameter, owner: torch.nn.Module) -> int | None:
+    # Transformer Engine marks the weights of duplicated layers like those of column-parallel ones.
+    duplicated = getattr(owner, "parallel_mode", "as marked") is None
+    if duplicated or not getattr(parameter, "tensor_model_parallel", False):
+        return None
+    return int(parameter.partition_dim)

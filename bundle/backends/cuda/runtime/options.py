@@ -1,0 +1,105 @@
+"""The TransformerConfig fields that Transformer Engine and the GPU call for, each with its reason."""
+
+import importlib.metadata
+import importlib.util
+from typing import Any
+
+from megatron.core.enums import Fp8Recipe
+from megatron.core.transformer.enums import AttnBackend
+
+from bundle.backends.cuda.capabilities import CUDA
+from bundle.errors import EnvironmentUnfit, UsageError
+from bundle.mcore.signatures import accepts
+from bundle.recipe import Recipe
+from bundle.recipe.model import FP8
+
+
+def options(recipe: Recipe, *, generation: str) -> dict[str, Any]:
+    """The fields for `recipe` on a GPU of compute capability `generation`.
+
+    Raises UsageError for FP8 that this GPU has not, EnvironmentUnfit for kernels that are not installed.
+    """
+    chosen: dict[str, Any] = {
+        "attention_backend": _attention(recipe.model.attention),
+        "apply_rope_fusion": _rope_fusion(recipe),
+        # SwiGLU and the loss as one kernel each, which keep less for the backward pass. The loss is
+        # megatron's own kernel: newer releases warn of the stability of Transformer Engine's.
+        "bias_activation_fusion": True,
+        "cross_entropy_loss_fusion": True,
+        "gradient_accumulation_fusion": _accumulates_in_gemm(),
+    }
+    if recipe.architecture.moe is not None:
+        # All experts of a rank in one GroupedLinear (TEGroupedMLP), and the sorting of tokens in one kernel.
+        chosen |= {"moe_grouped_gemm": True, "moe_permute_fusion": True}
+    if recipe.model.fp8 is not None:
+        chosen |= _fp8(recipe.model.fp8, generation)
+    return chosen
+
+
+def _attention(name: str) -> AttnBackend:
+    """Megatron's name of the kernel. `auto` is left to Transformer Engine, call by call.
+
+    Without flash-attn, `flash` ends in "No dot product attention backend is available" at the first layer.
+    """
+    if name == "flash" and not any(map(_installed, ("flash-attn", "flash-attn-3"))):
+        raise EnvironmentUnfit(
+            "model.attention: flash, but flash-attn is not installed; install it, or use auto or fused"
+        )
+    return AttnBackend[name]
+
+
+def _rope_fusion(recipe: Recipe) -> bool:
+    """Whether rotary positions are one kernel.
+
+    Latent attention has a kernel for yarn only (megatron raises for plain positions), which knows context
+    parallelism from 0.14.
+    """
+    architecture = recipe.architecture
+    if architecture.mla is None:
+        return True
+    if architecture.rope_scaling is None:
+        return False
+    try:
+        from megatron.core.fusions.fused_mla_yarn_rope_apply import fused_apply_mla_rope_for_q
+    except ImportError:  # 0.12
+        return False
+    return accepts(fused_apply_mla_rope_for_q, "cp_rank")
+
+
+def _accumulates_in_gemm() -> bool:
+    """Whether weight gradients are added to the fp32 gradient inside the matrix product.
+
+    Transformer Engine's layers could always, but the field is one for all layers, and megatron's own output
+    layer raises without apex's extension.
+    """
+    return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+
+
+def _fp8(fp8: FP8, generation: str) -> dict[str, Any]:
+    """FP8 products in Transformer Engine's layers; the output layer, router and attention stay in bf16.
+
+    Experts need no padding of the router's (moe_router_padding_for_fp8): the grouped layer pads each expert's
+    rows by itself. Weights stay in bf16 and are cast at the first micro-batch of each step
+    (`set_is_first_microbatch`, which megatron's schedules call).
+    """
+    refusal = CUDA.fp8_refusal(fp8.scaling, fp8.format, generation)
+    if refusal is not None:
+        raise UsageError(f"model.fp8: {refusal}")
+    if fp8.scaling not in Fp8Recipe.__members__:
+        raise EnvironmentUnfit(
+            f"model.fp8.scaling: this megatron-core has no {fp8.scaling}, it has"
+            f" {', '.join(Fp8Recipe.__members__)}; install a newer one or choose another scaling"
+        )
+    chosen: dict[str, Any] = {"fp8": fp8.format, "fp8_recipe": fp8.scaling}
+    if fp8.scaling == "delayed":
+        # Transformer Engine's own defaults. Megatron's scale by the last step alone.
+        chosen |= {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
+    return chosen
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,99 @@
+"""The TransformerConfig fields of the cuda backend, without a GPU."""
+
+import importlib.metadata
+import importlib.util
+from enum import Enum
+from types import SimpleNamespace
+
+import pytest
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from bundle.backends.cuda.runtime import options as module
+from bundle.backends.cuda.runtime.options import options
+from bundle.errors import EnvironmentUnfit, UsageError
+from bundle.recipe import load
+
+HOPPER = "9.0"
+YARN = "model.config.rope_scaling={type: yarn, factor: 4, original_max_position_embeddings: 64}"
+
+
+def recipe(*overrides: str, name: str = "demo"):
+    return load(name, ("backend=cuda", "model.dtype=bf16", *overrides))
+
+
+@pytest.mark.parametrize("name", ["demo", "qwen3-tp2-sp", "qwen3-cp2-packed"])
+def test_every_field_is_one_of_this_release(name):
+    fields = {*TransformerConfig.__dataclass_fields__, *MLATransformerConfig.__dataclass_fields__}
+    for fp8 in ("null", "{scaling: delayed}", "{scaling: blockwise}"):
+        chosen = options(recipe(f"model.fp8={fp8}", name=name), generation=HOPPER)
+        assert set(chosen) <= fields
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "fused"),
+    [("qwen3-tp2-sp", (), True), ("demo", (), False), ("demo", (YARN,), True)],
+)
+def test_rotary_positions_are_fused_where_there_is_a_kernel(name, overrides, fused):
+    assert options(recipe(*overrides, name=name), generation=HOPPER)["apply_rope_fusion"] is fused
+
+
+def test_yarn_is_not_fused_where_its_kernel_knows_no_context_parallelism(monkeypatch):
+    fusion = pytest.importorskip("megatron.core.fusions.fused_mla_yarn_rope_apply")
+    monkeypatch.setattr(fusion, "fused_apply_mla_rope_for_q", lambda t, cos, sin, qk, emb, cu=None: t)
+    assert options(recipe(YARN), generation=HOPPER)["apply_rope_fusion"] is False
+
+
+def test_experts_are_grouped_and_dense_models_have_none():
+    assert options(recipe(), generation=HOPPER)["moe_grouped_gemm"] is True
+    assert "moe_grouped_gemm" not in options(recipe(name="qwen3-tp2-sp"), generation=HOPPER)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_gradients_are_accumulated_in_the_product_where_apex_is(there, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace() if there else None)
+    assert options(recipe(), generation=HOPPER)["gradient_accumulation_fusion"] is there
+
+
+@pytest.mark.parametrize("name", ["auto", "fused", "unfused"])
+def test_attention_has_megatrons_name(name):
+    chosen = options(recipe(f"model.attention={name}"), generation=HOPPER)
+    assert chosen["attention_backend"] is AttnBackend[name]
+
+
+@pytest.mark.parametrize("installed", ["flash-attn", "flash-attn-3", None])
+def test_flash_attention_must_be_installed(installed, monkeypatch):
+    def version(name: str) -> str:
+        if name != installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "2.8.3"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    wanted = recipe("model.attention=flash")
+    if installed is None:
+        with pytest.raises(EnvironmentUnfit, match="flash-attn is not installed"):
+            options(wanted, generation=HOPPER)
+    else:
+        assert options(wanted, generation=HOPPER)["attention_backend"] is AttnBackend.flash
+
+
+def test_fp8_is_named_as_megatron_names_it():
+    chosen = options(recipe("model.fp8.scaling=blockwise"), generation=HOPPER)
+    assert (chosen["fp8"], chosen["fp8_recipe"]) == ("e4m3", "blockwise")
+    assert "fp8" not in options(recipe(), generation=HOPPER)
+
+
+def test_delayed_scaling_looks_back_further_than_one_step():
+    chosen = options(recipe("model.fp8.scaling=delayed"), generation=HOPPER)
+    assert (chosen["fp8_amax_history_len"], chosen["fp8_amax_compute_algo"]) == (1024, "max")
+
+
+def test_fp8_of_another_generation_is_refused():
+    with pytest.raises(UsageError, match=r"mxfp8 FP8 needs compute capability 10\.0"):
+        options(recipe("model.fp8.scaling=mxfp8"), generation=HOPPER)
+
+
+def test_fp8_that_megatron_lacks_is_refused(monkeypatch):
+    monkeypatch.setattr(module, "Fp8Recipe", Enum("Fp8Recipe", "delayed tensorwise"))
+    with pytest.raises(EnvironmentUnfit, match="no blockwise, it has delayed, tensorwise"):
+        options(recipe("model.fp8.scaling=blockwise"), generation=HOPPER)
