@@ -3,31 +3,46 @@ PYTHON      ?= python3
 VENV        ?= .venv
 TORCH       ?= torch==2.13.0
 MCORE       ?= megatron-core==0.16.1
-# Another index for torch, e.g. the vendor's CPU or CUDA builds; empty: pip's own index.
+# megatron-core from 0.18 imports triton even on a cpu; only the tests over several releases need it.
+TRITON      ?= triton==3.9.0
+# Another index for torch, e.g. the vendor's CPU or CUDA builds; empty: pip's own.
 TORCH_INDEX ?=
-PIP         := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
-READY       := $(VENV)/.ready
+RELEASES    ?= .cache/releases
 
-.PHONY: demo test lint matrix matrix-new bench clean
+PIP     := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+RUN     := $(VENV)/.run
+DEVELOP := $(VENV)/.develop
+export BUNDLE_RELEASES = $(abspath $(RELEASES))
 
-$(READY): pyproject.toml
+.PHONY: demo lint test matrix matrix-new bench clean
+
+$(RUN): pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-	$(PIP) --ignore-requires-python $(MCORE)
-	$(PIP) -e '.[cpu,dev]'
-	touch $(READY)
+	$(PIP) '$(TORCH)' $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(PIP) --ignore-requires-python '$(MCORE)'
+	$(PIP) --editable '.[cpu]'
+	touch $@
 
-demo: $(READY)  ## train the demo recipe on this machine's CPU
+$(DEVELOP): $(RUN)
+	$(PIP) --editable '.[cpu,dev]' '$(TRITON)'
+	touch $@
+
+demo: $(RUN)  ## train the demo recipe on this machine's CPU
 	$(VENV)/bin/mcore-bundle train demo --fresh
 
-lint: $(READY)
+lint: $(DEVELOP)  ## formatting, lint, types, and who may import whom
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-test: $(READY)
-	$(VENV)/bin/python -m pytest
+test: $(DEVELOP)  ## the default release in full, the oldest and the newest minor in four layouts
+	$(VENV)/bin/python -m tests.matrix.fetch $(RELEASES) oldest newest
+	$(VENV)/bin/python -m pytest -m 'not matrix'
+
+matrix: $(DEVELOP)  ## every supported minor: all layouts, and every patch proven
+	$(VENV)/bin/python -m tests.matrix.fetch $(RELEASES)
+	$(VENV)/bin/python -m pytest -m matrix
 
 clean:
 	rm -rf $(VENV) .cache build

@@ -10,6 +10,7 @@ from bundle.errors import BundleError, ExitCode
 
 # verb -> what it does; the module is bundle.cli.<verb>, which holds a typer app named `app`.
 VERBS: dict[str, str] = {
+    "train": "Train a recipe on this machine, or on several.",
     "recipes": "The job files that come with the package: list them, show one.",
     "doctor": "Can this machine run a job? What is wrong, why, and what to do.",
     "patches": "Which patches does this megatron-core need, and why?",

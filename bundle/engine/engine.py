@@ -1,5 +1,6 @@
 """The engine: forward and backward of a step, the optimizer's step, evaluation."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,9 +53,19 @@ class Engine:
             self._run(micro_batches, forward_only=False)
 
     def step(self) -> StepResult:
-        """Clips, updates the weights and advances the learning rate."""
+        """Clips, updates the weights and advances the learning rate.
+
+        With `train.on_nan: skip` an update whose gradient is not finite is left out: its norm is not finite
+        in the result and `updated` is False.
+        """
         learning_rate = self.optimizer.param_groups[0]["lr"]
         with self.runtime.megatron():
+            if self.recipe.train.on_nan == "skip":
+                # Megatron would clip by a norm that is not a number and write that into every weight.
+                self.optimizer.prepare_grads()
+                norm = float(self.optimizer.get_grad_norm())
+                if not math.isfinite(norm):
+                    return StepResult(norm, float(learning_rate), False)
             updated, grad_norm, _ = self.optimizer.step()
         if updated:
             self.scheduler.step(increment=1)

@@ -30,41 +30,36 @@ class MicroBatch:
 
 
 def from_rows(
-    tokens: torch.Tensor, weights: torch.Tensor, *, cp: int, rank: int, mtp_layers: int
+    ids: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, *, cp: int, rank: int, mtp_layers: int
 ) -> MicroBatch:
-    """A micro-batch of rows of equal length: `tokens` and `weights` are [b, s + 1].
-
-    `weights` [0 or 1] says of each token whether predicting it counts.
-    """
-    labels, mask = tokens[:, 1:], weights[:, 1:]
-    length = labels.shape[1]
+    """A micro-batch of rows of equal length: `ids`, `labels` and the loss `mask` are [b, s]."""
 
     def cut(whole: torch.Tensor) -> torch.Tensor:
         return shard(whole, cp, rank).contiguous()
 
-    positions = torch.arange(length, device=tokens.device).expand_as(labels)
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     later = (F.pad(mask[:, depth:], (0, depth)) for depth in range(1, mtp_layers + 1))
     return MicroBatch(
-        ids=cut(tokens[:, :-1]),
+        ids=cut(ids),
         labels=cut(labels),
         loss_mask=cut(mask),
         position_ids=cut(positions),
         mtp_masks=tuple(cut(mask) for mask in later),
-        rows=tokens.shape[0],
-        sequence_length=length,
+        rows=ids.shape[0],
+        sequence_length=ids.shape[1],
     )
 
 
 def from_packing(
-    tokens: torch.Tensor, weights: torch.Tensor, packing: Packing, *, mtp_layers: int
+    ids: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, packing: Packing, *, mtp_layers: int
 ) -> MicroBatch:
-    """A packed micro-batch: `tokens` and `weights` are concatenated [t], as `packing` was made for."""
+    """A packed micro-batch: `ids`, `labels` and the loss `mask` are concatenated [t], as in `packing`."""
     return MicroBatch(
-        ids=packing.pack(tokens),
-        labels=packing.pack(tokens, roll=1),
-        loss_mask=packing.pack(weights, roll=1),
+        ids=packing.pack(ids),
+        labels=packing.pack(labels),
+        loss_mask=packing.pack(mask),
         position_ids=packing.positions,
-        mtp_masks=tuple(packing.pack(weights, roll=1 + depth) for depth in range(1, mtp_layers + 1)),
+        mtp_masks=tuple(packing.pack(mask, roll=depth) for depth in range(1, mtp_layers + 1)),
         rows=1,
         sequence_length=packing.padding.total,
         packed=packed_seq_params(packing),

@@ -64,7 +64,6 @@ def transformer_config(recipe: Recipe, backend_options: Mapping[str, Any]) -> Tr
         # interleave, on a collective backend that matches messages by order (a known trap).
         "batch_p2p_comm": parallel.vpp is None,
         "overlap_p2p_comm": parallel.vpp is not None,
-        "variable_seq_lengths": recipe.data.packed and parallel.pp > 1,
     }
     if parallel.cp > 1:
         options["cp_comm_type"] = "p2p"

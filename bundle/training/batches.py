@@ -1,0 +1,46 @@
+"""What the feed gives, as the micro-batches of this rank: on its device, cut or packed for its layout."""
+
+import torch
+
+from bundle.engine import MicroBatch
+from bundle.engine.microbatch import from_packing, from_rows
+from bundle.mcore.groups import Groups
+from bundle.recipe import Recipe
+from bundle.sequences.alignment import Alignment
+from bundle.sequences.packing import Packing
+from bundle.training.data import Batch, Feed
+
+
+class Batches:
+    """The micro-batches of each step and of an evaluation."""
+
+    def __init__(self, recipe: Recipe, feed: Feed, groups: Groups, device: torch.device) -> None:
+        self._feed, self._groups, self._device = feed, groups, device
+        self._mtp_layers = recipe.architecture.mtp_layers
+        # Every pack is filled up to the same number of rows: stages exchange activations of one shape.
+        self._length = recipe.data.sequence_length
+        self._alignment = Alignment(
+            "thd",
+            tp=groups.tp.size,
+            cp=groups.cp.size,
+            sequence_parallel=recipe.parallel.sequence_parallel,
+            scaling=recipe.model.fp8.scaling if recipe.model.fp8 else None,
+        )
+
+    def training(self, consumed: int) -> list[MicroBatch]:
+        """The micro-batches of the step that begins after `consumed` samples of the whole run."""
+        return [self._micro_batch(batch) for batch in self._feed.training(consumed)]
+
+    def validation(self) -> list[MicroBatch]:
+        """The held-out micro-batches, the same each time; empty when nothing is held out."""
+        return [self._micro_batch(batch) for batch in self._feed.validation()]
+
+    def _micro_batch(self, batch: Batch) -> MicroBatch:
+        ids, labels, mask = (x.to(self._device) for x in (batch.ids, batch.labels, batch.loss_mask))
+        cp = self._groups.cp
+        if batch.lengths is None:
+            return from_rows(ids, labels, mask, cp=cp.size, rank=cp.rank, mtp_layers=self._mtp_layers)
+        packing = Packing.of(
+            batch.lengths, self._alignment, rank=cp.rank, length=self._length, device=self._device
+        )
+        return from_packing(ids[0], labels[0], mask[0], packing, mtp_layers=self._mtp_layers)

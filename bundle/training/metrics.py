@@ -1,0 +1,124 @@
+"""Where a run's numbers go: metrics.jsonl, TensorBoard, and the terminal."""
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+
+class Sink(Protocol):
+    """Takes the numbers of one step. Keys are like `train/loss`; values are floats or ints."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """One JSON object per line; on opening, lines past step `resume_at` are cut (a crash after a save)."""
+
+    def __init__(self, path: Path, resume_at: int) -> None:
+        kept = []
+        if path.exists():
+            kept = [line for line in path.read_text().splitlines() if _step_of(line) <= resume_at]
+        path.write_text("".join(f"{line}\n" for line in kept))
+        self._file = path.open("a", buffering=1)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._file.write(json.dumps({"step": step, "time": round(time.time(), 3), **values}) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _step_of(line: str) -> float:
+    """The step of one line; infinity for a line that a crash cut short."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+
+
+class TensorBoard:
+    """Scalars for TensorBoard; steps past `resume_at` are purged."""
+
+    def __init__(self, directory: Path, resume_at: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory), purge_step=resume_at + 1 if resume_at else None)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class PlainLines:
+    """One readable line per report, for logs and pipes."""
+
+    def __init__(self, steps: int, stream: TextIO = sys.stdout) -> None:
+        self._steps, self._stream = steps, stream
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        numbers = "  ".join(f"{name} {_short(value)}" for name, value in values.items())
+        print(f"step {step:>{len(str(self._steps))}}/{self._steps}  {numbers}", file=self._stream, flush=True)
+
+    def close(self) -> None:
+        self._stream.flush()
+
+
+class LiveProgress:
+    """A progress bar with the latest numbers under it; evaluations stay as lines above."""
+
+    def __init__(self, steps: int, done: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._progress: Any = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[numbers]}"),
+        )
+        self._task = self._progress.add_task("training", total=steps, completed=done, numbers="")
+        self._progress.start()
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        numbers = "  ".join(f"{name} {_short(value)}" for name, value in values.items())
+        if any(name.startswith("validation/") for name in values):
+            self._progress.console.print(f"step {step}  {numbers}", highlight=False)
+        else:
+            self._progress.update(self._task, completed=step, numbers=numbers)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def terminal(steps: int, done: int, stream: TextIO = sys.stdout) -> Sink:
+    """Live progress on a terminal, plain lines otherwise."""
+    return LiveProgress(steps, done) if stream.isatty() else PlainLines(steps, stream)
+
+
+def _short(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+class Metrics:
+    """Sends every report to each sink; ranks other than the reporting one have no sinks."""
+
+    def __init__(self, sinks: list[Sink]) -> None:
+        self._sinks = sinks
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Reports `values` of `step` everywhere."""
+        for sink in self._sinks:
+            sink.write(step, values)
+
+    def close(self) -> None:
+        """Flushes and closes every sink."""
+        for sink in self._sinks:
+            sink.close()

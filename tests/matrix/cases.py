@@ -1,0 +1,82 @@
+"""The layouts that every release is trained in, and the tiny model that has everything: MLA, experts, MTP."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from bundle.recipe import Recipe, from_mapping
+
+STEPS = 3
+ROWS = 8
+LENGTH = 32
+VOCABULARY = 258
+
+_MODEL = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": VOCABULARY,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
+    "max_position_embeddings": 128,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout of the model; without MTP where a release has a known trap."""
+
+    name: str
+    parallel: dict[str, Any]
+    mtp: bool = True
+
+    @property
+    def reference(self) -> "Case":
+        """The same model on one process."""
+        return Case("one process" if self.mtp else "one process without MTP", {}, self.mtp)
+
+    def recipe(self) -> Recipe:
+        """The job of this case."""
+        return from_mapping(
+            {
+                "name": "layouts",
+                "backend": "cpu",
+                "model": {"config": _MODEL, "dtype": "fp32", "mtp": {"layers": int(self.mtp)}},
+                "parallel": self.parallel,
+                "data": {"source": "text", "path": ["stdlib"], "sequence_length": LENGTH},
+                "train": {"steps": STEPS, "micro_batch_size": 2, "global_batch_size": ROWS},
+                "optimizer": {"lr": 1e-3, "warmup_steps": 0},
+            }
+        )
+
+
+LAYOUTS = (
+    Case("tp2", {"tp": 2}),
+    Case("pp2", {"pp": 2}),
+    Case("pp2 vpp2", {"pp": 2, "vpp": 2}),
+    Case("cp2", {"cp": 2}),
+    Case("ep2", {"ep": 2}),
+    Case("tp2 ep2", {"tp": 2, "ep": 2, "etp": 1}),
+)
+
+
+def layouts(release: str) -> tuple[Case, ...]:
+    """The layouts of a release; on 0.12 MTP with tp2 is the known trap `mtp-tensor-parallel`."""
+    if not release.startswith("0.12."):
+        return LAYOUTS
+    return tuple(Case(c.name, c.parallel, mtp="tp" not in c.parallel) for c in LAYOUTS)

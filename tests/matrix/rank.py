@@ -1,0 +1,81 @@
+"""One rank that trains each case a few steps and writes down what it saw.
+
+python -m tests.matrix.rank RANK WORLD STORE RESULTS NAME...   (NAME: cases of tests.matrix.cases)
+"""
+
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from bundle.backends.preparation import prepare
+from tests.matrix.cases import LENGTH, ROWS, STEPS, VOCABULARY, Case
+
+
+def main(rank: int, world: int, store: Path, results: Path, cases: list[Case]) -> None:
+    torch.set_num_threads(1)
+    runtime = prepare("cpu").runtime
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(store), world),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),
+    )
+    seen = {case.name: train(case, runtime) for case in cases}
+    if rank == 0:
+        results.write_text(json.dumps(seen))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def train(case: Case, runtime) -> list[list[float]]:
+    """[main loss, MTP losses.., gradient norm] of each step."""
+    from bundle.engine import Engine
+    from bundle.engine.microbatch import from_rows
+    from bundle.mcore import groups
+
+    recipe = case.recipe()
+    sizes = recipe.parallel
+    with runtime.megatron():
+        state = groups.initialize(
+            tp=sizes.tp,
+            pp=sizes.pp,
+            vpp=sizes.vpp,
+            cp=sizes.cp,
+            ep=sizes.ep,
+            etp=sizes.etp,
+            seed=recipe.seed,
+            timeout_seconds=60,
+        )
+    engine = Engine(recipe, runtime, state, torch.device("cpu"))
+    rows = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(7))
+    weights = (torch.rand(ROWS, LENGTH, generator=torch.Generator().manual_seed(8)) > 0.2).float()
+    mine = slice(state.dp.rank * ROWS // state.dp.size, (state.dp.rank + 1) * ROWS // state.dp.size)
+    micro_batches = [
+        from_rows(
+            tokens[:, :-1],
+            tokens[:, 1:],
+            mask,
+            cp=state.cp.size,
+            rank=state.cp.rank,
+            mtp_layers=recipe.architecture.mtp_layers,
+        )
+        for tokens, mask in zip(rows[mine].split(2), weights[mine].split(2), strict=True)
+    ]
+    seen = []
+    for _ in range(STEPS):
+        engine.forward_backward(micro_batches)
+        result = engine.step()
+        losses = engine.take_losses()
+        seen.append([losses.main, *losses.mtp, result.grad_norm])
+    groups.destroy()
+    return seen
+
+
+if __name__ == "__main__":
+    _, rank, world, store, results, chosen = sys.argv
+    main(int(rank), int(world), Path(store), Path(results), [Case(**c) for c in json.loads(chosen)])
