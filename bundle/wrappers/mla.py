@@ -119,3 +119,13 @@ def packed_rotary(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(t, table, *args, **kwargs)
 
     return apply_rotary_pos_emb
+
+
+def duplicated_linear(original: Any) -> type:
+    """Returns the cpu's duplicated linear layer for `TELinear`, which is no class without Transformer Engine.
+
+    Latent attention asks whether a down projection's class is this one, and builds it whole on every rank.
+    """
+    from bundle.backends.cpu.runtime.linear import DuplicatedLinear
+
+    return DuplicatedLinear

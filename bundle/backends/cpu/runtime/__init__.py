@@ -1,1 +1,20 @@
-"""The cpu runtime. `facade` comes first, before megatron is imported; the other modules import megatron."""
+"""The cpu runtime. `facade` comes first, before megatron is imported; other modules import megatron."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bundle.mcore.runtime import Runtime
+
+
+def prepare() -> "Runtime":
+    """The cpu's runtime, with the facade installed for the life of this process.
+
+    Raises EnvironmentUnfit where a GPU is visible or megatron was imported already.
+    """
+    from bundle.backends.cpu.runtime import facade
+
+    facade.install()
+    # It imports megatron, which must meet the facade.
+    from bundle.backends.cpu.runtime.cpu import CpuRuntime
+
+    return CpuRuntime()

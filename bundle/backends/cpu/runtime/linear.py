@@ -1,0 +1,52 @@
+"""The linear layer that every tensor parallel rank holds whole."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from bundle.errors import UsageError
+
+
+class DuplicatedLinear(torch.nn.Module):
+    """What TELinear is with parallel_mode="duplicated": the down projections of latent attention.
+
+    Megatron's own specs without Transformer Engine split them by columns, and the gather behind drops the
+    other ranks' part of the gradient of the rotary key.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Callable[[Tensor], Any],
+        bias: bool = False,
+        **layout: Any,  # how the weight would be split and communicated: it is not
+    ) -> None:
+        super().__init__()
+        if bias:
+            raise UsageError("the cpu's duplicated linear layer has no bias")
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+        if config.perform_initialization:
+            name = tensor_parallel.random.get_data_parallel_rng_tracker_name()
+            with tensor_parallel.get_cuda_rng_tracker().fork(name):
+                init_method(self.weight)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """[..., output_size], and no bias to add later."""
+        return F.linear(x, self.weight), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """The whole weight, replicated over the tensor parallel ranks."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(state, prefix, {}, sharded_offsets)
+        return sharded

@@ -1,0 +1,118 @@
+"""Two training steps of a tiny dense and a tiny MLA, MoE and MTP model; prints the losses as JSON.
+
+python -m tests.backends.cpu.smoke
+"""
+
+import importlib
+import json
+
+import torch
+import torch.distributed as dist
+
+from bundle.backends.cpu import runtime as cpu
+from bundle.recipe import Recipe, from_mapping
+from bundle.wrappers import mla, moe, optimizer
+from tests import world
+
+STEPS, ROWS, LENGTH, VOCABULARY = 2, 4, 32, 258
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 128,
+}
+MODELS = {
+    "dense": SIZES | {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 16},
+    "latent": SIZES
+    | {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 1,
+    },
+}
+
+
+def patch() -> None:
+    """Puts the cpu's replacements in, where this release needs them."""
+    core = "megatron.core."
+    for module, name, wrapper in (
+        (core + "transformer.moe.moe_utils", "maybe_move_tensor_to_cpu", moe.splits_on_host),
+        (core + "transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", moe.splits_on_host),
+        (core + "transformer.moe.moe_utils", "te_general_gemm", moe.without_te_gemm),
+        (core + "transformer.multi_latent_attention", "TELinear", mla.duplicated_linear),
+        (core + "optimizer.distrib_optimizer", "quantize_param_shard", optimizer.quantize_only_what_there_is),
+    ):
+        owner = importlib.import_module(module)
+        setattr(owner, name, wrapper(getattr(owner, name, None)))
+
+
+def recipe(model: str, parallel: dict, **sections) -> Recipe:
+    return from_mapping(
+        {
+            "name": "smoke",
+            "backend": "cpu",
+            "model": {"config": MODELS[model], "dtype": "fp32"},
+            "parallel": parallel,
+            "data": {"source": "text", "path": ["stdlib"], "sequence_length": LENGTH},
+            "train": {"steps": STEPS, "micro_batch_size": 2, "global_batch_size": ROWS},
+            "optimizer": {"lr": 1e-3, "warmup_steps": 0},
+        }
+    )
+
+
+def train(job: Recipe, runtime) -> list[list[float]]:
+    """[main loss, MTP losses.., gradient norm] of each step."""
+    from bundle.engine import Engine
+    from bundle.engine.microbatch import from_rows
+    from bundle.mcore import groups
+
+    sizes = job.parallel
+    layout = {name: getattr(sizes, name) for name in ("tp", "pp", "vpp", "cp", "ep", "etp")}
+    with runtime.megatron():
+        state = groups.initialize(**layout, seed=job.seed, timeout_seconds=60)
+    engine = Engine(job, runtime, state, torch.device("cpu"))
+    rows = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(7))
+    mine = rows.chunk(state.dp.size)[state.dp.rank]
+    depths = job.architecture.mtp_layers
+    batches = [
+        from_rows(tokens, torch.ones(tokens.shape), cp=state.cp.size, rank=state.cp.rank, mtp_layers=depths)
+        for tokens in mine.split(2)
+    ]
+    seen = []
+    for _ in range(STEPS):
+        engine.forward_backward(batches)
+        result = engine.step()
+        losses = engine.take_losses()
+        seen.append([losses.main, *losses.mtp, result.grad_norm])
+    with runtime.megatron():
+        groups.destroy()
+    return seen
+
+
+def main() -> None:
+    runtime = cpu.prepare()
+    patch()
+    rank = world.join()
+    seen = {model: train(recipe(model, {}), runtime) for model in MODELS}
+    if rank == 0:
+        print(json.dumps(seen))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
