@@ -5,6 +5,7 @@ python -m tests.backends.cpu.smoke
 
 import importlib
 import json
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,16 +48,17 @@ MODELS = {
 }
 
 
-def patch() -> None:
+def patch():
     """Puts the cpu's replacements in, where this release needs them."""
     core = "megatron.core."
-    for module, name, wrapper in (
+    replacements: tuple[tuple[str, str, Any], ...] = (
         (core + "transformer.moe.moe_utils", "maybe_move_tensor_to_cpu", moe.splits_on_host),
         (core + "transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", moe.splits_on_host),
         (core + "transformer.moe.moe_utils", "te_general_gemm", moe.without_te_gemm),
         (core + "transformer.multi_latent_attention", "TELinear", mla.duplicated_linear),
         (core + "optimizer.distrib_optimizer", "quantize_param_shard", optimizer.quantize_only_what_there_is),
-    ):
+    )
+    for module, name, wrapper in replacements:
         owner = importlib.import_module(module)
         setattr(owner, name, wrapper(getattr(owner, name, None)))
 
