@@ -92,7 +92,14 @@ def train(job: Recipe, runtime) -> list[list[float]]:
     mine = rows.chunk(state.dp.size)[state.dp.rank]
     depths = job.architecture.mtp_layers
     batches = [
-        from_rows(tokens, torch.ones(tokens.shape), cp=state.cp.size, rank=state.cp.rank, mtp_layers=depths)
+        from_rows(
+            tokens[:, :-1],
+            tokens[:, 1:],
+            torch.ones(tokens.shape[0], LENGTH),
+            cp=state.cp.size,
+            rank=state.cp.rank,
+            mtp_layers=depths,
+        )
         for tokens in mine.split(2)
     ]
     seen = []
