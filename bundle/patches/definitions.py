@@ -25,6 +25,11 @@ class Definition:
         return fingerprint(self.nodes)
 
     @property
+    def is_code(self) -> bool:
+        """Whether it is a function or a class, and not a variable."""
+        return any(isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) for n in self.nodes)
+
+    @property
     def parameters(self) -> frozenset[str]:
         """The names of the parameters of the function, of all its alternatives."""
         found = set()

@@ -1,0 +1,208 @@
+"""Applies a plan to this process, lazily, and takes it back exactly.
+
+The one part of this room that touches imported code: it imports a wrapper, by name, when its target is there.
+"""
+
+import importlib
+import inspect
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from bundle.errors import PatchError
+from bundle.patches import source
+from bundle.patches.importing import AfterImport
+from bundle.patches.plan import PatchPlan, Step
+
+_ABSENT = object()  # a name that only a branch not taken would have bound
+
+
+@dataclass(frozen=True, slots=True)
+class _Applied:
+    """One replaced attribute: where, what was there (the raw descriptor), and what is there now."""
+
+    step: Step
+    owner: Any
+    name: str
+    before: Any
+    now: Any
+    elsewhere: tuple[tuple[ModuleType, str], ...]  # names that held the original by value
+
+
+class _Process:
+    """What has been done to this process."""
+
+    def __init__(self) -> None:
+        self.plan: PatchPlan | None = None
+        self.applied: list[_Applied] = []
+        self.hook = AfterImport()
+
+
+_process = _Process()
+
+
+def apply(plan: PatchPlan) -> None:
+    """Patches what is imported already at once, everything else when it is imported. Again is no change.
+
+    Raises PatchError, with nothing changed, where a module or its code is not what was planned, and where
+    another plan is in force. What is imported later fails to import instead.
+    """
+    if _process.plan is not None:
+        if _process.plan != plan:
+            raise PatchError("Another plan of patches is in force in this process: revert it first")
+        return
+    by_module: dict[str, list[Step]] = {}
+    for step in plan.steps:
+        by_module.setdefault(step.target.partition(":")[0], []).append(step)
+    try:
+        for name, steps in by_module.items():
+            if name in sys.modules:
+                _apply_to(sys.modules[name], steps)
+            else:
+                _process.hook.call(name, lambda module, steps=steps: _apply_to(module, steps))  # type: ignore[misc]
+    except BaseException:
+        _take_back()
+        raise
+    _process.plan = plan
+
+
+def revert() -> None:
+    """Puts back every attribute as it was, the very descriptor; objects built meanwhile keep what they have.
+
+    Raises PatchError, with nothing changed, where somebody has replaced one of ours since.
+    """
+    strangers = [
+        f"{applied.step.target} in {getattr(owner, '__name__', owner)} is now {_described(_raw(owner, name))}"
+        for applied in _topmost()
+        for owner, name in ((applied.owner, applied.name), *applied.elsewhere)
+        if _raw(owner, name) is not applied.now
+    ]
+    if strangers:
+        raise PatchError("Patches cannot be taken back from under somebody else's:", strangers)
+    _take_back()
+
+
+def applied() -> tuple[str, ...]:
+    """The targets that are patched now, in the order of patching."""
+    return tuple(applied.step.target for applied in _process.applied)
+
+
+def waiting() -> tuple[str, ...]:
+    """The modules that will be patched when they are imported."""
+    return _process.hook.waiting()
+
+
+def _topmost() -> list[_Applied]:
+    """The outermost of ours on each attribute."""
+    return list({(id(a.owner), a.name): a for a in _process.applied}.values())
+
+
+def _take_back() -> None:
+    while _process.applied:
+        applied = _process.applied.pop()
+        original = _function(applied.before) if applied.before is not _ABSENT else None
+        for module, name in applied.elsewhere:
+            setattr(module, name, original)
+        if applied.before is _ABSENT:
+            delattr(applied.owner, applied.name)
+        else:
+            setattr(applied.owner, applied.name, applied.before)
+    _process.hook.forget()
+    _process.plan = None
+
+
+def _apply_to(module: ModuleType, steps: list[Step]) -> None:
+    for step in steps:
+        _process.applied.append(_applied(module, step))
+
+
+def _applied(module: ModuleType, step: Step) -> _Applied:
+    owner, name = _owner(module, step)
+    _check_file(module, step)
+    before = _raw(owner, name)
+    original = getattr(owner, name, None)
+    if inspect.isfunction(original) or inspect.ismethod(original):
+        _check_code(module, original, step)
+    inherited = before is _ABSENT and original is not None
+    wrapped = _wrapper(step)(_function(original) if inherited else _function(before))
+    now = type(before)(wrapped) if isinstance(before, staticmethod | classmethod) else wrapped
+    setattr(owner, name, now)
+    elsewhere = _rebound(original, now, step) if step.everywhere else ()
+    return _Applied(step, owner, name, before, now, elsewhere)
+
+
+def _owner(module: ModuleType, step: Step) -> tuple[Any, str]:
+    *path, name = step.target.partition(":")[2].split(".")
+    owner: Any = module
+    for part in path:
+        owner = getattr(owner, part, None)
+        if owner is None:
+            raise PatchError(f"{step.patch}: {step.target} was planned, but there is no {part}")
+    return owner, name
+
+
+def _raw(owner: Any, name: str) -> Any:
+    """What stands under the name in the owner itself, unbound; _ABSENT where it is inherited or nowhere."""
+    return vars(owner).get(name, _ABSENT)
+
+
+def _function(raw: Any) -> Any:
+    """What a wrapper is given: the function in a static or class method; None where there is nothing."""
+    if raw is _ABSENT:
+        return None
+    if isinstance(raw, property):
+        raise PatchError("a property cannot be wrapped")
+    return raw.__func__ if isinstance(raw, staticmethod | classmethod) else raw
+
+
+def _wrapper(step: Step) -> Any:
+    module, _, name = step.wrapper.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _check_file(module: ModuleType, step: Step) -> None:
+    """That the module is the planned one, to the byte: another tree may be first on this rank's path."""
+    file = Path(module.__file__ or "")
+    if not file.as_posix().endswith(f"/{step.file}"):
+        raise PatchError(f"{step.patch}: {module.__name__} comes from {file}, not from a {step.file}")
+    root = file.parents[step.file.count("/")]
+    if source.digest(root, module.__name__) != step.file_digest:
+        raise PatchError(f"{step.patch}: {file} is not the file that the patches were planned for")
+
+
+def _check_code(module: ModuleType, original: Any, step: Step) -> None:
+    """That the code under everybody's wrappers is upstream's own."""
+    code = getattr(inspect.unwrap(original), "__code__", None)
+    file = Path(code.co_filename) if code else Path()
+    root = Path(module.__file__ or "").parents[step.file.count("/")]
+    if file != root / step.code_file:
+        raise PatchError(
+            f"{step.patch}: {step.target} is {_described(original)}, and not the code in {step.code_file} "
+            "that the patch was planned for: another patcher has replaced it"
+        )
+
+
+def _rebound(original: Any, now: Any, step: Step) -> tuple[tuple[ModuleType, str], ...]:
+    """The names in modules of the same top package that held the original by value; they hold `now` now."""
+    if original is None:
+        return ()
+    top = step.target.partition(".")[0]
+    found = []
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] == top and isinstance(module, ModuleType):
+            for name, value in list(vars(module).items()):
+                if value is original:
+                    setattr(module, name, now)
+                    found.append((module, name))
+    return tuple(found)
+
+
+def _described(thing: Any) -> str:
+    if thing is _ABSENT:
+        return "gone"
+    function = inspect.unwrap(thing) if callable(thing) else thing
+    code = getattr(function, "__code__", None)
+    where = f" of {code.co_filename}" if code else ""
+    return f"{getattr(function, '__qualname__', repr(function))}{where}"

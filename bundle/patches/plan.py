@@ -1,0 +1,128 @@
+"""The plan of patches for one run: made before any import, kept as a file, agreed on by all ranks."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bundle.errors import PatchError
+from bundle.patches import source
+from bundle.patches.catalogue import PATCHES
+from bundle.patches.definitions import Definitions
+from bundle.patches.entry import Replacement
+from bundle.patches.source import SourceTree
+from bundle.patches.survey import Survey
+
+_BUNDLE = Path(__file__).parents[2]  # what holds the package `bundle`
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One target and its wrapper, with what must be found there when it is applied. Files are relative."""
+
+    patch: str
+    target: str
+    wrapper: str
+    file: str  # of the target's module
+    file_digest: str
+    code_file: str  # of the code itself, which may be inherited or imported from elsewhere
+    fingerprint: str
+    wrapper_digest: str  # of the wrapper's module
+    everywhere: bool  # modules that imported it by value get the replacement too
+
+
+@dataclass(frozen=True, slots=True)
+class PatchPlan:
+    """What will be patched in which megatron-core, and what was decided about everything else."""
+
+    version: str | None
+    commit: str | None
+    decisions: tuple[tuple[str, str], ...]  # (id, action)
+    steps: tuple[Step, ...]
+
+    def fields(self) -> dict[str, str]:
+        """What every rank must agree on, by name: no paths, no host names."""
+        fields = {"megatron-core": f"{self.version} {self.commit or ''}".strip()}
+        for patch_id, action in self.decisions:
+            steps = [asdict(step) for step in self.steps if step.patch == patch_id]
+            fields[f"patch {patch_id}"] = f"{action} {_digest(steps)}" if steps else action
+        return fields
+
+    @property
+    def digest(self) -> str:
+        """16 hexadecimal digits over all fields."""
+        return _digest(self.fields())
+
+    def dump(self) -> dict[str, Any]:
+        """The plan as plain JSON values; `load` makes an equal plan of them."""
+        return {
+            "schema": 1,
+            "megatron-core": {"version": self.version, "commit": self.commit},
+            "decisions": [list(decision) for decision in self.decisions],
+            "steps": [asdict(step) for step in self.steps],
+        }
+
+
+def load(document: Mapping[str, Any]) -> PatchPlan:
+    """The plan that `PatchPlan.dump` wrote. Raises PatchError for anything else."""
+    try:
+        if document["schema"] != 1:
+            raise ValueError(f"schema {document['schema']}")
+        of = document["megatron-core"]
+        decisions = tuple((str(patch_id), str(action)) for patch_id, action in document["decisions"])
+        return PatchPlan(of["version"], of["commit"], decisions, tuple(Step(**s) for s in document["steps"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise PatchError(f"This is no plan of patches: {type(error).__name__}: {error}") from None
+
+
+def make(survey: Survey) -> PatchPlan:
+    """The plan that a survey of a tree leads to. Raises PatchError where the job cannot go on."""
+    if survey.stopping:
+        reasons = [f"{d.id}: {d.action}: {d.reason}" for d in survey.stopping]
+        raise PatchError("The job needs patches that cannot be applied:", reasons)
+    root = survey.subject.root
+    if root is None:
+        raise PatchError(
+            f"megatron-core {survey.subject.version} is a mere version: there is nothing to patch"
+        )
+    applied = {decision.id for decision in survey.applied}
+    definitions = Definitions(SourceTree(root))
+    steps = [
+        step
+        for patch in PATCHES
+        if patch.id in applied
+        for replacement in patch.replacements
+        if (step := _step(patch.id, replacement, definitions)) is not None
+    ]
+    decisions = tuple((decision.id, decision.action.value) for decision in survey.decisions)
+    return PatchPlan(survey.subject.version, survey.subject.commit, decisions, tuple(steps))
+
+
+def _step(patch_id: str, replacement: Replacement, definitions: Definitions) -> Step | None:
+    """The step for a target; None where an optional one is not there."""
+    found = definitions[replacement.target]
+    if found is None:
+        return None
+    module, _, name = replacement.target.partition(":")
+    root = definitions.tree.root
+    wrapper_module = replacement.wrapper.partition(":")[0]
+    wrapper_digest = source.digest(_BUNDLE, wrapper_module)
+    if not wrapper_digest:
+        raise PatchError(f"{patch_id}: there is no module {wrapper_module}")
+    return Step(
+        patch=patch_id,
+        target=replacement.target,
+        wrapper=replacement.wrapper,
+        file=source.module_file(root, module) or "",
+        file_digest=source.digest(root, module),
+        code_file=found.file,
+        fingerprint=found.fingerprint,
+        wrapper_digest=wrapper_digest,
+        everywhere="." not in name and found.module == module and found.is_code,
+    )
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
