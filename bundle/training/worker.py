@@ -35,7 +35,7 @@ def work(job: Job, rendezvous: Rendezvous) -> ExitCode:
 def _work(job: Job, rendezvous: Rendezvous, rank: int, local_rank: int) -> None:
     timeout = timedelta(seconds=job.recipe.distributed.timeout_seconds)
     meeting = store.open_store(rendezvous, timeout)
-    prepared = preparation.prepare(job.backend)
+    prepared = preparation.prepare(job.recipe, job.backend)
     assert rendezvous.world_size is not None
     agree(meeting, rank, rendezvous.world_size, prepared.identity, timeout)
     device = prepared.runtime.device(local_rank)

@@ -1,0 +1,157 @@
+"""What the bundle's loop costs over a bare megatron-core loop with the same model, facade, DDP, optimizer.
+
+python -m benchmarks.training [--blocks N] [--steps N]
+
+Two equal models train in one process in turn, block by block in the order A B B A: A through `training.loop`
+with its feed, loss sums, stop requests and metrics, B through a plain loop over megatron's schedule and
+optimizer. CPU time of each block; the ratio is bare / bundle (1: nothing lost), with the lower end of its
+95 % interval over the pairs.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bundle.backends.preparation import prepare
+from bundle.recipe import Recipe, load
+
+OVERRIDES = (
+    "parallel.ep=1",
+    "train.global_batch_size=8",
+    "train.eval_interval=0",
+    "data.validation=0",
+    "checkpoint.interval=0",
+    "metrics.tensorboard=false",
+    "optimizer.warmup_steps=0",
+)
+
+
+def main() -> None:
+    """Prints one JSON object."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--blocks", type=int, default=20, help="pairs of blocks")
+    parser.add_argument("--steps", type=int, default=4, help="steps of a block")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    recipe = load("demo", (*OVERRIDES, f"train.steps={chosen.steps}", f"train.log_interval={chosen.steps}"))
+    runtime = prepare(recipe, "cpu").runtime
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with tempfile.TemporaryDirectory() as directory:
+        bundle, bare = arms(recipe, runtime, Path(directory))
+        bundle(), bare()  # warm up
+        seconds = measure(bundle, bare, chosen.blocks)
+    dist.destroy_process_group()
+    print(json.dumps(report(seconds, chosen.steps), indent=2))
+
+
+def arms(recipe: Recipe, runtime: Any, directory: Path) -> tuple[Callable[[], None], Callable[[], None]]:
+    """One block of each kind of training: (the bundle's, the bare one)."""
+    from bundle.distributed.stopping import StopRequest
+    from bundle.engine import Engine
+    from bundle.mcore import groups
+    from bundle.training import data, loop
+    from bundle.training.batches import Batches
+    from bundle.training.metrics import JsonLines, Metrics
+    from bundle.training.progress import Progress
+
+    cpu = torch.device("cpu")
+    with runtime.megatron():
+        state = groups.initialize(
+            tp=1, pp=1, vpp=None, cp=1, ep=1, etp=1, seed=recipe.seed, timeout_seconds=60
+        )
+    feed = data.Feed(recipe, data.prepare(recipe, directory), 0, 1)
+    batches = Batches(recipe, feed, state, cpu)
+    engine = Engine(recipe, runtime, state, cpu)
+    metrics = Metrics([JsonLines(directory / "metrics.jsonl", 0)])
+    stop = StopRequest(cpu)
+    hooks = loop.Hooks(save=lambda at: None, should_stop=stop.agreed, alive=lambda step: None)
+
+    def bundle() -> None:
+        loop.train(engine, batches, Progress(), metrics, hooks)
+
+    plain = Engine(recipe, runtime, state, cpu)
+    del plain.models[-1].compute_language_model_loss  # the bundle's tap: the bare loop has none
+    return bundle, lambda: bare(recipe, plain, feed)
+
+
+def bare(recipe: Recipe, engine: Any, feed: Any) -> None:
+    """A plain megatron-core loop: the schedule, the optimizer, and the loss read once at the end."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    (model,) = engine.chunks
+    position_ids = torch.arange(recipe.data.sequence_length)[None]
+
+    def forward_step(iterator: Any, chunk: torch.nn.Module) -> Any:
+        batch = next(iterator)
+        output = chunk(batch.ids, position_ids, None, labels=batch.labels, loss_mask=batch.loss_mask)
+
+        def loss(output: torch.Tensor) -> Any:
+            total = (output.float() * batch.loss_mask).sum()
+            return total, batch.loss_mask.sum().int(), {"loss": total.detach()}
+
+        return output, loss
+
+    for step in range(recipe.train.steps):
+        batches = feed.training(step * recipe.train.global_batch_size)
+        with engine.runtime.megatron():
+            model.train()
+            model.zero_grad_buffer()
+            engine.optimizer.zero_grad()
+            losses = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iter(batches),
+                model=model,
+                num_microbatches=len(batches),
+                seq_length=recipe.data.sequence_length,
+                micro_batch_size=recipe.train.micro_batch_size,
+                forward_only=False,
+            )
+            engine.optimizer.step()
+            engine.scheduler.step(increment=1)
+    assert math.isfinite(float(losses[-1]["loss"]))
+
+
+def measure(a: Callable[[], None], b: Callable[[], None], blocks: int) -> list[tuple[float, float]]:
+    """CPU seconds of each pair of blocks, in the order A B, B A, A B, .."""
+
+    def cpu_seconds(block: Callable[[], None]) -> float:
+        before = time.process_time()
+        block()
+        return time.process_time() - before
+
+    pairs = []
+    for index in range(blocks):
+        if index % 2 == 0:
+            first, second = cpu_seconds(a), cpu_seconds(b)
+        else:
+            second, first = cpu_seconds(b), cpu_seconds(a)
+        pairs.append((first, second))
+    return pairs
+
+
+def report(pairs: list[tuple[float, float]], steps: int) -> dict[str, float]:
+    """The ratio bare / bundle over the pairs, with the one-sided lower end of its 95 % interval (normal)."""
+    ratios = [bare / ours for ours, bare in pairs]
+    mean, error = statistics.mean(ratios), statistics.stdev(ratios) / math.sqrt(len(ratios))
+    return {
+        "blocks": len(pairs),
+        "bundle_cpu_seconds_per_step": round(statistics.median(a for a, _ in pairs) / steps, 4),
+        "bare_cpu_seconds_per_step": round(statistics.median(b for _, b in pairs) / steps, 4),
+        "ratio": round(mean, 4),
+        "ratio_lower_95": round(mean - 1.96 * error, 4),
+    }
+
+
+if __name__ == "__main__":
+    main()
