@@ -20,7 +20,10 @@ STOP = "stop"
 
 @dataclass(frozen=True)
 class Outcome:
-    """One rank: alive while `code` is None; `time` is when it said so, in seconds since the epoch."""
+    """One rank: alive while `code` is None; `time` is when it said so, in seconds since the epoch.
+
+    `explained`: the message says what is wrong, rather than what broke.
+    """
 
     rank: int
     local_rank: int
@@ -28,6 +31,7 @@ class Outcome:
     time: float
     code: int | None = None
     message: str = ""
+    explained: bool = False
 
 
 def directory() -> Path | None:
@@ -63,7 +67,7 @@ def report(rank: int, local_rank: int, body: Callable[[], None]) -> ExitCode:
     # Our launcher starts ranks that ignore it; until the rank can save, it must end it.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     write(Outcome(rank, local_rank, os.getpid(), time.time()))
-    code, message = ExitCode.OK, ""
+    code, message, explained = ExitCode.OK, "", True
     try:
         body()
     except BundleError as error:
@@ -71,16 +75,18 @@ def report(rank: int, local_rank: int, body: Callable[[], None]) -> ExitCode:
     except KeyboardInterrupt:
         code, message = ExitCode.INTERRUPTED, "interrupted"
     except Exception as error:  # noqa: BLE001  everything that ends a rank has to be written down
-        code, message = ExitCode.JOB_FAILED, f"{type(error).__name__}: {error}"
+        code, message, explained = ExitCode.JOB_FAILED, f"{type(error).__name__}: {error}", False
         traceback.print_exc()
-    conclude(rank, local_rank, code, message)
+    conclude(rank, local_rank, code, message, explained=explained)
     return code
 
 
-def conclude(rank: int, local_rank: int, code: ExitCode, message: str = "") -> None:
+def conclude(
+    rank: int, local_rank: int, code: ExitCode, message: str = "", *, explained: bool = True
+) -> None:
     """Puts down the end of a rank; says it on stderr too, which is the rank's log."""
     try:
-        write(Outcome(rank, local_rank, os.getpid(), time.time(), int(code), message))
+        write(Outcome(rank, local_rank, os.getpid(), time.time(), int(code), message, explained))
     except OSError as error:  # a full disk must not hide why the rank ends
         print(f"cannot write this rank's outcome: {error}", file=sys.stderr)
     if message:

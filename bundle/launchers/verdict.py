@@ -32,7 +32,8 @@ def judge(folder: Path, agent: int, outcomes: list[Outcome], stopped_by: int | N
     """Returns the verdict of a launch: `agent` is torchrun's status, `stopped_by` the signal we were sent."""
     if agent == 0:
         return Verdict(ExitCode.OK)
-    ended = sorted((o for o in outcomes if o.code), key=lambda outcome: outcome.time)
+    # The first that says what is wrong; what merely broke may be the echo of it on another rank.
+    ended = sorted((o for o in outcomes if o.code), key=lambda outcome: (not outcome.explained, outcome.time))
     causes = [(ExitCode(o.code), o) for o in ended if o.code in _CAUSES]
     preempted = [o for o in ended if o.code == ExitCode.PREEMPTED]
     if stopped_by == signal.SIGINT:

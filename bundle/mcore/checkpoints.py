@@ -1,0 +1,203 @@
+"""Models and optimizer in megatron's distributed checkpoint format, which any layout can load."""
+
+import inspect
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from bundle.mcore.groups import data_parallel_with_context
+from bundle.mcore.signatures import known
+
+# Of the forms that any layout can load, the newest that a release writes: 0.15 came with the first.
+_SHARDINGS = ("fully_reshardable", "fully_sharded_model_space")
+
+
+def sharding() -> str:
+    """Returns the form in which this release writes optimizer state, loadable at any layout."""
+    newer = getattr(DistributedOptimizer, "checkpoint_fully_reshardable_formats", ())
+    return _SHARDINGS[0] if _SHARDINGS[0] in newer else _SHARDINGS[1]
+
+
+def save(directory: Path, models: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
+    """Writes models and optimizer into `directory`, which is there and empty. All ranks call it.
+
+    Raises what megatron raises; when a rank cannot write, all ranks raise (0.12: rank 0 alone).
+    """
+    with _results_in(directory):
+        dist_checkpointing.save(_state(models, optimizer, sharding()), str(directory), **_native_writer())
+
+
+class Writing:
+    """A checkpoint that a process of this rank is writing while training goes on."""
+
+    def __init__(
+        self, directory: Path, models: Sequence[torch.nn.Module], optimizer: MegatronOptimizer
+    ) -> None:
+        """Starts to write the state as it is now. All ranks call it."""
+        with _results_in(directory):
+            request = dist_checkpointing.save(
+                _state(models, optimizer, sharding()),
+                str(directory),
+                async_sharded_save=True,
+                **_native_writer(),
+            )
+        self._queue = AsyncCallsQueue(**known(AsyncCallsQueue.__init__, persistent=False))
+        self._queue.schedule_async_request(request)
+
+    def finished(self, *, wait: bool = False) -> bool:
+        """Returns whether all ranks have written all of it; a collective. Raises what writing raised."""
+        return bool(self._queue.maybe_finalize_async_calls(blocking=wait))
+
+
+def load(
+    directory: Path, models: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, written_as: str
+) -> None:
+    """Reads models and optimizer from `directory`; `written_as` is the `sharding()` of whoever wrote it.
+
+    Files are unpickled here: whoever calls has made sure that they are the ones that were written.
+    """
+    _allocate(optimizer)
+    state = _state(models, optimizer, written_as, loading=True)
+    loaded = dist_checkpointing.load(state, str(directory))
+    for name, model in _named(models):
+        model.load_state_dict(loaded[name])
+    with _steps_apart(optimizer):
+        for index, part in enumerate(_parts(optimizer)):
+            own = part.state_dict()
+            for group in own["optimizer"]["param_groups"]:
+                group["step"] = loaded["optimizer_step"]
+            tensors = loaded["optimizer"][index]["param_state"]
+            part.load_state_dict(own | {"param_state": tensors, "param_state_sharding_type": written_as})
+
+
+def _state(
+    models: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, form: str, *, loading: bool = False
+) -> dict[str, Any]:
+    """Returns the tensors of models and optimizer, each with its place in the whole.
+
+    Of the optimizer nothing but its tensors and its step is kept: the settings of its parameter groups come
+    from the recipe, and how many groups and optimizers there are differs by layout (experts have their own
+    optimizer only with ep or etp above 1), which megatron cannot read across.
+    """
+    content = {
+        "distrib_optim_sharding_type": form,
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "singleton_local_shards": False,
+        "dp_cp_group": data_parallel_with_context(),
+    }
+    # Names as Megatron-LM gives them, so that its tools read our checkpoints.
+    state: dict[str, Any] = {
+        name: model.sharded_state_dict(metadata=dict(content)) for name, model in _named(models)
+    }
+    of_optimizer = inspect.signature(DistributedOptimizer.sharded_state_dict).parameters
+    options = {"metadata": content} if "metadata" in of_optimizer else {"sharding_type": form}
+    parts, step = {}, 0
+    for index, part in enumerate(_parts(optimizer)):
+        whole = part.sharded_state_dict(state, is_loading=loading, **options)
+        # Before 0.15 each tensor comes with torch's step, which belongs to no place.
+        tensors = {
+            name: {kind: tensor for kind, tensor in of.items() if kind != "step"}
+            for name, of in whole["param_state"].items()
+        }
+        parts[index] = {"param_state": tensors}
+        step = max([step, *(int(group.get("step") or 0) for group in whole["optimizer"]["param_groups"])])
+    return {**state, "optimizer": parts, "optimizer_step": step}
+
+
+def _named(models: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
+    return [("model" if len(models) == 1 else f"model{i}", model) for i, model in enumerate(models)]
+
+
+def _native_writer() -> dict[str, Any]:
+    """Returns what makes 0.17 and later write by themselves rather than by nvidia-resiliency-ext."""
+    return known(dist_checkpointing.save, async_strategy="mcore")
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
+    """Returns the optimizers that are chained; one without parameters on this rank has no state."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
+
+
+def _allocate(optimizer: MegatronOptimizer) -> None:
+    """Gives torch's Adam the state that it would make in its first step.
+
+    Megatron asks a new optimizer for its step before it loads anything, and fails where torch's Adam (used
+    without Transformer Engine and apex) has none yet.
+    """
+    for inner in (part.optimizer for part in _parts(optimizer)):
+        if inner.state or not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+            continue
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                zeros = {name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")}
+                inner.state[parameter] = {"step": torch.tensor(0.0), **zeros}
+
+
+@contextmanager
+def _steps_apart(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Takes `step` out of torch's Adam while megatron fills in its tensors, and puts it back.
+
+    Megatron copies every tensor of the state from the checkpoint, where there is no step (KeyError); and it
+    gives all parameters one and the same step tensor, which every parameter would then advance.
+    """
+    taken: list[tuple[dict[str, Any], torch.Tensor]] = []
+
+    def take(inner: torch.optim.Optimizer) -> None:
+        for state in inner.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                taken.append((state, state.pop("step")))
+
+    hooks = [part.optimizer.register_load_state_dict_post_hook(take) for part in _parts(optimizer)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for state, step in taken:
+        state["step"] = step.clone()
+
+
+class _Results:
+    """A queue of one result, in a file, between this process and the ones that megatron writes with."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def put(self, result: Any) -> None:
+        self._path.write_bytes(pickle.dumps(result))
+
+    def get_nowait(self) -> Any:
+        try:
+            result = pickle.loads(self._path.read_bytes())
+        except FileNotFoundError:
+            raise Empty from None
+        self._path.unlink()
+        return result
+
+    get = get_nowait
+
+
+@contextmanager
+def _results_in(directory: Path) -> Iterator[None]:
+    """Has megatron's writers report by a file.
+
+    Its own queue is a server process per rank: each starts Python and torch again (seconds), needs a main
+    module that can be imported twice, and stays behind when its rank is killed.
+    """
+    filesystem_async._results_queue = _Results(directory.with_name(f".results-{dist.get_rank()}"))
+    try:
+        yield
+    finally:
+        filesystem_async._results_queue = None

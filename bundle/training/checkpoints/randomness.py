@@ -1,0 +1,54 @@
+"""The random states of one rank, as safetensors: Python's, numpy's, torch's and megatron's."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from bundle.mcore import random as megatron_random
+
+_MEGATRON = "megatron."
+
+
+def write(directory: Path, rank: int, device: torch.device) -> None:
+    """Writes the states of this rank into a checkpoint."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    tensors = {
+        "torch": torch.get_rng_state(),
+        "numpy": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+        "python": torch.tensor(words, dtype=torch.int64),
+    }
+    if device.type != "cpu":
+        tensors["device"] = torch.get_device_module(device).get_rng_state()
+    tensors |= {_MEGATRON + name: state for name, state in megatron_random.states().items()}
+    rest = {"python": [version, gauss], "numpy": [kind, position, has_gauss, cached]}
+    save_file(
+        {n: t.contiguous() for n, t in tensors.items()}, path(directory, rank), {"rest": json.dumps(rest)}
+    )
+
+
+def read(directory: Path, rank: int, device: torch.device) -> None:
+    """Puts back what `write` wrote."""
+    with safe_open(path(directory, rank), framework="pt") as file:
+        rest = json.loads(file.metadata()["rest"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dict
+    version, gauss = rest["python"]
+    random.setstate((version, tuple(tensors["python"].tolist()), gauss))
+    kind, position, has_gauss, cached = rest["numpy"]
+    np.random.set_state((kind, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(tensors["torch"])
+    if "device" in tensors:
+        torch.get_device_module(device).set_rng_state(tensors["device"])
+    megatron_random.set_states(
+        {n.removeprefix(_MEGATRON): t for n, t in tensors.items() if n.startswith(_MEGATRON)}
+    )
+
+
+def path(directory: Path, rank: int) -> Path:
+    """Returns the file of a rank's states."""
+    return directory / f"random-{rank:05d}.safetensors"

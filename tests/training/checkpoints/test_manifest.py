@@ -1,0 +1,82 @@
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bundle.training.checkpoints import manifest
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "__1_0.distcp").write_bytes(b"weights")
+    (tmp_path / "state.json").write_text("{}")
+    manifest.write(tmp_path, {name: manifest.digest(tmp_path / name) for name in manifest.files(tmp_path)})
+    return tmp_path
+
+
+def damage(directory: Path) -> list[str]:
+    digests = manifest.read(directory)
+    return manifest.defects(directory, digests, digests)
+
+
+def test_what_was_written_has_no_defects(checkpoint):
+    assert damage(checkpoint) == []
+    assert set(manifest.read(checkpoint)) == {"megatron/__1_0.distcp", "state.json"}
+
+
+def test_a_changed_a_truncated_a_missing_and_a_linked_file_are_named(checkpoint, tmp_path):
+    weights = checkpoint / "megatron" / "__1_0.distcp"
+    weights.write_bytes(b"weightz")
+    assert damage(checkpoint) == ["megatron/__1_0.distcp is not what was written"]
+    weights.write_bytes(b"weight")
+    assert damage(checkpoint) == ["megatron/__1_0.distcp is not what was written"]
+    weights.unlink()
+    assert damage(checkpoint) == ["megatron/__1_0.distcp: No such file or directory"]
+    weights.symlink_to("/etc/passwd")
+    assert damage(checkpoint) == ["megatron/__1_0.distcp is a link"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{",
+        '{"schema": 2, "sha256": {}}',
+        '{"schema": 1, "sha256": {"a": "zz"}}',
+        '{"schema": 1, "sha256": {"../../etc/passwd": "' + "0" * 64 + '"}}',
+        '{"schema": 1, "sha256": {"/etc/passwd": "' + "0" * 64 + '"}}',
+    ],
+)
+def test_a_manifest_that_is_not_ours_is_refused(checkpoint, text):
+    (checkpoint / manifest.NAME).write_text(text)
+    with pytest.raises(ValueError, match="manifest"):
+        manifest.read(checkpoint)
+
+
+@given(
+    st.lists(st.from_regex(r"(megatron/)?__[0-9]{1,2}_[0-9]\.distcp|[a-z]{1,8}", fullmatch=True)),
+    st.integers(1, 9),
+)
+def test_every_file_is_read_by_exactly_one_rank(names, world_size):
+    shares = [name for rank in range(world_size) for name in manifest.share(names, rank, world_size)]
+    assert sorted(shares) == sorted(names)
+
+
+def test_a_rank_reads_what_it_wrote():
+    names = ["megatron/__0_0.distcp", "megatron/__1_0.distcp", "random-00001.safetensors", "state.json"]
+    assert {"megatron/__1_0.distcp", "random-00001.safetensors"} <= set(manifest.share(names, 1, 2))
+
+
+def test_a_file_that_nobody_listed_is_named(checkpoint):
+    (checkpoint / "megatron" / "common.pt").write_bytes(b"")
+    found = manifest.strangers(checkpoint, manifest.read(checkpoint))
+    assert found == ["megatron/common.pt is not in its manifest"]
+
+
+def test_the_manifest_is_plain_json(checkpoint):
+    found = json.loads((checkpoint / manifest.NAME).read_text())
+    assert found["schema"] == 1

@@ -1,0 +1,63 @@
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bundle.errors import JobFailed
+from bundle.training import atomic
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_file_is_replaced_whole(tmp_path):
+    path = tmp_path / "state.json"
+    atomic.write_json(path, {"a": 0.1})
+    atomic.write_json(path, {"a": 0.1 + 0.2})
+    assert '"a": 0.30000000000000004' in path.read_text()
+    assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
+
+
+WRITE = """
+import sys
+from pathlib import Path
+from bundle.errors import JobFailed
+from bundle.training import atomic
+try:
+    atomic.write_text(Path(sys.argv[1]), "x" * 10000)
+except JobFailed as error:
+    print(error)
+"""
+
+
+def limited() -> None:
+    """A disk that is full after 4 KiB: the kernel refuses more to this process."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+
+def test_a_full_disk_is_one_clear_error_and_the_old_file_stays(tmp_path):
+    path = tmp_path / "metrics.json"
+    path.write_text("old")
+    command = [sys.executable, "-c", WRITE, str(path)]
+    done = subprocess.run(command, cwd=ROOT, preexec_fn=limited, capture_output=True, text=True, timeout=60)
+    assert f"{path}: no room left to write" in done.stdout
+    assert "checkpoint.keep" in done.stdout
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.json"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_what_a_full_disk_is(number):
+    assert atomic.no_room(OSError(number, "x"))
+    assert atomic.no_room(RuntimeError(f"a writer failed: {os.strerror(number)}"))
+    assert not atomic.no_room(OSError(errno.EACCES, "x"))
+
+
+def test_other_errors_keep_their_words(tmp_path):
+    with pytest.raises(JobFailed, match=r"cannot be written: .*No such file"):
+        atomic.write_text(tmp_path / "missing" / "x", "")
