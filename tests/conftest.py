@@ -8,7 +8,12 @@ from importlib.abc import MetaPathFinder
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from packaging.version import Version
+
+# A busy machine is no failure: the time of an example says nothing about the code.
+settings.register_profile("bundle", deadline=None)
+settings.load_profile("bundle")
 
 
 @pytest.fixture(scope="session")

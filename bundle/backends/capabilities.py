@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bundle.backends.attention import AttentionKernel
+from bundle.backends.layers import Layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class Capabilities:
     backend: str
     device: str  # torch's name of the device type
     collectives: str  # torch.distributed's name of the library
+    layers: Layers
     kernels: tuple[AttentionKernel, ...]
     auto_attention: Choice
     fp8: tuple[Fp8Scaling, ...]

@@ -12,6 +12,7 @@ from bundle.errors import BundleError, ExitCode
 VERBS: dict[str, str] = {
     "train": "Train a recipe on this machine, or on several.",
     "recipes": "The job files that come with the package: list them, show one.",
+    "plan": "All that a job will be, before it starts: layout, memory, patches, what stands against it.",
     "doctor": "Can this machine run a job? What is wrong, why, and what to do.",
     "patches": "Which patches does this megatron-core need, and why?",
 }

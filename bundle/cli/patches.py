@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from bundle import stack
-from bundle.errors import PatchError, UsageError
+from bundle.errors import UsageError
 from bundle.patches import BACKENDS, Action, Decision
 from bundle.patches.subject import Subject, installed, named
 from bundle.patches.survey import Survey, survey
@@ -42,12 +42,7 @@ def plan(
         allowed=allow_drift,
     )
     print(json.dumps(_document(found), indent=2) if as_json else "\n".join(_lines(found)))
-    traps = [f"{d.id}: {d.reason}" for d in found.stopping if d.action is Action.TRAP]
-    if traps:
-        raise UsageError("This recipe meets known defects of this megatron-core:", traps)
-    if found.stopping:
-        reasons = [f"{d.id}: {d.action}: {d.reason}" for d in found.stopping]
-        raise PatchError("The job needs patches that cannot be applied:", reasons)
+    found.check()
 
 
 @app.command("list")

@@ -7,6 +7,9 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
+# MindSpeed's install guide names Atlas A2 and A3 training products and Ascend 950, and no others.
+NOT_FOR_TRAINING = {"310": "an inference card", "a1": "older than anything that MindSpeed supports"}
+
 
 @dataclass(frozen=True)
 class Fact(Generic[T]):
@@ -72,6 +75,14 @@ class Hardware:
         if not known:
             return Fact(None, "no accelerator")
         return min(known, key=lambda fact: _order(fact.value))
+
+    @property
+    def unfit(self) -> str | None:
+        """Why these devices cannot train at all; None where they can."""
+        why = NOT_FOR_TRAINING.get(self.generation.value or "")
+        if why is None:
+            return None
+        return f"{self.devices[0].name} is {why}: use Atlas A2, A3 or Ascend 950 devices"
 
     @property
     def capability(self) -> tuple[int, int] | None:

@@ -12,9 +12,6 @@ ENOUGH_SHARED_MEMORY = GIB
 # A rank holds a socket per peer and group, and a descriptor per data shard.
 ENOUGH_FILES = 4096
 
-# Not training targets: MindSpeed's install guide names Atlas A2 and A3 training products and Ascend 950.
-_NOT_FOR_TRAINING = {"310": "an inference card", "a1": "older than what MindSpeed supports"}
-
 
 def machine_findings(hardware: Hardware) -> Iterator[Finding]:
     """Findings about the hardware itself."""
@@ -28,12 +25,8 @@ def machine_findings(hardware: Hardware) -> Iterator[Finding]:
 def _devices(hardware: Hardware) -> Iterator[Finding]:
     if not hardware.devices:
         return
-    generation = hardware.generation.value
-    if generation in _NOT_FOR_TRAINING:
-        why = _NOT_FOR_TRAINING[generation]
-        yield fail(
-            "hardware", f"{hardware.devices[0].name} is {why}", "use Atlas A2, A3 or Ascend 950 devices"
-        )
+    if hardware.unfit:
+        yield fail("hardware", hardware.unfit, "the cpu backend runs anywhere: --backend cpu")
     yield _known("driver", hardware.driver)
     if len(hardware.devices) > 1:
         yield _known("links", hardware.link)

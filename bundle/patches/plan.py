@@ -7,13 +7,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bundle import stack
 from bundle.errors import PatchError
 from bundle.patches import source
 from bundle.patches.catalogue import PATCHES
 from bundle.patches.definitions import Definitions
 from bundle.patches.entry import Replacement
 from bundle.patches.source import SourceTree
-from bundle.patches.survey import Survey
+from bundle.patches.subject import installed
+from bundle.patches.survey import Survey, survey
+from bundle.patches.table import load as load_table
+from bundle.recipe import Recipe
 
 _BUNDLE = Path(__file__).parents[2]  # what holds the package `bundle`
 
@@ -77,17 +81,13 @@ def load(document: Mapping[str, Any]) -> PatchPlan:
         raise PatchError(f"This is no plan of patches: {type(error).__name__}: {error}") from None
 
 
-def make(survey: Survey) -> PatchPlan:
-    """The plan that a survey of a tree leads to. Raises PatchError where the job cannot go on."""
-    if survey.stopping:
-        reasons = [f"{d.id}: {d.action}: {d.reason}" for d in survey.stopping]
-        raise PatchError("The job needs patches that cannot be applied:", reasons)
-    root = survey.subject.root
+def make(decided: Survey) -> PatchPlan:
+    """The plan that the survey of a tree leads to. Raises as `Survey.check`, and PatchError for no tree."""
+    decided.check()
+    root = decided.subject.root
     if root is None:
-        raise PatchError(
-            f"megatron-core {survey.subject.version} is a mere version: there is nothing to patch"
-        )
-    applied = {decision.id for decision in survey.applied}
+        raise PatchError(f"megatron-core {decided.subject.version} is a version without a tree to patch")
+    applied = {decision.id for decision in decided.applied}
     definitions = Definitions(SourceTree(root))
     steps = [
         step
@@ -96,8 +96,8 @@ def make(survey: Survey) -> PatchPlan:
         for replacement in patch.replacements
         if (step := _step(patch.id, replacement, definitions)) is not None
     ]
-    decisions = tuple((decision.id, decision.action.value) for decision in survey.decisions)
-    return PatchPlan(survey.subject.version, survey.subject.commit, decisions, tuple(steps))
+    decisions = tuple((decision.id, decision.action.value) for decision in decided.decisions)
+    return PatchPlan(decided.subject.version, decided.subject.commit, decisions, tuple(steps))
 
 
 def _step(patch_id: str, replacement: Replacement, definitions: Definitions) -> Step | None:
@@ -126,3 +126,10 @@ def _step(patch_id: str, replacement: Replacement, definitions: Definitions) -> 
 
 def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def for_recipe(recipe: Recipe, backend: str) -> PatchPlan:
+    """The plan for a recipe on the megatron-core that is installed here. Raises as `make` does."""
+    here, table = stack.detect(), load_table()
+    of = installed(here, table)
+    return make(survey(of, table, here, backend=backend, features=recipe.features))

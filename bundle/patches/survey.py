@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from bundle.errors import UsageError
+from bundle.errors import PatchError, UsageError
 from bundle.patches import deciding
 from bundle.patches.catalogue import PATCHES
 from bundle.patches.deciding import Job
@@ -22,10 +22,15 @@ class Survey:
     subject: Subject
     decisions: tuple[Decision, ...]
 
-    @property
-    def stopping(self) -> tuple[Decision, ...]:
-        """The decisions that the job cannot go on with."""
-        return tuple(decision for decision in self.decisions if decision.stops)
+    def check(self) -> None:
+        """Raises UsageError for a recipe that meets traps, PatchError for a patch that cannot be applied."""
+        stopping = [decision for decision in self.decisions if decision.stops]
+        traps = [f"{d.id}: {d.reason}" for d in stopping if d.action is Action.TRAP]
+        if traps:
+            raise UsageError("This recipe meets known defects of this megatron-core:", traps)
+        if stopping:
+            reasons = [f"{d.id}: {d.action}: {d.reason}" for d in stopping]
+            raise PatchError("The job needs patches that cannot be applied:", reasons)
 
     @property
     def applied(self) -> tuple[Decision, ...]:

@@ -1,7 +1,10 @@
 """What the ascend backend offers: npu_fusion_attention, MindSpeed's FP8 on Atlas A5, HCCL. Read, not run."""
 
+from dataclasses import replace
+
 from bundle.backends.attention import AttentionKernel
 from bundle.backends.capabilities import Capabilities, Choice, Fp8Scaling, Mask, Variable, connections
+from bundle.backends.layers import TRANSFORMER_ENGINE
 
 _NOTES = "MindSpeed 26.1.0 release notes; op-plugin has int8 and int4 products only on A2 and A3"
 
@@ -14,6 +17,7 @@ ASCEND = Capabilities(
     backend="ascend",
     device="npu",
     collectives="hccl",
+    layers=replace(TRANSFORMER_ENGINE, source="MindSpeed follows the same specs; not measured: no device"),
     kernels=(
         AttentionKernel(
             name="flash",

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from bundle.backends.attention import FLASH, FUSED, UNFUSED
 from bundle.backends.capabilities import Capabilities, Choice, Mask, Variable, connections
+from bundle.backends.layers import LOCAL
 
 _RUNS = "torch's cpu kernels, with the refusals of {}"
 
@@ -11,6 +12,7 @@ CPU = Capabilities(
     backend="cpu",
     device="cpu",
     collectives="gloo",
+    layers=LOCAL,
     kernels=tuple(
         replace(kernel, what=_RUNS.format(kernel.what), dtypes=("bf16", "fp32"))
         for kernel in (FLASH, FUSED, UNFUSED)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from bundle.backends.attention import FLASH, FUSED, UNFUSED
 from bundle.backends.capabilities import Capabilities, Choice, Fp8Scaling, Mask, Variable, connections
+from bundle.backends.layers import TRANSFORMER_ENGINE
 
 _FORMATS = ("e4m3", "hybrid")
 _MATRIX = "Transformer Engine's support matrix"
@@ -17,6 +18,7 @@ CUDA = Capabilities(
     backend="cuda",
     device="cuda",
     collectives="nccl",
+    layers=TRANSFORMER_ENGINE,
     kernels=(FLASH, FUSED, UNFUSED),
     auto_attention=Choice(
         "flash", "Transformer Engine prefers it where flash-attn is installed and takes the input"

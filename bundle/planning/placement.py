@@ -1,0 +1,104 @@
+"""Where everything stands: which ranks form which group, and which stage holds which layers.
+
+The order of ranks is megatron-core's default in every release from 0.12 to 0.19, tp-cp-ep-dp-pp
+(parallel_state.RankGenerator), the layers of a stage as in transformer_block.get_num_layers_to_build.
+"""
+
+from dataclasses import dataclass
+
+from bundle.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One model chunk of a pipeline stage: without interleaving each stage has one."""
+
+    stage: int
+    index: int
+    layers: tuple[int, ...]  # numbers in the whole decoder, from 0
+    embedding: bool
+    head: bool
+    mtp_layers: int
+
+    @property
+    def embedding_copy(self) -> bool:
+        """Whether the chunk holds a second embedding, which its MTP layers read and the first stage owns."""
+        return self.mtp_layers > 0 and not self.embedding
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One kind of process group: `size` ranks, each `stride` after the one before."""
+
+    name: str
+    size: int
+    stride: int
+
+    def group(self, rank: int) -> tuple[int, ...]:
+        """The ranks that share a group with `rank`, in the group's order."""
+        first = rank - self.index(rank) * self.stride
+        return tuple(first + i * self.stride for i in range(self.size))
+
+    def index(self, rank: int) -> int:
+        """The place of `rank` in its group."""
+        return rank // self.stride % self.size
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The layout of a job on `world` ranks. Dense tensors see tp, cp, dp and pp; experts etp, ep, expert dp
+    and pp.
+    """
+
+    world: int
+    axes: tuple[Axis, ...]
+    stages: tuple[tuple[Chunk, ...], ...]
+    microbatches: int  # of one step, on every data-parallel rank
+
+    def axis(self, name: str) -> Axis:
+        """The axis called `name`: tp, cp, dp, pp, etp, ep or expert-dp."""
+        return next(axis for axis in self.axes if axis.name == name)
+
+    def size(self, name: str) -> int:
+        """The number of ranks in a group of that axis."""
+        return self.axis(name).size
+
+    def chunks(self, rank: int) -> tuple[Chunk, ...]:
+        """The model chunks that `rank` holds."""
+        return self.stages[self.axis("pp").index(rank)]
+
+
+def place(recipe: Recipe, world: int) -> Placement:
+    """The placement of a recipe on `world` ranks. Raises UsageError with every reason why it does not fit."""
+    layout, parallel = recipe.layout(world), recipe.parallel
+    dense = _axes(("tp", parallel.tp), ("cp", parallel.cp), ("dp", layout.dp), ("pp", parallel.pp))
+    expert = _axes(("etp", parallel.etp), ("ep", parallel.ep), ("expert-dp", layout.expert_dp))
+    return Placement(world, (*dense, *expert), _stages(recipe), layout.microbatches)
+
+
+def _axes(*sizes: tuple[str, int]) -> list[Axis]:
+    axes, stride = [], 1
+    for name, size in sizes:
+        axes.append(Axis(name, size, stride))
+        stride *= size
+    return axes
+
+
+def _stages(recipe: Recipe) -> tuple[tuple[Chunk, ...], ...]:
+    architecture, pp = recipe.architecture, recipe.parallel.pp
+    rounds = recipe.parallel.vpp or 1
+    each = architecture.num_layers // (pp * rounds)
+
+    def chunk(stage: int, index: int) -> Chunk:
+        first = (index * pp + stage) * each
+        last = stage == pp - 1 and index == rounds - 1
+        return Chunk(
+            stage=stage,
+            index=index,
+            layers=tuple(range(first, first + each)),
+            embedding=stage == 0 and index == 0,
+            head=last,
+            mtp_layers=architecture.mtp_layers if last else 0,
+        )
+
+    return tuple(tuple(chunk(stage, index) for index in range(rounds)) for stage in range(pp))

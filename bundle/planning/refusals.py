@@ -1,0 +1,94 @@
+"""What a backend or a release of megatron-core cannot do for a recipe, before anything is started."""
+
+from collections.abc import Iterator
+
+from packaging.version import Version
+
+from bundle.backends.attention import AttentionKernel
+from bundle.backends.capabilities import Capabilities
+from bundle.hardware import Hardware
+from bundle.planning.buffers import breaks_before_0_13
+from bundle.planning.parameters import parameters
+from bundle.planning.placement import Placement
+from bundle.planning.problem import Problem, hardware_problem, recipe_problem
+from bundle.recipe import Recipe, refused_on
+
+BF16_FROM = (8, 0)  # Transformer Engine's support matrix
+
+
+def refusals(
+    recipe: Recipe, can: Capabilities, hardware: Hardware, release: Version, placement: Placement | None
+) -> Iterator[Problem]:
+    """Every reason against the recipe on this backend, these devices and this release."""
+    for key, why in refused_on(can.backend, recipe):
+        yield recipe_problem(f"{key}: {why}")
+    yield from _attention(recipe, can)
+    yield from _arithmetic(recipe, can, hardware)
+    yield from _recomputation(recipe, can, release)
+    if placement is not None and release < Version("0.13"):
+        yield from _shared_embedding(recipe, can, placement)
+
+
+def _attention(recipe: Recipe, can: Capabilities) -> Iterator[Problem]:
+    """Why the kernel that is asked for does not take this model; with `auto`, why none of them does."""
+    wanted = recipe.model.attention
+    if wanted != "auto" and wanted not in [kernel.name for kernel in can.kernels]:
+        offered = ", ".join(kernel.name for kernel in can.kernels)
+        yield recipe_problem(f"model.attention: {can.backend} has no {wanted} kernel; it has {offered}")
+        return
+    asked = can.kernels if wanted == "auto" else (can.kernel(wanted),)
+    against = [_against(kernel, recipe) for kernel in asked]
+    if all(against):
+        for reasons in against:
+            yield from (recipe_problem(f"model.attention: {why}") for why in reasons)
+
+
+def _against(kernel: AttentionKernel, recipe: Recipe) -> list[str]:
+    width, value_width = recipe.architecture.head_dims
+    layout = "thd" if recipe.data.packed else "bshd"
+    if layout == "thd" and kernel.head_dims.get(layout) == "equal":
+        value_width = width  # megatron-core pads the values from 0.18, and a patch does before
+    reasons = kernel.refusals(layout=layout, mask="causal", qk_head_dim=width, v_head_dim=value_width)
+    found = [f"{why} ({kernel.source})" for why in reasons]
+    if recipe.model.dtype not in kernel.dtypes:
+        offered = ", ".join(kernel.dtypes)
+        found.append(f"{kernel.name} takes {offered}, and model.dtype is {recipe.model.dtype}")
+    return found
+
+
+def _arithmetic(recipe: Recipe, can: Capabilities, hardware: Hardware) -> Iterator[Problem]:
+    model, capability = recipe.model, hardware.capability
+    if model.dtype == "bf16" and capability is not None and capability < BF16_FROM:
+        shown = ".".join(map(str, capability))
+        yield hardware_problem(f"bf16 needs compute capability 8.0; this device has {shown}: use dtype fp32")
+    if model.fp8 is not None and not can.no_fp8:
+        why = can.fp8_refusal(model.fp8.scaling, model.fp8.format, hardware.generation.value)
+        if why is not None:
+            yield hardware_problem(f"model.fp8: {why}")
+
+
+def _recomputation(recipe: Recipe, can: Capabilities, release: Version) -> Iterator[Problem]:
+    """Modules that megatron-core recomputes only with other layers, or only from some release on."""
+    recompute = recipe.model.recompute
+    modules = set(recompute.modules) if recompute is not None else set()
+    key = "model.recompute.modules"
+    if "moe_act" in modules and not can.layers.grouped_experts:
+        yield recipe_problem(f"{key}: moe_act needs grouped experts, which {can.backend} does not have")
+    if "layernorm" in modules and not can.layers.fused_norms and release >= Version("0.13"):
+        why = "without Transformer Engine megatron-core fails by NameError (FP8GlobalStateManager)"
+        yield recipe_problem(f"{key}: layernorm: {why}; recompute another module on {can.backend}")
+    if "shared_experts" in modules and release < Version("0.14"):
+        yield recipe_problem(f"{key}: megatron-core {release} does not know shared_experts; 0.14 does")
+
+
+def _shared_embedding(recipe: Recipe, can: Capabilities, placement: Placement) -> Iterator[Problem]:
+    ranks = placement.size("dp") * placement.size("cp")
+    for chunk in (chunk for chunks in placement.stages for chunk in chunks):
+        tensors = parameters(recipe.architecture, recipe.parallel, chunk, can.layers)
+        if breaks_before_0_13(tensors, ranks):
+            yield recipe_problem(
+                f"parallel.pp: megatron-core 0.12 lays the embedding that the first and the last stage share "
+                f"across two buckets of stage {chunk.stage}, which then fails or trains it wrongly: "
+                "use megatron-core 0.13 or newer, or pp 1"
+            )
+            return

@@ -1,0 +1,72 @@
+"""`mcore-bundle plan` as a user meets it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import bundle
+
+ROOT = Path(bundle.__file__).parents[1]
+
+
+def plan(*args, cwd, code=0):
+    command = [sys.executable, "-m", "bundle", "plan", *args]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_the_demo(tmp_path):
+    said = plan("demo", "--mcore", "0.16.1", cwd=tmp_path)
+    for part in (
+        "2 ranks on 1 node",
+        "APPLY mtp-zero-layers",
+        "mcore-bundle train demo",
+        "CUDA_VISIBLE_DEVICES",
+    ):
+        assert part in said
+    assert list(tmp_path.iterdir()) == [], "a plan touches nothing"
+
+
+def test_json_for_another_machine_and_release(tmp_path):
+    args = ["--hardware", "h200", "--nodes", "2", "--mcore", "0.19.2", "--set", "train.global_batch_size=128"]
+    said = json.loads(plan("demo", *args, "--json", cwd=tmp_path))
+    assert (said["layout"]["world"], said["hardware"]["backend"]) == (16, "cuda")
+    assert said["megatron"]["version"] == "0.19.2"
+    assert "--nodes 2 --node-rank RANK --rendezvous HOST:PORT" in said["run"]
+    assert "--nnodes=2" in said["starts"]
+
+
+def test_a_trap_ends_with_2_and_says_what_to_change(tmp_path):
+    args = [
+        "--set",
+        "parallel.tp=2",
+        "--set",
+        "parallel.ep=1",
+        "--set",
+        "parallel.etp=1",
+        "--mcore",
+        "0.16.1",
+    ]
+    said = plan("demo", *args, cwd=tmp_path, code=2)
+    assert "moe-tensor-without-expert-parallel" in said
+    assert "Set parallel.etp to parallel.tp" in said
+
+
+def test_an_unfit_machine_ends_with_3(tmp_path):
+    assert "12 wanted, 8 visible" in plan(
+        "qwen3-tp2-sp", "--hardware", "h200", "--devices-per-node", "12",
+        "--set", "train.global_batch_size=24",
+        cwd=tmp_path, code=3,
+    )  # fmt: skip
+
+
+def test_a_recipe_that_cannot_be_read_ends_with_2(tmp_path):
+    assert "no recipe named" in plan("nonsense", cwd=tmp_path, code=2)
+
+
+def test_an_unknown_machine_ends_with_2(tmp_path):
+    assert "choose one of a100" in plan("demo", "--hardware", "tpu", cwd=tmp_path, code=2)

@@ -1,0 +1,46 @@
+"""Recipes for planning tests: small models of every kind in any layout."""
+
+from typing import Any
+
+from bundle.recipe import Recipe, from_mapping
+
+_BASE = {
+    "vocab_size": 258,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
+QWEN3 = _BASE | {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 16}
+QWEN2_TIED = _BASE | {"model_type": "qwen2", "num_key_value_heads": 2, "tie_word_embeddings": True}
+DEEPSEEK = _BASE | {
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 40,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 1,
+    "tie_word_embeddings": False,
+}
+
+
+def job(config: dict[str, Any], **sections: Any) -> Recipe:
+    """The recipe of a model; the sections `parallel`, `model`, `train` ... are laid over small defaults."""
+    defaults: dict[str, dict[str, Any]] = {
+        "model": {"config": config, "dtype": "bf16"},
+        "data": {"source": "text", "path": ["stdlib"], "sequence_length": 64},
+        "train": {"steps": 10, "global_batch_size": 12},
+    }
+    merged = {name: values | sections.pop(name, {}) for name, values in defaults.items()}
+    return from_mapping({"name": "job", **merged, **sections})

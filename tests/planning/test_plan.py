@@ -1,0 +1,199 @@
+"""The plan as a whole: what it says, and every reason against it at once."""
+
+import dataclasses
+import json
+
+import pytest
+
+from bundle.errors import EnvironmentUnfit, ExitCode, UsageError
+from bundle.hardware import detect, preset
+from bundle.patches import Action, Decision, Presence
+from bundle.planning import Target, document, make, text
+from bundle.planning.machine import capabilities, machine
+from bundle.recipe import load
+from tests.hardware.machines import recorded
+from tests.planning.jobs import DEEPSEEK, QWEN3, job
+
+TARGET = Target("0.16.1", "a test")
+
+
+def plan(recipe, hardware=None, target=TARGET, decisions=(), **options):
+    hardware = hardware or detect("cpu", recorded("cgroup-v1"))
+    return make(recipe, hardware, capabilities(hardware.backend), target, decisions, **options)
+
+
+def problems(made):
+    return [(problem.code, problem.text.partition(":")[0]) for problem in made.problems]
+
+
+def decision(action, stops):
+    return Decision(
+        id=f"a-{action.lower()}", action=action, reason="because", range="", evidence=Presence.PRESENT,
+        proven=True, stops=stops,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["demo", "qwen3-tp2-sp", "qwen3-pp2-vpp2", "qwen3-cp2-packed"])
+def test_the_built_in_recipes_run_on_a_cpu(name):
+    made = plan(load(name))
+    assert made.problems == ()
+    assert made.code is ExitCode.OK
+    assert made.world == 2
+
+
+def test_all_problems_come_at_once_gravest_first():
+    recipe = job(
+        QWEN3,
+        model={"config": QWEN3, "recompute": {"granularity": "selective", "modules": ["layernorm"]}},
+        backend="cpu",
+        devices={"nodes": 1},
+    )
+    decisions = [decision(Action.DRIFT, True), decision(Action.TRAP, True), decision(Action.SKIP, False)]
+    tiny = dataclasses.replace(detect("cpu", recorded("cgroup-v1")))
+    host = dataclasses.replace(tiny.host, memory=dataclasses.replace(tiny.host.memory, value=2.0**20))
+    made = plan(recipe, dataclasses.replace(tiny, host=host), decisions=decisions)
+    assert problems(made) == [
+        (ExitCode.USAGE, "model.recompute.modules"),
+        (ExitCode.USAGE, "a-trap"),
+        (ExitCode.ENVIRONMENT_UNFIT, "memory"),
+        (ExitCode.PATCHES, "a-drift"),
+    ]
+    assert made.code is ExitCode.USAGE
+
+
+def test_a_layout_that_does_not_fit_leaves_the_rest_of_the_plan():
+    made = plan(job(QWEN3, parallel={"tp": 2}), per_node=3)
+    assert problems(made) == [(ExitCode.USAGE, "parallel")]
+    assert made.placement is None
+    assert "problems" in text(made, "run", "starts")
+
+
+def test_too_few_devices_are_the_machines_problem():
+    made = plan(job(QWEN3), preset("h200"), per_node=12)
+    assert problems(made) == [(ExitCode.ENVIRONMENT_UNFIT, "devices.per_node")]
+    assert "12 wanted, 8 visible" in made.problems[0].text
+
+
+def test_what_does_not_fit_a_device_says_what_is_large():
+    wide = DEEPSEEK | {"hidden_size": 65536, "intermediate_size": 262144}
+    made = plan(job(wide, train={"steps": 1, "global_batch_size": 8}), preset("h200"))
+    (problem,) = made.problems
+    assert problem.code is ExitCode.ENVIRONMENT_UNFIT
+    assert "mostly weights and optimizer" in problem.text
+    long = job(
+        QWEN3 | {"max_position_embeddings": 2**22},
+        data={"sequence_length": 2**22},
+        train={"steps": 1, "global_batch_size": 64, "micro_batch_size": 8},
+    )
+    assert "mostly activations" in plan(long, preset("h200")).problems[0].text
+
+
+def test_a_tight_fit_is_a_note():
+    recipe = job(
+        QWEN3 | {"max_position_embeddings": 2**20},
+        data={"sequence_length": 2**20},
+        train={"steps": 1, "global_batch_size": 8},
+    )
+    roomy = plan(recipe, preset("h200"))
+    (stage,) = roomy.stages
+    devices = tuple(
+        dataclasses.replace(d, memory=dataclasses.replace(d.memory, value=stage.total + 1))
+        for d in preset("h200").devices
+    )
+    tight = plan(recipe, dataclasses.replace(preset("h200"), devices=devices))
+    assert roomy.problems == tight.problems == ()
+    assert roomy.notes == ()
+    assert "memory is tight" in tight.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("machine_name", "fp8", "fails"),
+    [
+        ("h200", {"scaling": "blockwise"}, False),
+        ("h200", {"scaling": "mxfp8"}, True),
+        ("b200", {"scaling": "mxfp8"}, False),
+        ("a100", {"scaling": "delayed"}, True),
+        ("a3", {"scaling": "delayed"}, True),
+    ],
+)
+def test_fp8_asks_for_the_device(machine_name, fp8, fails):
+    recipe = job(QWEN3, model={"config": QWEN3, "fp8": fp8}, train={"steps": 1, "global_batch_size": 16})
+    made = plan(recipe, preset(machine_name))
+    assert problems(made) == ([(ExitCode.ENVIRONMENT_UNFIT, "model.fp8")] if fails else [])
+
+
+def test_fp8_on_a_cpu_is_the_recipes_problem():
+    made = plan(job(QWEN3, model={"config": QWEN3, "fp8": {"scaling": "delayed"}}))
+    assert problems(made) == [(ExitCode.USAGE, "model.fp8")]
+
+
+def test_a_kernel_that_the_backend_does_not_have():
+    recipe = job(
+        QWEN3, model={"config": QWEN3, "attention": "fused"}, train={"steps": 1, "global_batch_size": 16}
+    )
+    (problem,) = plan(recipe, preset("a3")).problems
+    assert problem.text.startswith("model.attention: ascend has no fused kernel; it has flash, unfused")
+
+
+@pytest.mark.parametrize(("attention", "fails"), [("auto", False), ("flash", True), ("unfused", False)])
+def test_fp32_leaves_auto_a_kernel_that_takes_it(attention, fails):
+    recipe = job(
+        QWEN3,
+        model={"config": QWEN3, "dtype": "fp32", "attention": "auto"},
+        train={"steps": 1, "global_batch_size": 16},
+    )
+    model = recipe.model.model_copy(update={"attention": attention})
+    made = plan(recipe.model_copy(update={"model": model}), preset("h200"))
+    assert problems(made) == ([(ExitCode.USAGE, "model.attention")] if fails else [])
+
+
+def test_heads_that_no_kernel_takes():
+    wide = QWEN3 | {"head_dim": 1024}
+    made = plan(
+        job(wide, data={"packed": True, "sequence_length": 64}, train={"steps": 1, "global_batch_size": 16}),
+        preset("a3"),
+    )
+    assert [code for code, _ in problems(made)] == [ExitCode.USAGE, ExitCode.USAGE]
+    assert "takes heads up to 768" in made.problems[0].text
+
+
+@pytest.mark.parametrize(("release", "fails"), [("0.12.3", True), ("0.13.0", False), ("0.12.3rc1", True)])
+def test_the_shared_embedding_of_0_12(release, fails):
+    recipe = job(DEEPSEEK, parallel={"pp": 2}, train={"steps": 1, "global_batch_size": 16})
+    made = plan(recipe, target=Target(release, "a test"))
+    assert problems(made) == ([(ExitCode.USAGE, "parallel.pp")] if fails else [])
+
+
+def test_an_inference_card_is_unfit():
+    made = plan(job(QWEN3), detect(machine=recorded("310p")))
+    assert (ExitCode.ENVIRONMENT_UNFIT, "310P3 is an inference card") in problems(made)
+
+
+def test_a_plan_is_json_and_text():
+    made = plan(load("demo"), decisions=[decision(Action.APPLY, False), decision(Action.SKIP, False)])
+    said = json.loads(json.dumps(document(made, "run it", "start it"), allow_nan=False))
+    assert said["exit_code"] == 0
+    assert said["layout"]["axes"]["ep"] == {"size": 2, "stride": 1, "first_group": [0, 1]}
+    assert said["stages"][0]["bytes"]["total"] == made.stages[0].total
+    assert said["recipe"] == load("demo").dump()
+    shown = text(made, "run it", "start it")
+    assert "APPLY a-apply: because" in shown
+    assert "1 not needed" in shown
+    assert "embedding, layers 0-3, 1 MTP layer, head" in shown
+
+
+def test_a_named_machine_wins_over_the_recipe_and_says_so():
+    hardware, notes = machine("cpu", None, "h200")
+    assert hardware.backend == "cuda"
+    assert notes == ("the recipe says backend: cpu; on h200 it needs --set backend=cuda",)
+    assert machine("auto", None, "a3")[1] == ()
+
+
+def test_flags_that_contradict_each_other():
+    with pytest.raises(UsageError, match="--hardware h200 is a machine for cuda, --backend says ascend"):
+        machine("auto", "ascend", "h200")
+
+
+def test_a_backend_that_this_machine_lacks_names_the_way_out():
+    with pytest.raises(EnvironmentUnfit, match="to plan for another machine: --hardware"):
+        machine("ascend", None, None)
