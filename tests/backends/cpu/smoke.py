@@ -3,16 +3,13 @@
 python -m tests.backends.cpu.smoke
 """
 
-import importlib
 import json
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from bundle.backends.cpu import runtime as cpu
+from bundle.backends import preparation
 from bundle.recipe import Recipe, from_mapping
-from bundle.wrappers import mla, moe, optimizer
 from tests import world
 
 STEPS, ROWS, LENGTH, VOCABULARY = 2, 4, 32, 258
@@ -48,28 +45,13 @@ MODELS = {
 }
 
 
-def patch():
-    """Puts the cpu's replacements in, where this release needs them."""
-    core = "megatron.core."
-    replacements: tuple[tuple[str, str, Any], ...] = (
-        (core + "transformer.moe.moe_utils", "maybe_move_tensor_to_cpu", moe.splits_on_host),
-        (core + "transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", moe.splits_on_host),
-        (core + "transformer.moe.moe_utils", "te_general_gemm", moe.without_te_gemm),
-        (core + "transformer.multi_latent_attention", "TELinear", mla.duplicated_linear),
-        (core + "optimizer.distrib_optimizer", "quantize_param_shard", optimizer.quantize_only_what_there_is),
-    )
-    for module, name, wrapper in replacements:
-        owner = importlib.import_module(module)
-        setattr(owner, name, wrapper(getattr(owner, name, None)))
-
-
-def recipe(model: str, parallel: dict, **sections) -> Recipe:
+def recipe(model: str) -> Recipe:
+    """The job that trains one of the models."""
     return from_mapping(
         {
             "name": "smoke",
             "backend": "cpu",
             "model": {"config": MODELS[model], "dtype": "fp32"},
-            "parallel": parallel,
             "data": {"source": "text", "path": ["stdlib"], "sequence_length": LENGTH},
             "train": {"steps": STEPS, "micro_batch_size": 2, "global_batch_size": ROWS},
             "optimizer": {"lr": 1e-3, "warmup_steps": 0},
@@ -83,24 +65,21 @@ def train(job: Recipe, runtime) -> list[list[float]]:
     from bundle.engine.microbatch import from_rows
     from bundle.mcore import groups
 
-    sizes = job.parallel
-    layout = {name: getattr(sizes, name) for name in ("tp", "pp", "vpp", "cp", "ep", "etp")}
     with runtime.megatron():
-        state = groups.initialize(**layout, seed=job.seed, timeout_seconds=60)
+        state = groups.initialize(tp=1, pp=1, vpp=None, cp=1, ep=1, etp=1, seed=job.seed, timeout_seconds=60)
     engine = Engine(job, runtime, state, torch.device("cpu"))
     rows = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(7))
-    mine = rows.chunk(state.dp.size)[state.dp.rank]
     depths = job.architecture.mtp_layers
     batches = [
         from_rows(
             tokens[:, :-1],
             tokens[:, 1:],
             torch.ones(tokens.shape[0], LENGTH),
-            cp=state.cp.size,
-            rank=state.cp.rank,
+            cp=1,
+            rank=0,
             mtp_layers=depths,
         )
-        for tokens in mine.split(2)
+        for tokens in rows.split(2)
     ]
     seen = []
     for _ in range(STEPS):
@@ -114,10 +93,10 @@ def train(job: Recipe, runtime) -> list[list[float]]:
 
 
 def main() -> None:
-    runtime = cpu.prepare()
-    patch()
+    jobs = {model: recipe(model) for model in MODELS}
+    runtime = preparation.prepare(jobs["latent"], "cpu").runtime
     rank = world.join()
-    seen = {model: train(recipe(model, {}), runtime) for model in MODELS}
+    seen = {model: train(job, runtime) for model, job in jobs.items()}
     if rank == 0:
         print(json.dumps(seen))
     dist.destroy_process_group()
