@@ -1,0 +1,77 @@
+"""Every target of every release can really be wrapped, whatever decorates it, and comes back."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import importlib, inspect, sys
+from dataclasses import replace
+from bundle.patches import applying, plan as planning
+from bundle.patches.catalogue import PATCHES
+from bundle.patches.subject import installed
+from bundle.patches.survey import survey
+from bundle.patches.table import load
+from bundle.stack import detect
+
+def through(patch):
+    wrapper = "tests.patches.passthrough:through"
+    return replace(patch, replacements=tuple(replace(r, wrapper=wrapper) for r in patch.replacements))
+
+planning.PATCHES = tuple(through(patch) for patch in PATCHES)
+here, table = detect(), load()
+opt_in = {patch.id for patch in PATCHES if patch.opt_in}
+plan = planning.make(survey(installed(here, table), table, here, requested=opt_in))
+targets = [step.target for step in plan.steps]
+modules = sorted({target.partition(":")[0] for target in targets})
+
+def raw(target):
+    module, _, path = target.partition(":")
+    *parents, name = path.split(".")
+    owner = sys.modules[module]
+    for parent in parents:
+        owner = getattr(owner, parent)
+    return vars(owner).get(name, "absent")
+
+def depth(target):
+    thing, count = raw(target), 0
+    thing = getattr(thing, "__func__", thing)
+    while getattr(getattr(thing, "__code__", None), "co_filename", "").endswith("passthrough.py"):
+        thing, count = thing.__wrapped__, count + 1
+    return count
+
+assert not [name for name in sys.modules if name.partition(".")[0] in ("megatron", "torch")]
+applying.apply(plan)
+for module in modules:
+    importlib.import_module(module)
+assert sorted(applying.applied()) == sorted(targets), applying.waiting()
+lazy = {target: depth(target) for target in targets}
+applying.revert()
+assert not any(map(depth, targets))
+before = {target: raw(target) for target in targets}
+applying.apply(plan)
+assert {target: depth(target) for target in targets} == lazy
+applying.revert()
+assert all(raw(target) is before[target] for target in targets)
+print(len(targets), "targets")
+"""
+OLDEST_DEFAULT_NEWEST = ("0.12.3", "0.16.1", "0.19.2")
+OTHERS = ("0.13.1", "0.14.0", "0.15.3", "0.17.0", "0.17.1", "0.18.2")
+
+
+@pytest.mark.parametrize(
+    "release",
+    [*OLDEST_DEFAULT_NEWEST, *(pytest.param(release, marks=pytest.mark.matrix) for release in OTHERS)],
+)
+def test_every_target_is_wrapped_and_comes_back(release: str, release_trees: dict[str, Path]):
+    if find_spec("torch") is None:
+        pytest.skip("there is no torch here")
+    paths = [str(Path.cwd()), str(release_trees[release])]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TORCHDYNAMO_DISABLE": "1"}
+    command = [sys.executable, "-c", SCRIPT]
+    ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr[-3000:]
