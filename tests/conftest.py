@@ -3,13 +3,15 @@
 import importlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 from packaging.version import Version
+
+from bundle.stack import detect
 
 # A busy machine is no failure: the time of an example says nothing about the code.
 settings.register_profile("bundle", deadline=None)
@@ -24,6 +26,22 @@ def release_trees() -> dict[str, Path]:
         pytest.skip("BUNDLE_RELEASES names no directory of unpacked megatron-core releases")
     trees = {path.name: path for path in Path(directory).iterdir() if (path / "megatron/core").is_dir()}
     return {version: trees[version] for version in sorted(trees, key=Version)}
+
+
+@pytest.fixture(scope="session")
+def release() -> Callable[[str], Path]:
+    """Finds the tree of one release, unpacked or installed; skips the test where there is none."""
+    directory = os.environ.get("BUNDLE_RELEASES")
+    core = detect().megatron.core
+
+    def find(version: str) -> Path:
+        if directory and (Path(directory) / version / "megatron/core").is_dir():
+            return Path(directory) / version
+        if core is not None and core.version == version:
+            return core.root
+        pytest.skip(f"megatron-core {version} is neither installed nor under BUNDLE_RELEASES")
+
+    return find
 
 
 class _FacadeFirst(MetaPathFinder):

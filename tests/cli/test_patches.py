@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bundle.patches import BACKENDS
-from tests.patches.trees import copied, renumbered
+from tests.patches.trees import Release, copied, renumbered
 
 FIELDS = {"id", "decision", "reason", "range", "evidence", "proven", "target", "fingerprint"}
 MLA = "transformer/multi_latent_attention.py"
@@ -63,58 +63,54 @@ def test_full_recompute_by_version(version: str, decision: str):
 
 @pytest.mark.parametrize("version", ["0.16.2", "0.18.0"])
 def test_a_tree_without_the_fix_is_patched_whatever_it_calls_itself(
-    version: str, release_trees: dict[str, Path], tmp_path: Path
+    version: str, release: Release, tmp_path: Path
 ):
-    tree = renumbered(release_trees["0.16.1"], tmp_path, version)
+    tree = renumbered(release("0.16.1"), tmp_path, version)
     row = decisions(tree, "--backend", "cuda")["mla-thd-value-padding"]
     assert (row["decision"], row["proven"], row["evidence"]) == ("APPLY", True, "present")
     assert ("the number lies" in row["reason"]) == (version == "0.18.0")
     assert len(row["fingerprint"]) == 16
 
 
-def test_a_tree_with_the_fix_taken_out_is_patched(release_trees: dict[str, Path], tmp_path: Path):
+def test_a_tree_with_the_fix_taken_out_is_patched(release: Release, tmp_path: Path):
     unfixed = {MLA: ("value = F.pad(value, [0, query.shape[-1] - orig_v_dim])", "pass")}
-    row = decisions(copied(release_trees["0.18.0"], tmp_path, unfixed))["mla-thd-value-padding"]
+    row = decisions(copied(release("0.18.0"), tmp_path, unfixed))["mla-thd-value-padding"]
     assert (row["decision"], row["proven"]) == ("APPLY", True)
 
 
-def test_a_tree_with_the_fix_is_not_patched_whatever_it_calls_itself(
-    release_trees: dict[str, Path], tmp_path: Path
-):
-    tree = renumbered(release_trees["0.18.2"], tmp_path, "0.17.1")
+def test_a_tree_with_the_fix_is_not_patched_whatever_it_calls_itself(release: Release, tmp_path: Path):
+    tree = renumbered(release("0.18.2"), tmp_path, "0.17.1")
     row = decisions(tree, "--backend", "cuda")["mla-thd-value-padding"]
     assert (row["decision"], row["proven"]) == ("SKIP", True)
 
 
-def test_a_renamed_target_is_a_drift_that_stops_whoever_needs_it(
-    release_trees: dict[str, Path], tmp_path: Path
-):
-    tree = copied(release_trees["0.16.1"], tmp_path, RENAMED)
+def test_a_renamed_target_is_a_drift_that_stops_whoever_needs_it(release: Release, tmp_path: Path):
+    tree = copied(release("0.16.1"), tmp_path, RENAMED)
     row = decisions(tree, "--backend", "cuda", code=4)["mla-thd-value-padding"]
     assert row["decision"] == "DRIFT"
 
 
-def test_a_moved_method_is_named(release_trees: dict[str, Path], tmp_path: Path):
+def test_a_moved_method_is_named(release: Release, tmp_path: Path):
     edits = {
         "transformer/multi_token_prediction.py": (
             "def _roll_tensor_packed_seq(",
             "def _roll_tensor_packed_sequence(",
         )
     }
-    ran = run("plan", "--mcore", str(copied(release_trees["0.16.1"], tmp_path, edits)), code=4)
+    ran = run("plan", "--mcore", str(copied(release("0.16.1"), tmp_path, edits)), code=4)
     assert "_roll_tensor_packed_seq" in ran.stderr
 
 
-def test_an_allowed_drift_goes_on(release_trees: dict[str, Path], tmp_path: Path):
+def test_an_allowed_drift_goes_on(release: Release, tmp_path: Path):
     edits = {MLA: ("self.qkv_up_checkpoint = None", "self.qkv_up_checkpoint = self.added = None")}
-    tree = copied(release_trees["0.16.1"], tmp_path, edits)
+    tree = copied(release("0.16.1"), tmp_path, edits)
     assert decisions(tree, code=4)["mla-thd-value-padding"]["decision"] == "DRIFT"
     row = decisions(tree, "--allow-drift", "mla-thd-value-padding")["mla-thd-value-padding"]
     assert row["decision"] == "APPLY" and "allowed" in row["reason"]
 
 
-def test_a_source_file_that_cannot_be_parsed_is_a_drift(release_trees: dict[str, Path], tmp_path: Path):
-    tree = copied(release_trees["0.16.1"], tmp_path, {MLA: ("def forward(", "def forward((")})
+def test_a_source_file_that_cannot_be_parsed_is_a_drift(release: Release, tmp_path: Path):
+    tree = copied(release("0.16.1"), tmp_path, {MLA: ("def forward(", "def forward((")})
     row = decisions(tree, code=4)["mla-thd-value-padding"]
     assert row["decision"] == "DRIFT" and "cannot be parsed" in row["reason"]
 
@@ -159,17 +155,17 @@ def test_without_any_megatron_the_environment_is_unfit(tmp_path: Path):
     assert "--mcore PATH|VERSION" in run("plan", code=3, PYTHONPATH="").stderr
 
 
-def test_the_installed_tree_is_the_one_on_the_path(release_trees: dict[str, Path]):
-    paths = [str(Path.cwd()), str(release_trees["0.18.2"])]
+def test_the_installed_tree_is_the_one_on_the_path(release: Release):
+    paths = [str(Path.cwd()), str(release("0.18.2"))]
     document = json.loads(run("plan", "--json", PYTHONPATH=os.pathsep.join(paths)).stdout)
     assert document["mcore"]["version"] == "0.18.2"
-    assert document["mcore"]["path"] == str(release_trees["0.18.2"])
+    assert document["mcore"]["path"] == str(release("0.18.2"))
 
 
-def test_halves_from_two_trees_are_a_conflict(release_trees: dict[str, Path], tmp_path: Path):
+def test_halves_from_two_trees_are_a_conflict(release: Release, tmp_path: Path):
     (tmp_path / "megatron/training").mkdir(parents=True)
     (tmp_path / "megatron/training/__init__.py").touch()
-    paths = [str(Path.cwd()), str(release_trees["0.16.1"]), str(tmp_path)]
+    paths = [str(Path.cwd()), str(release("0.16.1")), str(tmp_path)]
     ran = run("plan", "--backend", "cuda", code=4, PYTHONPATH=os.pathsep.join(paths))
     assert "CONFLICT" in ran.stdout and str(tmp_path) in ran.stderr
 
@@ -181,8 +177,8 @@ def test_list_names_patches_seams_traps_and_facades():
     assert "main-loss" in {entry["id"] for entry in entries if entry["kind"] == "seam"}
 
 
-def test_lock_says_what_is_new(release_trees: dict[str, Path], tmp_path: Path):
-    root = release_trees["0.16.1"]
+def test_lock_says_what_is_new(release: Release, tmp_path: Path):
+    root = release("0.16.1")
     assert "Nothing that was not reviewed" in run("lock", str(root)).stdout
     edits = {MLA: ("self.qkv_up_checkpoint = None", "self.qkv_up_checkpoint = self.added = None")}
     tree = copied(root, tmp_path, edits)

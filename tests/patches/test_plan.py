@@ -14,7 +14,7 @@ from bundle.patches.subject import named
 from bundle.patches.survey import Survey, survey
 from bundle.patches.table import load as load_table
 from bundle.stack import Stack, search_path
-from tests.patches.trees import copied
+from tests.patches.trees import Release, copied
 
 EMPTY = Stack(search_path([], "", Path("/nonexistent")))
 FEATURES = frozenset({"mla", "packed", "unequal-head-dims", "attention-auto", "mtp", "cp"})
@@ -28,22 +28,22 @@ def planned(mcore: Path) -> PatchPlan:
     return make(surveyed(mcore))
 
 
-def test_a_plan_survives_its_file(release_trees: dict[str, Path]):
-    plan = planned(release_trees["0.16.1"])
+def test_a_plan_survives_its_file(release: Release):
+    plan = planned(release("0.16.1"))
     assert plan.steps
     assert load(json.loads(json.dumps(plan.dump()))) == plan
 
 
-def test_what_ranks_compare_says_nothing_of_paths(release_trees: dict[str, Path], tmp_path: Path):
-    here = planned(release_trees["0.16.1"])
-    there = planned(copied(release_trees["0.16.1"], tmp_path, {}))
+def test_what_ranks_compare_says_nothing_of_paths(release: Release, tmp_path: Path):
+    here = planned(release("0.16.1"))
+    there = planned(copied(release("0.16.1"), tmp_path, {}))
     assert here.fields() == there.fields() and here.digest == there.digest
     assert str(tmp_path) not in json.dumps(there.dump())
 
 
-def test_another_release_another_decision_another_wrapper_show_in_the_fields(release_trees: dict[str, Path]):
-    plan = planned(release_trees["0.16.1"])
-    assert plan.fields() != planned(release_trees["0.17.1"]).fields()
+def test_another_release_another_decision_another_wrapper_show_in_the_fields(release: Release):
+    plan = planned(release("0.16.1"))
+    assert plan.fields() != planned(release("0.17.1")).fields()
     step = replace(plan.steps[0], wrapper_digest="0" * 16)
     other = replace(plan, steps=(step, *plan.steps[1:]))
     differing = {name for name, value in other.fields().items() if plan.fields()[name] != value}
@@ -51,27 +51,27 @@ def test_another_release_another_decision_another_wrapper_show_in_the_fields(rel
     assert other.digest != plan.digest
 
 
-def test_steps_name_the_planned_files(release_trees: dict[str, Path]):
-    steps = {step.patch: step for step in planned(release_trees["0.16.1"]).steps}
+def test_steps_name_the_planned_files(release: Release):
+    steps = {step.patch: step for step in planned(release("0.16.1")).steps}
     step = steps["mla-thd-value-padding"]
     assert step.file == step.code_file == "megatron/core/transformer/multi_latent_attention.py"
     assert not step.everywhere
     assert steps["mtp-packed-roll-boundaries"].everywhere
 
 
-def test_a_name_imported_from_elsewhere_is_planned_for_that_namespace_only(release_trees: dict[str, Path]):
-    decided = surveyed(release_trees["0.13.1"], frozenset({"mla", "packed"}))
+def test_a_name_imported_from_elsewhere_is_planned_for_that_namespace_only(release: Release):
+    decided = surveyed(release("0.13.1"), frozenset({"mla", "packed"}))
     steps = {step.target.partition(":")[2]: step for step in make(decided).steps}
     step = steps["apply_rotary_pos_emb"]
     assert step.file.endswith("multi_latent_attention.py") and step.code_file.endswith("rope_utils.py")
     assert not step.everywhere
 
 
-def test_auto_attention_is_taken_for_flash_and_says_so(release_trees: dict[str, Path]):
-    rows = {decision.id: decision for decision in surveyed(release_trees["0.16.1"]).decisions}
+def test_auto_attention_is_taken_for_flash_and_says_so(release: Release):
+    rows = {decision.id: decision for decision in surveyed(release("0.16.1")).decisions}
     assert "attention: auto is taken for flash" in rows["mla-thd-value-padding"].reason
     unfused = (FEATURES - {"attention-auto"}) | {"attention-unfused"}
-    rows = {decision.id: decision for decision in surveyed(release_trees["0.16.1"], unfused).decisions}
+    rows = {decision.id: decision for decision in surveyed(release("0.16.1"), unfused).decisions}
     assert rows["mla-thd-value-padding"].reason == "the recipe does not use attention-flash"
 
 
@@ -80,28 +80,26 @@ def test_a_version_without_a_tree_cannot_be_applied():
         make(surveyed("0.16.1"))
 
 
-def test_a_recipe_that_meets_a_trap_gets_no_plan(release_trees: dict[str, Path]):
+def test_a_recipe_that_meets_a_trap_gets_no_plan(release: Release):
     with pytest.raises(UsageError, match=r"mtp-packed: .* Set data\.packed to false"):
-        planned(release_trees["0.13.1"])
+        planned(release("0.13.1"))
 
 
-def test_a_job_that_needs_what_drifted_gets_no_plan(release_trees: dict[str, Path], tmp_path: Path):
+def test_a_job_that_needs_what_drifted_gets_no_plan(release: Release, tmp_path: Path):
     edits = {
         "transformer/multi_latent_attention.py": (
             "class MultiLatentAttention(Attention):",
             "class LatentAttention(Attention):",
         )
     }
-    tree = copied(release_trees["0.16.1"], tmp_path, edits)
+    tree = copied(release("0.16.1"), tmp_path, edits)
     with pytest.raises(PatchError, match="mla-thd-value-padding: DRIFT"):
         planned(tree)
     plan = make(surveyed(tree, frozenset({"moe"})))
     assert dict(plan.decisions)["mla-thd-value-padding"] == "DRIFT"  # said, but nothing to stop for
 
 
-def test_a_patch_whose_wrapper_is_missing_is_an_error(
-    release_trees: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_patch_whose_wrapper_is_missing_is_an_error(release: Release, monkeypatch: pytest.MonkeyPatch):
     target = "megatron.core.transformer.multi_token_prediction:roll_tensor"
     patch = Patch(
         id="mtp-without-labels",
@@ -114,7 +112,7 @@ def test_a_patch_whose_wrapper_is_missing_is_an_error(
     )
     monkeypatch.setattr(planning, "PATCHES", (patch,))
     with pytest.raises(PatchError, match=r"no module bundle\.wrappers\.nowhere"):
-        planned(release_trees["0.16.1"])
+        planned(release("0.16.1"))
 
 
 @pytest.mark.parametrize("document", [{}, {"schema": 2}, {"schema": 1, "megatron-core": [], "decisions": []}])

@@ -8,8 +8,9 @@ from packaging.version import Version
 from bundle.patches import lock
 from bundle.patches.catalogue import PATCHES
 from bundle.patches.entry import Presence
+from bundle.patches.seams import SEAMS
 from bundle.patches.subject import named
-from bundle.patches.table import load, parse, write
+from bundle.patches.table import load, merged, parse, write
 from bundle.stack import versions
 
 RELEASES = [
@@ -75,8 +76,19 @@ def test_where_the_defect_is_the_targets_are(patch):
             assert any(there) and all(t or not w for t, w in zip(there, wanted, strict=True)), release
 
 
+def test_the_list_has_nothing_that_is_no_longer_declared():
+    declared = {replacement.target for patch in PATCHES for replacement in patch.replacements}
+    declared |= {target for patch in PATCHES for target in patch.evidence}
+    declared |= {target for seam in SEAMS for target in seam.targets}
+    assert set(load().targets) <= declared
+    assert set(load().defects) == {patch.id for patch in PATCHES}
+
+
 def test_the_list_is_what_the_releases_say(release_trees: dict[str, Path]):
-    assert lock.read(release_trees) == load()
+    read, expected = lock.read(release_trees), merged([load()], release_trees)
+    assert (read.targets, read.defects) == (expected.targets, expected.defects)
+    # with fewer releases at hand fewer modules are asked for
+    assert read.modules == {name: expected.modules[name] for name in read.modules}
 
 
 def test_a_release_is_recognised_by_its_files(release_trees: dict[str, Path]):

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patches.trees import Release
+
 SCRIPT = """
 import importlib, inspect, sys
 from dataclasses import replace
@@ -64,13 +66,13 @@ OTHERS = ("0.13.1", "0.14.0", "0.15.3", "0.17.0", "0.17.1", "0.18.2")
 
 
 @pytest.mark.parametrize(
-    "release",
-    [*OLDEST_DEFAULT_NEWEST, *(pytest.param(release, marks=pytest.mark.matrix) for release in OTHERS)],
+    "version",
+    [*OLDEST_DEFAULT_NEWEST, *(pytest.param(version, marks=pytest.mark.matrix) for version in OTHERS)],
 )
-def test_every_target_is_wrapped_and_comes_back(release: str, release_trees: dict[str, Path]):
+def test_every_target_is_wrapped_and_comes_back(version: str, release: Release):
     if find_spec("torch") is None:
         pytest.skip("there is no torch here")
-    paths = [str(Path.cwd()), str(release_trees[release])]
+    paths = [str(Path.cwd()), str(release(version))]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TORCHDYNAMO_DISABLE": "1"}
     command = [sys.executable, "-c", SCRIPT]
     ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)

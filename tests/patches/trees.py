@@ -1,11 +1,14 @@
 """Small megatron trees for tests: made from text, or from a release with something changed."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from bundle.patches.definitions import Definitions
 from bundle.patches.source import SourceTree
+from bundle.stack import megatron
+
+Release = Callable[[str], Path]  # the fixture `release`: version -> tree
 
 
 def written(root: Path, files: Mapping[str, str]) -> Definitions:
@@ -30,7 +33,9 @@ def copied(release: Path, root: Path, edits: Mapping[str, tuple[str, str]]) -> P
 
 def renumbered(release: Path, root: Path, version: str) -> Path:
     """A copy of a release that calls itself another version."""
-    _, minor, patch = release.name.split(".")
+    copy = megatron.at(release)
+    assert copy is not None and copy.version is not None
+    _, minor, patch = copy.version.split(".")
     _, new_minor, new_patch = version.split(".")
     copied(release, root, {})
     info = root / "megatron/core/package_info.py"
