@@ -97,6 +97,16 @@ def lock(
         table.write(locking.combined(before, new), table.SHIPPED)
 
 
+@app.command()
+def new(
+    patch_id: str = typer.Argument(metavar="ID", help="Words with dashes, like mtp-zero-layers."),
+) -> None:
+    """Write the files that a new patch starts from, in a checkout of this project."""
+    from bundle.patches.scaffold import create
+
+    print(create(patch_id, Path.cwd()))
+
+
 def _job(recipe: str, backend: str) -> tuple[frozenset[str] | None, str]:
     """(features, backend) of a recipe; what the command line says about the backend wins."""
     if not recipe:

@@ -1,0 +1,134 @@
+"""docs/patches.md, made from the list: `python -m bundle.patches.page > docs/patches.md`."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from bundle.patches.catalogue import PATCHES
+from bundle.patches.entry import BACKENDS, Patch, Presence, Trap
+from bundle.patches.mindspeed import BRANCHES, REPLACED
+from bundle.patches.seams import SEAMS
+from bundle.patches.table import load
+from bundle.patches.traps import TRAPS
+from bundle.stack import versions
+
+_INTRODUCTION = """\
+# Patches
+
+Made from the patch list by `python -m bundle.patches.page > docs/patches.md`; a test compares.
+
+A patch is data in `bundle/patches/catalogue` and a small function in `bundle/wrappers`, which calls
+upstream's own code and copies nothing of it. `mcore-bundle patches plan` decides about each without importing
+megatron:
+
+| the number says | the source has the defect | the target's code was reviewed | decision |
+|---|---|---|---|
+| anything | no | either way | SKIP: fixed, or not yet introduced |
+| anything | yes | yes | APPLY; the reason says when the number lies |
+| anything | yes | no, or it is gone | DRIFT, naming the nearest names |
+| in range | cannot be told | either way | DRIFT |
+| out of range | cannot be told | either way | SKIP, unproven |
+| (no source, a released version) | as reviewed | as reviewed | as above |
+| (no source, any other version) | | | by the number, unproven: give `--mcore PATH` |
+
+CONFLICT: two replacements of one target, or `megatron.core` and `megatron.training` from different trees.
+OWNED: MindSpeed replaces the target. TRAP: the recipe meets a defect that no narrow patch mends. DRIFT and
+CONFLICT end with exit code 4 where the job needs the patch; `--allow-drift ID` goes on. A recipe that meets a
+trap ends with 2.
+
+Patches are applied when megatron is imported, before anybody sees the module, and only to the very file that
+they were planned for. Taking them back restores the very object that was there; modules that were built
+meanwhile keep the hooks that a patch gave them (mla-thd-value-padding). `tests/patches` puts a wrapper on
+every target of every release and takes it off again.
+"""
+
+
+def markdown() -> str:
+    """The text of docs/patches.md."""
+    parts = [
+        _INTRODUCTION,
+        "## Which release needs what\n",
+        _matrix(),
+        "`yes`: applied where the job uses the features. `-`: not needed. A version: that release only.\n",
+        *(_section(patch) for patch in PATCHES),
+        "## Known traps\n",
+        _table(("trap", "releases", "met by", "what happens, and why", "instead"), map(_trap, TRAPS)),
+        "## Seams\n\nPrivate names that the bundle relies on without replacing them.\n",
+        _table(
+            ("seam", "releases", "names", "use"),
+            ((s.id, s.range or "all", _code(s.targets), f"{s.use}. {s.why}") for s in SEAMS),
+        ),
+        "## MindSpeed\n\nTargets of ours that MindSpeed may replace, read at these commits: "
+        + ", ".join(f"{branch} (`{commit[:8]}`)" for commit, branch in BRANCHES.items())
+        + ".\n",
+        _table(("target", "branches"), ((f"`{t}`", ", ".join(sorted(b))) for t, b in REPLACED.items())),
+    ]
+    return "\n".join(parts)
+
+
+def _matrix() -> str:
+    minors = _minors()
+    rows = [(f"[{p.id}](#{p.id})", *(_cell(p, group) for group in minors.values())) for p in PATCHES]
+    rows += [(trap.id, *(_trap_cell(trap, group) for group in minors.values())) for trap in TRAPS]
+    return _table(("", *minors), rows)
+
+
+def _minors() -> dict[str, list[str]]:
+    """The reviewed references of each minor, oldest first."""
+    minors: dict[str, list[str]] = {}
+    for reference in load().references:
+        minors.setdefault(".".join(reference.split(".")[:2]), []).append(reference)
+    return minors
+
+
+def _cell(patch: Patch, references: Sequence[str]) -> str:
+    return _summary(references, lambda r: load().defect(patch.id, r) is Presence.PRESENT, "yes")
+
+
+def _trap_cell(trap: Trap, references: Sequence[str]) -> str:
+    return _summary(references, lambda r: bool(versions.within(r, trap.range)), "trap")
+
+
+def _summary(references: Sequence[str], has: Callable[[str], bool], word: str) -> str:
+    having = [reference for reference in references if has(reference)]
+    if not having:
+        return "-"
+    return word if len(having) == len(references) else ", ".join(having)
+
+
+def _section(patch: Patch) -> str:
+    facts = [
+        ("releases", f"`{patch.range}`" if patch.range else "all"),
+        ("fixed in", patch.fixed_in or "not yet"),
+        ("features", ", ".join(sorted(patch.when)) or "any job"),
+        ("backends", ", ".join(patch.backends) if patch.backends != BACKENDS else "all"),
+        ("upstream", patch.upstream),
+        ("read in", _code(patch.evidence)),
+        ("replaced", "; ".join(f"`{r.target}` by `{r.wrapper}`" for r in patch.replacements)),
+        ("proven by", f"`mcore-bundle patches verify` ({patch.check})"),
+    ]
+    if patch.opt_in:
+        facts.insert(0, ("opt-in", f"`--request {patch.id}`"))
+    if patch.requires:
+        facts.insert(1, ("only with", ", ".join(f"{name} {range_}" for name, range_ in patch.requires)))
+    lines = [f"- {name}: {value}" for name, value in facts]
+    return "\n".join([f"### {patch.id}\n", patch.why, "", *lines, ""])
+
+
+def _trap(trap: Trap) -> tuple[str, ...]:
+    met = " and ".join(sorted(trap.when))
+    if trap.unless:
+        met += f", without {' or '.join(sorted(trap.unless))}"
+    return trap.id, trap.range or "all", met, f"{trap.why} Cause: {trap.cause}.", trap.instead
+
+
+def _code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")
