@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from bundle.backends.preparation import prepare
+from bundle.planning.planned import planned
 from bundle.recipe import Recipe, load
 
 OVERRIDES = (
@@ -45,7 +46,7 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     recipe = load("demo", (*OVERRIDES, f"train.steps={chosen.steps}", f"train.log_interval={chosen.steps}"))
-    runtime = prepare(recipe, "cpu").runtime
+    runtime = prepare(planned(recipe, per_node=1))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory() as directory:
         bundle, bare = arms(recipe, runtime, Path(directory))
@@ -73,7 +74,7 @@ def arms(recipe: Recipe, runtime: Any, directory: Path) -> tuple[Callable[[], No
     feed = data.Feed(recipe, data.prepare(recipe, directory), 0, 1)
     batches = Batches(recipe, feed, state, cpu)
     engine = Engine(recipe, runtime, state, cpu)
-    metrics = Metrics([JsonLines(directory / "metrics.jsonl", 0)])
+    metrics = Metrics([JsonLines(directory / "metrics.jsonl")])
     stop = StopRequest(cpu)
     hooks = loop.Hooks(save=lambda at: None, should_stop=stop.agreed, alive=lambda step: None)
 

@@ -7,17 +7,13 @@ from pathlib import Path
 
 import typer
 
-from bundle import hardware, planning, stack
+from bundle import hardware, planning
 from bundle.launchers import local, process
-from bundle.patches import subject, survey, table
-from bundle.planning.machine import capabilities, machine
-from bundle.recipe import Recipe, load
+from bundle.planning.planned import planned
+from bundle.recipe import load
 from bundle.rendezvous import LOOPBACK, Rendezvous
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
-
-# What `make` installs: a plan without any megatron-core is for this one.
-DEFAULT = "0.16.1"
 
 
 @app.command()
@@ -42,42 +38,21 @@ def plan(
     if backend not in ("", *hardware.BACKENDS):
         raise typer.BadParameter(f"choose one of {', '.join(hardware.BACKENDS)}", param_hint="--backend")
     job = load(recipe, overrides)
-    on, notes = machine(job.backend, backend or None, named or None)
-    target, decided = _megatron(job, on, mcore, allow_drift)
-    made = planning.make(
+    made = planned(
         job,
-        on,
-        capabilities(on.backend),
-        target,
-        decided.decisions,
+        backend=backend or None,
+        named=named or None,
+        mcore=mcore,
+        allow_drift=allow_drift,
         nodes=nodes or None,
         per_node=per_node or None,
-        notes=notes,
-    )
+    ).plan
     run, starts = _commands(made, recipe, overrides)
     if as_json:
         print(json.dumps(planning.document(made, run, starts), indent=2))
     else:
         print(planning.text(made, run, starts))
     raise typer.Exit(int(made.code))
-
-
-def _megatron(
-    job: Recipe, on: hardware.Hardware, mcore: str, allowed: Sequence[str]
-) -> tuple[planning.Target, survey.Survey]:
-    """The megatron-core that is named, installed or else the default, and the decisions about it."""
-    here, reviewed = stack.detect(), table.load()
-    if mcore:
-        of, origin = subject.named(mcore, reviewed), "--mcore"
-    elif here.megatron.core is not None:
-        of = subject.installed(here, reviewed)
-        origin = f"{of.root}, {of.origin}"
-    else:
-        of, origin = subject.named(DEFAULT, reviewed), "none is installed here: the default release"
-    decided = survey.survey(of, reviewed, here, backend=on.backend, features=job.features, allowed=allowed)
-    known = of.version is not None and stack.base(of.version) is not None
-    unread = "" if known else f"; its version cannot be read, taken for {DEFAULT}"
-    return planning.Target(of.version if known and of.version else DEFAULT, origin + unread), decided
 
 
 def _commands(made: planning.Plan, recipe: str, overrides: Sequence[str]) -> tuple[str, str]:

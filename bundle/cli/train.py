@@ -1,67 +1,82 @@
 """`mcore-bundle train`: starts this node's ranks, or is one of them under torchrun."""
 
 import os
-import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
+from bundle import hardware
 from bundle.launchers import local, process
-from bundle.recipe import Recipe, load
+from bundle.planning import Plan
+from bundle.planning.planned import planned
+from bundle.recipe import load
 from bundle.rendezvous import Rendezvous, discover
+from bundle.training.job import Job
+from bundle.training.run_directory import RunDirectory
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help="A built-in recipe's name (see `recipes list`) or a file.")],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key of the recipe.")
-    ] = None,
-    run: Annotated[Path | None, typer.Option(help="Run directory; default runs/NAME.")] = None,
-    nodes: Annotated[int | None, typer.Option(help="How many nodes run this job.")] = None,
-    node_rank: Annotated[int | None, typer.Option(help="Which of them this one is, from 0.")] = None,
-    rendezvous: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Where they meet: node 0.")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run on each node.")] = False,
+    recipe: str = typer.Argument(help="A built-in recipe's name (see `recipes list`) or a file."),
+    overrides: list[str] = typer.Option(
+        [], "--set", metavar="KEY=VALUE", help="Override one key of the recipe."
+    ),
+    run_directory: Path | None = typer.Option(None, help="Where the run lives; without it, runs/NAME."),
+    fresh: bool = typer.Option(False, "--fresh", help="Start over, whatever the run directory holds."),
+    resume: bool = typer.Option(False, "--resume", help="Go on with a run, be it finished."),
+    start_from: Path | None = typer.Option(None, "--from", help="A checkpoint to begin with."),
+    trust: bool = typer.Option(
+        False, "--trust-checkpoint", help="Read --from although reading it can run code of whoever wrote it."
+    ),
+    backend: str = typer.Option("", help=f"One of {', '.join(hardware.BACKENDS)}; without it, the recipe's."),
+    allow_drift: list[str] = typer.Option([], metavar="ID", help="Go on although this patch drifted."),
+    nodes: int | None = typer.Option(None, help="Machines that run this job; start it on each."),
+    node_rank: int | None = typer.Option(None, help="Which of them this one is, from 0."),
+    rendezvous: str | None = typer.Option(None, metavar="HOST:PORT", help="Where they meet: node 0."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Print what would run on each node, and stop."),
 ) -> None:
-    """Train a recipe: pre-training or SFT."""
-    job = load(recipe, overrides or ())
+    """Train a recipe: pre-training or SFT. A stopped run goes on where its last checkpoint is."""
+    if backend not in ("", *hardware.BACKENDS):
+        raise typer.BadParameter(f"choose one of {', '.join(hardware.BACKENDS)}", param_hint="--backend")
+    job = load(recipe, overrides)
     where = discover(os.environ, nodes=nodes, node_rank=node_rank, endpoint=rendezvous)
-    directory = run or Path("runs") / job.name
+    directory = run_directory or Path("runs") / job.name
     if where.is_rank:
-        # Torch is imported only in a rank.
-        from bundle.training.worker import Job, work
+        # Only a rank imports torch.
+        from bundle.training.worker import work
 
-        raise typer.Exit(int(work(Job(job, "cpu", directory), where)))
-    launch = _launch(job, where, directory)
+        told = Job(job, RunDirectory(directory), fresh, resume, start_from, trust)
+        raise typer.Exit(int(work(told, where, backend or None, tuple(allow_drift))))
+    made = planned(job, backend=backend or None, allow_drift=allow_drift, nodes=where.nodes)
+    made.refuse()
+    words = ["train", recipe, *_flags("--set", overrides), *_flags("--allow-drift", allow_drift)]
+    words += [
+        f"--run-directory={directory}",
+        *(["--fresh"] if fresh else []),
+        *(["--resume"] if resume else []),
+    ]
+    words += [*([f"--from={start_from}"] if start_from else []), *(["--trust-checkpoint"] if trust else [])]
+    words += [f"--backend={made.plan.hardware.backend}"]
+    launch = _launch(made.plan, where, directory, words)
     if dry_run:
         print(local.dry_run(launch, os.environ), end="")
-    else:
-        process.run(launch, os.environ)
+        return
+    RunDirectory(directory).begin(job, fresh=fresh, resume=resume)
+    process.run(launch, os.environ)
 
 
-def _launch(job: Recipe, where: Rendezvous, directory: Path) -> local.Launch:
-    world = job.parallel.minimal_world
+def _flags(name: str, values: Sequence[str]) -> list[str]:
+    return [word for value in values for word in (name, value)]
+
+
+def _launch(plan: Plan, where: Rendezvous, directory: Path, words: Sequence[str]) -> local.Launch:
     return local.Launch(
-        arguments=("train", *_without_rendezvous(sys.argv[2:])),
+        arguments=tuple(words),
         rendezvous=where,
-        per_node=job.devices.per_node or max(1, world // where.nodes),
+        per_node=plan.per_node,
         logs=process.next_logs(directory, where.node_rank),
+        environment={variable.name: variable.value for variable in plan.environment},
     )
-
-
-def _without_rendezvous(arguments: list[str]) -> list[str]:
-    """The arguments of this process without the flags that only a starter of ranks reads."""
-    kept, words = [], iter(arguments)
-    for word in words:
-        name, equals, _ = word.partition("=")
-        if name in ("--nodes", "--node-rank", "--rendezvous"):
-            if not equals:
-                next(words, None)
-        else:
-            kept.append(word)
-    return kept

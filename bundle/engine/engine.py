@@ -85,6 +85,14 @@ class Engine:
         """The mean losses of everything run since the last call."""
         return self._tap.take(self.groups.tp.size)
 
+    def losses_so_far(self) -> list[list[float]]:
+        """What `take_losses` would divide, as plain numbers that a checkpoint can keep."""
+        return self._tap.so_far()
+
+    def restore_losses(self, rows: list[list[float]]) -> None:
+        """Takes up what `losses_so_far` gave."""
+        self._tap.restore(rows)
+
     def _run(self, micro_batches: Sequence[MicroBatch], *, forward_only: bool) -> None:
         first = micro_batches[0]
         schedules.run(

@@ -46,12 +46,22 @@ class LossTap:
 
     def take(self, tensor_parallel: int) -> Losses:
         """The losses since the last call, reduced over ALL ranks (every rank must call it)."""
-        totals = self._totals.clone()
+        rows = self.so_far()
         self._totals.zero_()
-        dist.all_reduce(totals)
-        rows = totals.tolist()
         means = [total / count if count else float("nan") for total, count in rows]
         return Losses(means[0], tuple(means[1:]), round(rows[0][1] / tensor_parallel))
+
+    def so_far(self) -> list[list[float]]:
+        """[sum, count] of each loss since the last `take`, over ALL ranks (every rank must call it)."""
+        totals = self._totals.clone()
+        dist.all_reduce(totals)
+        rows: list[list[float]] = totals.tolist()
+        return rows
+
+    def restore(self, rows: list[list[float]]) -> None:
+        """Takes up what `so_far` gave; the sums of all ranks are kept on the first."""
+        if dist.get_rank() == 0:
+            self._totals += torch.tensor(rows, dtype=torch.float64, device=self._totals.device)
 
     @contextmanager
     def apart(self) -> Iterator[None]:

@@ -5,7 +5,8 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from types import TracebackType
+from typing import Any, Protocol, Self, TextIO
 
 
 class Sink(Protocol):
@@ -17,28 +18,16 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """One JSON object per line; on opening, lines past step `resume_at` are cut (a crash after a save)."""
+    """One JSON object per line, added to what is there."""
 
-    def __init__(self, path: Path, resume_at: int) -> None:
-        kept = []
-        if path.exists():
-            kept = [line for line in path.read_text().splitlines() if _step_of(line) <= resume_at]
-        path.write_text("".join(f"{line}\n" for line in kept))
-        self._file = path.open("a", buffering=1)
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._file.write(json.dumps({"step": step, "time": round(time.time(), 3), **values}) + "\n")
 
     def close(self) -> None:
         self._file.close()
-
-
-def _step_of(line: str) -> float:
-    """The step of one line; infinity for a line that a crash cut short."""
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")
 
 
 class TensorBoard:
@@ -108,7 +97,7 @@ def _short(value: float) -> str:
 
 
 class Metrics:
-    """Sends every report to each sink; ranks other than the reporting one have no sinks."""
+    """Sends every report to each sink, and closes them at the end of a `with`; most ranks have no sinks."""
 
     def __init__(self, sinks: list[Sink]) -> None:
         self._sinks = sinks
@@ -118,7 +107,11 @@ class Metrics:
         for sink in self._sinks:
             sink.write(step, values)
 
-    def close(self) -> None:
-        """Flushes and closes every sink."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for sink in self._sinks:
             sink.close()

@@ -1,43 +1,93 @@
 """A rank's work once megatron may be imported: groups, data, engine, checkpoint, and the loop."""
 
-from pathlib import Path
+import hashlib
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from bundle.distributed.stopping import StopRequest
 from bundle.distributed.watchdog import Watchdog
-from bundle.engine import Engine
+from bundle.engine import Engine, Losses
+from bundle.errors import UsageError
 from bundle.mcore import groups
 from bundle.mcore.groups import Groups
 from bundle.mcore.runtime import Runtime
 from bundle.recipe import Recipe
-from bundle.training import data, loop
+from bundle.training import atomic, data, loop
 from bundle.training.batches import Batches
+from bundle.training.checkpoints.checkpoints import Checkpoints
+from bundle.training.checkpoints.shelf import Shelf
+from bundle.training.checkpoints.state import TrainState
+from bundle.training.checkpoints.together import first
+from bundle.training.job import Job
 from bundle.training.metrics import JsonLines, Metrics, Sink, TensorBoard, terminal
 from bundle.training.progress import Progress
+from bundle.training.run_directory import RunDirectory
+
+# Writing or reading a large checkpoint takes longer than any collective should.
+CHECKPOINT_PATIENCE = 3600
 
 
 def run(
-    recipe: Recipe, directory: Path, runtime: Runtime, device: torch.device, rank: int, local_rank: int
+    job: Job,
+    plan: Mapping[str, Any],
+    versions: Mapping[str, Any],
+    runtime: Runtime,
+    device: torch.device,
+    local_rank: int,
 ) -> None:
     """Trains to the last step and reports the held-out losses; raises what `loop.train` raises."""
-    with Watchdog(recipe.distributed.timeout_seconds, directory / "logs", rank, local_rank) as dog:
+    recipe, directory, rank = job.recipe, job.directory, dist.get_rank()
+    timeout = recipe.distributed.timeout_seconds
+    with Watchdog(timeout, directory.logs, rank, local_rank) as dog, ExitStack() as held:
         stop = StopRequest(device)
+        first(lambda: held.enter_context(directory.locked()))
+        goes_on = first(lambda: directory.begin(recipe, fresh=job.fresh, resume=job.resume))
+        first(lambda: _write_start(directory, recipe, plan, versions, goes_on))
         state = _groups(recipe, runtime)
-        corpus = data.prepare(recipe, directory / "data")
-        feed = data.Feed(recipe, corpus, state.dp.rank, state.dp.size)
+        with dog.patience(CHECKPOINT_PATIENCE, "reading the data"):
+            corpus = data.prepare(recipe, directory.root / "data")
         engine = Engine(recipe, runtime, state, device)
-        progress = Progress()
-        metrics = _metrics(recipe, directory, progress, reports=rank == 0)
-        hooks = loop.Hooks(
-            save=lambda at: None,
-            should_stop=stop.agreed,
-            alive=lambda step: dog.beat(f"step {step + 1}"),
+        shelf = Shelf(directory.checkpoints)
+        checkpoints = Checkpoints(
+            shelf, engine, keep=recipe.checkpoint.keep, background=recipe.checkpoint.async_
         )
-        try:
-            loop.train(engine, Batches(recipe, feed, state, device), progress, metrics, hooks)
-        finally:
-            metrics.close()
+        with dog.patience(CHECKPOINT_PATIENCE, "loading a checkpoint"):
+            progress = _restore(job, checkpoints, engine, corpus.identity, goes_on)
+        first(lambda: directory.rewind_metrics(progress.step))
+
+        def save(at: Progress) -> None:
+            with dog.patience(CHECKPOINT_PATIENCE, f"saving step {at.step}"):
+                checkpoints.save(_state(at, engine, corpus.identity))
+
+        def alive(step: int) -> None:
+            dog.beat(f"step {step + 1}")
+            checkpoints.poll()
+
+        metrics = held.enter_context(_metrics(recipe, directory, progress, reports=rank == 0))
+        feed = data.Feed(recipe, corpus, state.dp.rank, state.dp.size)
+        hooks = loop.Hooks(save=save, should_stop=stop.agreed, alive=alive)
+        losses = loop.train(engine, Batches(recipe, feed, state, device), progress, metrics, hooks)
+        with dog.patience(CHECKPOINT_PATIENCE, "completing the last checkpoint"):
+            checkpoints.poll(wait=True)
+        first(lambda: _conclude(directory, progress, losses, corpus.bigram_entropy))
+
+
+def _write_start(
+    directory: RunDirectory,
+    recipe: Recipe,
+    plan: Mapping[str, Any],
+    versions: Mapping[str, Any],
+    goes_on: bool,
+) -> None:
+    if goes_on:
+        directory.describe(plan, versions)
+    else:
+        directory.write_start(recipe, plan, versions)
 
 
 def _groups(recipe: Recipe, runtime: Runtime) -> Groups:
@@ -55,10 +105,55 @@ def _groups(recipe: Recipe, runtime: Runtime) -> Groups:
         )
 
 
-def _metrics(recipe: Recipe, directory: Path, progress: Progress, *, reports: bool) -> Metrics:
+def _state(at: Progress, engine: Engine, identity: Mapping[str, str]) -> TrainState:
+    carried = {
+        "skipped_updates": at.skipped_updates,
+        "losses": engine.losses_so_far(),
+        "data": dict(identity),
+    }
+    return TrainState(at.step, at.consumed_samples, _digest(identity), carried)
+
+
+def _restore(
+    job: Job, checkpoints: Checkpoints, engine: Engine, identity: Mapping[str, str], goes_on: bool
+) -> Progress:
+    """Where training begins: after the newest usable checkpoint, or at the start. Says what was left out."""
+    loaded = checkpoints.load_newest() if goes_on else None
+    if loaded is None and job.start_from is not None:
+        loaded = checkpoints.load_from(job.start_from, trusted=job.trusted)
+    if loaded is None:
+        return Progress()
+    saved = loaded.state
+    if saved.data_digest != _digest(identity):
+        changes = data.changed(saved.metrics.get("data", {}), identity)
+        raise UsageError(f"{loaded.directory.name} was trained on other data", changes)
+    engine.restore_losses(saved.metrics["losses"])
+    if dist.get_rank() == 0:
+        print("\n".join([*loaded.notes, f"goes on after step {saved.step}"]), flush=True)
+    return Progress(saved.step, saved.consumed_samples, saved.metrics["skipped_updates"])
+
+
+def _metrics(recipe: Recipe, directory: RunDirectory, progress: Progress, *, reports: bool) -> Metrics:
     if not reports:
         return Metrics([])
-    sinks: list[Sink] = [JsonLines(directory / "metrics.jsonl", progress.step)]
+    sinks: list[Sink] = [JsonLines(directory.metrics)]
     if recipe.metrics.tensorboard:
-        sinks.append(TensorBoard(directory / "tensorboard", progress.step))
+        sinks.append(TensorBoard(directory.tensorboard, progress.step))
     return Metrics([*sinks, terminal(recipe.train.steps, progress.step)])
+
+
+def _conclude(
+    directory: RunDirectory, progress: Progress, losses: Losses | None, entropy: float | None
+) -> None:
+    """Writes the result, which makes the run a finished one, and says it."""
+    result: dict[str, Any] = {"step": progress.step, "skipped_updates": progress.skipped_updates}
+    if losses is not None:
+        result |= {"loss": losses.main, "mtp_losses": list(losses.mtp)}
+        depths = "".join(f", MTP {depth} {loss:.4f}" for depth, loss in enumerate(losses.mtp, start=1))
+        pairs = f"; the text's bigram entropy is {entropy:.2f}" if entropy is not None else ""
+        print(f"finished: loss {losses.main:.4f}{depths} nats per token{pairs}", flush=True)
+    atomic.write_json(directory.result, result)
+
+
+def _digest(identity: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(dict(identity), sort_keys=True).encode()).hexdigest()[:16]

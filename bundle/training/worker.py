@@ -1,51 +1,70 @@
-"""The life of one rank: meet the others, prepare the backend, train, leave in order."""
+"""The life of one rank: meet the others, agree, prepare the backend, train, leave in order."""
 
-from dataclasses import dataclass
+import hashlib
+import json
 from datetime import timedelta
-from pathlib import Path
 
+from bundle import stack
 from bundle.backends import preparation
 from bundle.distributed import parent, store, watchdog, world
 from bundle.distributed.agreement import agree
 from bundle.errors import ExitCode, Preempted
 from bundle.launchers import outcomes
+from bundle.patches import plan as patch_plan
+from bundle.planning import document
+from bundle.planning.planned import Planned, planned
 from bundle.recipe import Recipe
 from bundle.rendezvous import Rendezvous
+from bundle.training.job import Job
 
 
-@dataclass(frozen=True)
-class Job:
-    """What every rank of a run is told alike; `backend` is resolved, never auto."""
-
-    recipe: Recipe
-    backend: str
-    directory: Path
-    trust_checkpoint: bool = False
-
-
-def work(job: Job, rendezvous: Rendezvous) -> ExitCode:
+def work(job: Job, rendezvous: Rendezvous, backend: str | None, allow_drift: tuple[str, ...]) -> ExitCode:
     """How this rank ended; whoever started it learns why."""
+    rank, local_rank, size = rendezvous.rank, rendezvous.local_rank, rendezvous.world_size
+    assert rank is not None and local_rank is not None and size is not None, "only a rank works"
+
+    def body() -> None:
+        made = planned(
+            job.recipe,
+            backend=backend,
+            allow_drift=allow_drift,
+            nodes=rendezvous.nodes,
+            per_node=size // rendezvous.nodes,
+        )
+        made.refuse()
+        _train(job, made, rendezvous, rank, local_rank, size)
+
     parent.die_with_parent()
     watchdog.show_stacks_on_request()
-    rank, local_rank = rendezvous.rank, rendezvous.local_rank
-    assert rank is not None and local_rank is not None, "only a rank works"
-    return outcomes.report(rank, local_rank, lambda: _work(job, rendezvous, rank, local_rank))
+    return outcomes.report(rank, local_rank, body)
 
 
-def _work(job: Job, rendezvous: Rendezvous, rank: int, local_rank: int) -> None:
+def _train(job: Job, made: Planned, rendezvous: Rendezvous, rank: int, local_rank: int, size: int) -> None:
     timeout = timedelta(seconds=job.recipe.distributed.timeout_seconds)
     meeting = store.open_store(rendezvous, timeout)
-    prepared = preparation.prepare(job.recipe, job.backend)
-    assert rendezvous.world_size is not None
-    agree(meeting, rank, rendezvous.world_size, prepared.identity, timeout)
-    device = prepared.runtime.device(local_rank)
-    world.initialize(rendezvous, meeting, prepared.runtime.collectives, timeout, device)
+    agree(meeting, rank, size, _identity(job.recipe, made), timeout)
+    runtime = preparation.prepare(made)
+    device = runtime.device(local_rank)
+    world.initialize(rendezvous, meeting, runtime.collectives, timeout, device)
     # Imported only now: it imports megatron, which must meet the patches.
     from bundle.training import session
 
+    described = document(made.plan, "", "")
     try:
-        session.run(job.recipe, job.directory, prepared.runtime, device, rank, local_rank)
+        session.run(job, described, _versions(), runtime, device, local_rank)
     except Preempted:
         world.destroy()  # all ranks stop together; after any other error the others may never come
         raise
     world.destroy()
+
+
+def _versions() -> dict[str, dict[str, str | None]]:
+    """What is installed, by package, for the run directory."""
+    return {p.name: {"version": p.version, "commit": p.commit} for p in stack.detect().packages()}
+
+
+def _identity(recipe: Recipe, made: Planned) -> dict[str, str]:
+    """What all ranks must have in common: a name and a short value each; no paths, no host names."""
+    digest = hashlib.sha256(json.dumps(recipe.dump(), sort_keys=True).encode()).hexdigest()[:16]
+    backend = made.plan.hardware.backend
+    return {"recipe": digest, "backend": backend, **patch_plan.make(made.survey).fields()}

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from bundle.backends import preparation
+from bundle.planning.planned import planned
 from bundle.recipe import Recipe, from_mapping
 from tests import world
 
@@ -94,7 +95,7 @@ def train(job: Recipe, runtime) -> list[list[float]]:
 
 def main() -> None:
     jobs = {model: recipe(model) for model in MODELS}
-    runtime = preparation.prepare(jobs["latent"], "cpu").runtime
+    runtime = preparation.prepare(planned(jobs["latent"], backend="cpu"))
     rank = world.join()
     seen = {model: train(job, runtime) for model, job in jobs.items()}
     if rank == 0:

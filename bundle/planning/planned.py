@@ -1,0 +1,74 @@
+"""The plan of a recipe on this machine, or on a named one, with the survey that its patches come from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bundle import stack
+from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, PatchError, UsageError
+from bundle.hardware import Hardware
+from bundle.patches import subject, survey, table
+from bundle.patches.survey import Survey
+from bundle.planning.machine import capabilities, machine
+from bundle.planning.plan import Plan, Target, make
+from bundle.recipe import Recipe
+
+# What `make` installs: a plan without any megatron-core is for this one.
+DEFAULT = "0.16.1"
+
+_ERRORS: dict[ExitCode, type[BundleError]] = {
+    ExitCode.USAGE: UsageError,
+    ExitCode.ENVIRONMENT_UNFIT: EnvironmentUnfit,
+    ExitCode.PATCHES: PatchError,
+}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, and the survey of megatron-core that it was made with."""
+
+    plan: Plan
+    survey: Survey
+
+    def refuse(self) -> None:
+        """Raises the gravest problem's error with all problems in it; does nothing when there is none."""
+        if self.plan.code is not ExitCode.OK:
+            reasons = [problem.text for problem in self.plan.problems]
+            raise _ERRORS[self.plan.code](f"recipe {self.plan.recipe.name} cannot run here", reasons)
+
+
+def planned(
+    recipe: Recipe,
+    *,
+    backend: str | None = None,
+    named: str | None = None,
+    mcore: str = "",
+    allow_drift: Sequence[str] = (),
+    nodes: int | None = None,
+    per_node: int | None = None,
+) -> Planned:
+    """The plan of a recipe; what is None comes from the recipe and from this machine.
+
+    `named` is a machine to plan for instead of this one, `mcore` a version or a tree instead of what is
+    installed. Raises UsageError and EnvironmentUnfit where there is nothing to plan with.
+    """
+    on, notes = machine(recipe.backend, backend, named)
+    target, decided = _megatron(recipe, on, mcore, allow_drift)
+    can = capabilities(on.backend)
+    plan = make(recipe, on, can, target, decided.decisions, nodes=nodes, per_node=per_node, notes=notes)
+    return Planned(plan, decided)
+
+
+def _megatron(recipe: Recipe, on: Hardware, mcore: str, allowed: Sequence[str]) -> tuple[Target, Survey]:
+    """The megatron-core that is named, installed or else the default, and the decisions about it."""
+    here, reviewed = stack.detect(), table.load()
+    if mcore:
+        of, origin = subject.named(mcore, reviewed), "--mcore"
+    elif here.megatron.core is not None:
+        of = subject.installed(here, reviewed)
+        origin = f"{of.root}, {of.origin}"
+    else:
+        of, origin = subject.named(DEFAULT, reviewed), "none is installed here: the default release"
+    decided = survey.survey(of, reviewed, here, backend=on.backend, features=recipe.features, allowed=allowed)
+    known = of.version is not None and stack.base(of.version) is not None
+    unread = "" if known else f"; its version cannot be read, taken for {DEFAULT}"
+    return Target(of.version if known and of.version else DEFAULT, origin + unread), decided

@@ -1,0 +1,23 @@
+"""What every rank of a run is told alike."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from bundle.recipe import Recipe
+from bundle.training.run_directory import RunDirectory
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe, where its run lives, and what to do with what is there.
+
+    `start_from` is a checkpoint to begin with in place of the run's own; `trusted` says that the user trusts
+    whoever wrote it, since reading it can run code that its files hold.
+    """
+
+    recipe: Recipe
+    directory: RunDirectory
+    fresh: bool = False
+    resume: bool = False
+    start_from: Path | None = None
+    trusted: bool = False
