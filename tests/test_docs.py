@@ -1,0 +1,44 @@
+"""Every command that a page shows runs: training as far as --dry-run, make as far as make -n."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+CONSOLE = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def commands() -> list[tuple[str, str]]:
+    """(page, command) of every line after a prompt in a console block; comments are left out."""
+    found = []
+    for page in PAGES:
+        for block in CONSOLE.findall(page.read_text(encoding="utf-8")):
+            prompts = [line[2:] for line in block.splitlines() if line.startswith("$ ")]
+            found += [(page.name, line.partition("#")[0].strip()) for line in prompts]
+    return found
+
+
+@pytest.mark.parametrize(("page", "command"), commands())
+def test_a_shown_command_runs(page, command, tmp_path):
+    program, *words = shlex.split(command)
+    if program == "make":
+        words = ["-n", *words]
+        argv, directory = ["make", *words], ROOT
+    elif program == "mcore-bundle":
+        if words[0] == "train" and "--dry-run" not in words:
+            words.append("--dry-run")
+        argv, directory = [sys.executable, "-m", "bundle", *words], tmp_path
+    else:
+        pytest.fail(f"{page} shows `{program}`, which no test can run: show make or mcore-bundle")
+    result = subprocess.run(argv, cwd=directory, capture_output=True, text=True, timeout=60)
+    allowed = {0, 3} if "doctor" in words else {0}  # 3: doctor found something on this machine
+    assert result.returncode in allowed, result.stdout + result.stderr
+
+
+def test_pages_show_commands():
+    assert len(commands()) >= 8
