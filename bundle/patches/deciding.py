@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from bundle.patches import mindspeed
 from bundle.patches.decision import Action, Decision
-from bundle.patches.entry import Patch, Presence, Replacement, Trap
+from bundle.patches.entry import Patch, Presence, Replacement, Seam, Trap
 from bundle.patches.reading import Reading
 from bundle.stack import versions
 
@@ -81,6 +81,27 @@ def decide_trap(trap: Trap, job: Job) -> Decision | None:
         evidence=Presence.UNKNOWN,
         proven=False,
         stops=job.features is not None,
+    )
+
+
+def decide_seam(seam: Seam, reading: Reading | None, job: Job) -> Decision | None:
+    """A warning that what the bundle relies on is not as reviewed; None where it is."""
+    if reading is None or not job.uses(seam.when) or versions.within(job.version or "", seam.range) is False:
+        return None
+    changed = [target for target in reading.fingerprints if not reading.reviewed.get(target)]
+    if reading.fingerprints and not changed and not reading.trouble:
+        return None
+    gone = "" if reading.fingerprints else f"{' and '.join(seam.targets)} are gone"
+    reason = reading.trouble or gone or f"{', '.join(changed)} is not as reviewed"
+    return Decision(
+        id=seam.id,
+        action=Action.DRIFT,
+        reason=f"{reason}; {seam.use}. {seam.why}",
+        range=seam.range,
+        evidence=Presence.UNKNOWN,
+        proven=True,
+        targets=tuple(reading.fingerprints),
+        fingerprints=tuple(reading.fingerprints.values()),
     )
 
 

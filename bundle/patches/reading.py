@@ -1,7 +1,7 @@
 """What is known about a patch in one megatron: from its source, the reviewed list, or its number."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from bundle.patches.definitions import Definitions, Evidence
 from bundle.patches.entry import Patch, Presence
@@ -25,22 +25,27 @@ NUMBER_ALONE = Reading(None)
 
 def of_tree(patch: Patch, definitions: Definitions, table: Table) -> Reading:
     """What the source of a tree says."""
-    trouble = None
+    targets = of_targets([replacement.target for replacement in patch.replacements], definitions, table)
     try:
         evidence = patch.defect(Evidence(definitions, frozenset(patch.evidence)))
     except Unreadable as error:
-        evidence, trouble = Presence.UNKNOWN, str(error)
-    fingerprints, nearest = {}, {}
-    for replacement in patch.replacements:
+        return replace(targets, evidence=Presence.UNKNOWN, trouble=str(error))
+    return replace(targets, evidence=evidence)
+
+
+def of_targets(targets: Iterable[str], definitions: Definitions, table: Table) -> Reading:
+    """What the source of a tree says about some names, without a verdict on any defect."""
+    trouble, fingerprints, nearest = None, {}, {}
+    for target in targets:
         try:
-            found = definitions[replacement.target]
+            found = definitions[target]
             if found is not None:
-                fingerprints[replacement.target] = found.fingerprint
+                fingerprints[target] = found.fingerprint
             else:
-                nearest[replacement.target] = definitions.nearest(replacement.target)
+                nearest[target] = definitions.nearest(target)
         except Unreadable as error:
             trouble = str(error)
-    return Reading(evidence, fingerprints, _reviewed(fingerprints, table), nearest, trouble)
+    return Reading(None, fingerprints, _reviewed(fingerprints, table), nearest, trouble)
 
 
 def of_reference(patch: Patch, reference: str, table: Table) -> Reading:

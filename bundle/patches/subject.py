@@ -46,6 +46,12 @@ class Reader:
             return reading.of_tree(patch, self.definitions, self.table)
         return reading.NUMBER_ALONE
 
+    def look(self, targets: tuple[str, ...]) -> Reading | None:
+        """What the tree says about some names; None where it is reviewed, or not at hand."""
+        if self.definitions is None:
+            return None
+        return reading.of_targets(targets, self.definitions, self.table)
+
 
 def installed(stack: Stack, table: Table) -> Subject:
     """The megatron-core that a worker would import. Raises EnvironmentUnfit where there is none."""

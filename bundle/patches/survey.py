@@ -9,6 +9,7 @@ from bundle.patches import deciding
 from bundle.patches.catalogue import PATCHES
 from bundle.patches.deciding import Job
 from bundle.patches.decision import Action, Decision
+from bundle.patches.seams import SEAMS
 from bundle.patches.subject import Subject
 from bundle.patches.table import Table
 from bundle.patches.traps import TRAPS
@@ -48,7 +49,7 @@ def survey(
     requested: Collection[str] = (),
     allowed: Collection[str] = (),
 ) -> Survey:
-    """The decision about every patch and every trap. Raises UsageError for unknown ids and backends."""
+    """The decision about every patch, trap and changed seam. Raises UsageError for unknown ids."""
     known = {patch.id: patch for patch in PATCHES}
     _check_ids({*requested, *allowed}, known)
     job = Job(
@@ -64,6 +65,8 @@ def survey(
     reader = of.reader(table)
     decisions = [deciding.decide(patch, reader.read(patch), job) for patch in PATCHES]
     decisions += [decision for trap in TRAPS if (decision := deciding.decide_trap(trap, job)) is not None]
+    seams = [deciding.decide_seam(seam, reader.look(seam.targets), job) for seam in SEAMS]
+    decisions += [decision for decision in seams if decision is not None]
     return Survey(of, deciding.exclude(decisions, known))
 
 

@@ -101,6 +101,13 @@ def test_a_moved_method_is_named(release: Release, tmp_path: Path):
     assert "_roll_tensor_packed_seq" in ran.stderr
 
 
+def test_a_changed_seam_is_a_warning(release: Release, tmp_path: Path):
+    language = "models/common/language_module/language_module.py"
+    edits = {language: ("def compute_language_model_loss(self, labels", "def compute_loss(self, labels")}
+    row = decisions(copied(release("0.16.1"), tmp_path, edits))["main-loss"]
+    assert row["decision"] == "DRIFT" and "intercepted on the model by the engine" in row["reason"]
+
+
 def test_an_allowed_drift_goes_on(release: Release, tmp_path: Path):
     edits = {MLA: ("self.qkv_up_checkpoint = None", "self.qkv_up_checkpoint = self.added = None")}
     tree = copied(release("0.16.1"), tmp_path, edits)

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from bundle.patches.deciding import Job, decide, decide_trap, exclude
+from bundle.patches.deciding import Job, decide, decide_seam, decide_trap, exclude
 from bundle.patches.decision import Action, Decision
-from bundle.patches.entry import Patch, Presence, Replacement, Trap
+from bundle.patches.entry import Patch, Presence, Replacement, Seam, Trap
 from bundle.patches.reading import NUMBER_ALONE, Reading
 
 TARGET = "megatron.core.a:f"
@@ -208,3 +208,17 @@ def test_a_trap_stops_a_recipe_that_meets_it():
 def test_without_a_recipe_a_trap_is_only_said():
     said = decide_trap(TRAP, IN)
     assert said is not None and said.action is Action.TRAP and not said.stops
+
+
+SEAM = Seam(id="s", targets=(TARGET,), use="called by the engine", why="Why.", when=frozenset({"mtp"}))
+
+
+def test_a_changed_seam_is_a_warning_and_a_reviewed_one_is_nothing():
+    assert decide_seam(SEAM, None, IN) is None
+    assert decide_seam(SEAM, REVIEWED, IN) is None
+    for reading, says in ((CHANGED, "is not as reviewed"), (GONE, "are gone")):
+        decision = decide_seam(SEAM, reading, IN)
+        assert decision is not None and decision.action is Action.DRIFT and not decision.stops
+        assert says in decision.reason and "called by the engine" in decision.reason
+    assert decide_seam(SEAM, CHANGED, replace(IN, features=frozenset({"mla"}))) is None
+    assert decide_seam(replace(SEAM, range="<0.17"), GONE, IN) is None
