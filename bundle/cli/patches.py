@@ -147,7 +147,7 @@ def _row(decision: Decision) -> dict[str, Any]:
 
 def _lines(found: Survey) -> list[str]:
     of = found.subject
-    where = f" in {of.root} ({of.origin})" if of.root else ""
+    where = f" in {of.root} ({of.origin})" if of.root else f" ({of.origin})"
     same = "reviewed" if of.reference == of.version else f"like {of.reference} wherever it matters"
     known = same if of.reference else "not reviewed"
     commit = f" at {of.commit[:12]}" if of.commit else ""

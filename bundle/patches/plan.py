@@ -7,17 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bundle import stack
 from bundle.errors import PatchError
 from bundle.patches import source
 from bundle.patches.catalogue import PATCHES
 from bundle.patches.definitions import Definitions
 from bundle.patches.entry import Replacement
 from bundle.patches.source import SourceTree
-from bundle.patches.subject import installed
-from bundle.patches.survey import Survey, survey
-from bundle.patches.table import load as load_table
-from bundle.recipe import Recipe
+from bundle.patches.survey import Survey
 
 _BUNDLE = Path(__file__).parents[2]  # what holds the package `bundle`
 
@@ -126,10 +122,3 @@ def _step(patch_id: str, replacement: Replacement, definitions: Definitions) -> 
 
 def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def for_recipe(recipe: Recipe, backend: str) -> PatchPlan:
-    """The plan for a recipe on the megatron-core that is installed here. Raises as `make` does."""
-    here, table = stack.detect(), load_table()
-    of = installed(here, table)
-    return make(survey(of, table, here, backend=backend, features=recipe.features))

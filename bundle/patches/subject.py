@@ -1,9 +1,9 @@
 """The megatron-core that decisions are about: an installed one, a tree, or a version."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bundle.errors import EnvironmentUnfit, UsageError
+from bundle.errors import UsageError
 from bundle.patches import reading, source
 from bundle.patches.definitions import Definitions
 from bundle.patches.entry import Patch
@@ -11,6 +11,9 @@ from bundle.patches.reading import Reading
 from bundle.patches.source import SourceTree
 from bundle.patches.table import Table
 from bundle.stack import Copy, Stack, megatron, versions
+
+# What `make` installs: where there is no megatron-core, decisions are about this one.
+DEFAULT = "0.16.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +57,11 @@ class Reader:
 
 
 def installed(stack: Stack, table: Table) -> Subject:
-    """The megatron-core that a worker would import. Raises EnvironmentUnfit where there is none."""
+    """The megatron-core that a worker would import; the default release where there is none."""
     core = stack.megatron.core
-    if core is None:
-        raise EnvironmentUnfit(
-            "There is no megatron-core on the Python path. Install one, put a checkout on PYTHONPATH, "
-            "or name a tree or a version: --mcore PATH|VERSION"
-        )
-    return _of_copy(core, table, stack.megatron.conflict)
+    if core is not None:
+        return _of_copy(core, table, stack.megatron.conflict)
+    return replace(named(DEFAULT, table), origin="none is installed here: the default release")
 
 
 def named(name: str, table: Table) -> Subject:

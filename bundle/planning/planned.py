@@ -7,13 +7,11 @@ from bundle import stack
 from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, PatchError, UsageError
 from bundle.hardware import Hardware
 from bundle.patches import subject, survey, table
+from bundle.patches.subject import DEFAULT
 from bundle.patches.survey import Survey
 from bundle.planning.machine import capabilities, machine
 from bundle.planning.plan import Plan, Target, make
 from bundle.recipe import Recipe
-
-# What `make` installs: a plan without any megatron-core is for this one.
-DEFAULT = "0.16.1"
 
 _ERRORS: dict[ExitCode, type[BundleError]] = {
     ExitCode.USAGE: UsageError,
@@ -63,11 +61,9 @@ def _megatron(recipe: Recipe, on: Hardware, mcore: str, allowed: Sequence[str]) 
     here, reviewed = stack.detect(), table.load()
     if mcore:
         of, origin = subject.named(mcore, reviewed), "--mcore"
-    elif here.megatron.core is not None:
-        of = subject.installed(here, reviewed)
-        origin = f"{of.root}, {of.origin}"
     else:
-        of, origin = subject.named(DEFAULT, reviewed), "none is installed here: the default release"
+        of = subject.installed(here, reviewed)
+        origin = f"{of.root}, {of.origin}" if of.root else of.origin
     decided = survey.survey(of, reviewed, here, backend=on.backend, features=recipe.features, allowed=allowed)
     known = of.version is not None and stack.base(of.version) is not None
     unread = "" if known else f"; its version cannot be read, taken for {DEFAULT}"
