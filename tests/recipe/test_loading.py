@@ -147,9 +147,9 @@ def test_fp8_on_cpu_is_refused_with_the_reason_whenever_the_backend_is_known():
 
 def test_differences_name_keys_and_know_what_a_resume_may_change():
     old = load("demo")
-    new = load("demo", ["optimizer.lr=5e-3", "checkpoint.keep=3", "model.recompute.granularity=full"])
+    new = load("demo", ["optimizer.lr=2e-3", "checkpoint.keep=3", "model.recompute.granularity=full"])
     found = {d.key: d for d in differences(old, new)}
-    assert found["optimizer.lr"].new == 5e-3 and not found["optimizer.lr"].free_on_resume
+    assert found["optimizer.lr"].new == 2e-3 and not found["optimizer.lr"].free_on_resume
     assert found["checkpoint.keep"].free_on_resume
     assert (found["model.recompute.granularity"].old, found["model.recompute.granularity"].new) == (
         None,
