@@ -15,10 +15,7 @@ JSON = st.recursive(
 )
 NESTED = st.fixed_dictionaries(
     {},
-    optional={
-        name: JSON
-        for name in ("rope_type", "type", "factor", "rope_theta", "mscale", "mscale_all_dim", "low_freq_factor")
-    },
+    optional=dict.fromkeys(("rope_type", "type", "factor", "rope_theta", "mscale", "low_freq_factor"), JSON),
 )
 KEYS = sorted({*V3, *DENSE, "rope_parameters", "layer_types", "mlp_only_layers", "sliding_window", "n_group"})
 
