@@ -74,7 +74,7 @@ def report(rank: int, local_rank: int, body: Callable[[], None]) -> ExitCode:
         code, message = ExitCode(error.code), str(error)
     except KeyboardInterrupt:
         code, message = ExitCode.INTERRUPTED, "interrupted"
-    except Exception as error:  # noqa: BLE001  everything that ends a rank has to be written down
+    except BaseException as error:  # noqa: BLE001  whatever ends a rank; torch has some that are no Exception
         code, message, explained = ExitCode.JOB_FAILED, f"{type(error).__name__}: {error}", False
         traceback.print_exc()
     conclude(rank, local_rank, code, message, explained=explained)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import megatron.core
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from bundle.engine import Engine
 from bundle.errors import JobFailed, UsageError
@@ -17,6 +18,8 @@ from bundle.training.checkpoints.together import first, together
 
 # Its own folder inside a checkpoint, which Megatron-LM's tools read.
 _MEGATRON = "megatron"
+# torch's own exception for it is not an Exception.
+_WRITING_FAILED = (Exception, CheckpointException)
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Checkpoints:
                     self._writing = (now.step, writing)
                     return
                 megatron_checkpoints.save(partial / _MEGATRON, engine.models, engine.optimizer)
-        except Exception as error:
+        except _WRITING_FAILED as error:
             raise self._given_up(partial, error) from error
         self._publish(now.step)
 
@@ -67,7 +70,7 @@ class Checkpoints:
             with self.engine.runtime.megatron():
                 if not writing.finished(wait=wait):
                     return None
-        except Exception as error:
+        except _WRITING_FAILED as error:
             raise self._given_up(self.shelf.partial(step), error) from error
         self._writing = None
         self._publish(step)
@@ -118,10 +121,10 @@ class Checkpoints:
                 mcore=megatron.core.__version__,
             ).write(partial)
 
-    def _given_up(self, partial: Path, error: Exception) -> Exception:
+    def _given_up(self, partial: Path, error: BaseException) -> Exception:
         """Returns what to raise; megatron tells the cause to rank 0, which explains it and clears up."""
         if dist.get_rank() != 0:
-            return error
+            return RuntimeError("the checkpoint could not be written; rank 0 knows why")
         self.shelf.clear()
         return atomic.failed(partial, error)
 

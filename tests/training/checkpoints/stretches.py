@@ -1,0 +1,61 @@
+"""Ranks that train stretches of a run, each at a layout of its own, with checkpoints between them."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.matrix.cases import ROWS, Case
+from tests.training.checkpoints.world import make_engine, take_part, train_step
+
+
+@dataclass
+class Stretch:
+    """Steps at one layout, from the newest checkpoint in `load`; each `every` steps one goes into `save`."""
+
+    parallel: dict[str, Any]
+    steps: int
+    load: str | None = None
+    save: str | None = None
+    every: int = 2
+    background: bool = False
+
+    def case(self) -> Case:
+        return Case("stretch", self.parallel)
+
+
+def run(runtime: Any, folder: Path, plan: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Returns for each stretch its `losses`, bit for bit, and what was loaded."""
+    return {name: train(Stretch(**stretch), runtime, folder) for name, stretch in plan.items()}
+
+
+def train(stretch: Stretch, runtime: Any, folder: Path) -> dict[str, Any]:
+    from bundle.training.checkpoints.checkpoints import Checkpoints
+    from bundle.training.checkpoints.shelf import Shelf
+    from bundle.training.checkpoints.state import TrainState
+
+    engine = make_engine(stretch.case(), runtime)
+    found: dict[str, Any] = {"losses": []}
+    step = 0
+    if stretch.load:
+        loaded = Checkpoints(Shelf(folder / stretch.load), engine, keep=2).load_newest()
+        assert loaded
+        step = loaded.state.step
+        found |= {"step": step, "notes": loaded.notes, "metrics": loaded.state.metrics}
+    shelf = Shelf(folder / (stretch.save or "none"))
+    checkpoints = Checkpoints(shelf, engine, keep=2, background=stretch.background)
+    for _ in range(stretch.steps):
+        found["losses"].append(train_step(engine, step))
+        step += 1
+        checkpoints.poll()
+        if stretch.save and step % stretch.every == 0:
+            checkpoints.save(TrainState(step, step * ROWS, "digest", {"sum": 0.1 + 0.2}))
+    checkpoints.poll(wait=True)
+    return found
+
+
+if __name__ == "__main__":
+    import json
+
+    cases = [Stretch(**stretch).case() for stretch in json.loads(sys.argv[4]).values()]
+    take_part(sys.argv, cases, run)

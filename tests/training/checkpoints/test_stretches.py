@@ -1,0 +1,85 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training.checkpoints.world import launch
+
+pytestmark = pytest.mark.world
+
+EP2: dict[str, Any] = {"ep": 2}
+PP2: dict[str, Any] = {"pp": 2}
+VPP2: dict[str, Any] = {"pp": 2, "vpp": 2}
+TP2: dict[str, Any] = {"tp": 2, "ep": 2, "etp": 1}
+CP2: dict[str, Any] = {"cp": 2}
+
+PLAN = {
+    "whole": {"parallel": EP2, "steps": 4},
+    "ep2": {"parallel": EP2, "steps": 2, "save": "ep2"},
+    "ep2 resumed": {"parallel": EP2, "steps": 2, "load": "ep2"},
+    "ep2 as pp2": {"parallel": PP2, "steps": 2, "load": "ep2"},
+    "ep2 as cp2": {"parallel": CP2, "steps": 2, "load": "ep2"},
+    "tp2": {"parallel": TP2, "steps": 2, "save": "tp2"},
+    "tp2 resumed": {"parallel": TP2, "steps": 2, "load": "tp2"},
+    "tp2 as pp2 vpp2": {"parallel": VPP2, "steps": 2, "load": "tp2"},
+    "tp2 as ep2": {"parallel": EP2, "steps": 2, "load": "tp2"},
+    "pp2 vpp2": {"parallel": VPP2, "steps": 2, "save": "vpp2"},
+    "pp2 vpp2 as tp2": {"parallel": TP2, "steps": 2, "load": "vpp2"},
+}
+BACKGROUND = {
+    "whole": {"parallel": EP2, "steps": 4},
+    "written while training": {"parallel": EP2, "steps": 3, "save": "ep2", "background": True},
+    "resumed": {"parallel": EP2, "steps": 2, "load": "ep2"},
+}
+
+
+def far(seen: list[list[float]], expected: list[list[float]]) -> float:
+    """The largest relative difference."""
+    pairs = [(a, b) for x, y in zip(seen, expected, strict=True) for a, b in zip(x, y, strict=True)]
+    return max(abs(a - b) / abs(b) for a, b in pairs)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    pytest.importorskip("megatron.core")
+    folder = tmp_path_factory.mktemp("stretches")
+    found: dict[str, Any] = launch("tests.training.checkpoints.stretches", folder, 2, PLAN)
+    return found
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(seen):
+    assert seen["ep2 resumed"]["step"] == 2
+    assert seen["ep2 resumed"]["losses"] == seen["whole"]["losses"][2:]
+    assert seen["ep2 resumed"]["notes"] == []
+    assert seen["ep2 resumed"]["metrics"] == {"sum": 0.1 + 0.2}
+
+
+@pytest.mark.parametrize("name", [name for name in PLAN if " as " in name])
+def test_any_layout_loads_any_other_and_the_losses_go_on(seen, name):
+    # Gradient norms of layouts agree to 1e-4, losses to 1e-5: the same bounds as for layouts from scratch.
+    losses = [step[:-1] for step in seen[name]["losses"]]
+    assert far(losses, [step[:-1] for step in seen["whole"]["losses"][2:]]) < 1e-5
+    assert far(seen[name]["losses"], seen["whole"]["losses"][2:]) < 1e-4
+    assert "random states begin anew" in seen[name]["notes"][0]
+
+
+def test_a_checkpoint_written_in_the_background_is_the_state_of_its_step(tmp_path: Path):
+    pytest.importorskip("megatron.core")
+    found = launch("tests.training.checkpoints.stretches", tmp_path, 2, BACKGROUND)
+    assert found["resumed"]["step"] == 2
+    assert found["resumed"]["losses"] == found["whole"]["losses"][2:]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("version", ["0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.17.1", "0.18.2", "0.19.2"])
+def test_releases(release: Callable[[str], Path], version: str, tmp_path: Path):
+    tree = release(version)
+    plan = {name: stretch for name, stretch in PLAN.items() if "cp2" not in name}
+    if version == "0.12.3":  # it cannot forget its groups: one layout per process
+        plan = {name: PLAN[name] for name in ("whole", "ep2", "ep2 resumed")}
+    found = launch("tests.training.checkpoints.stretches", tmp_path, 2, plan, tree)
+    assert found["ep2 resumed"]["losses"] == found["whole"]["losses"][2:]
+    for name in plan:
+        if " as " in name:
+            assert far(found[name]["losses"], found["whole"]["losses"][2:]) < 1e-4, name
