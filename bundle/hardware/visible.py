@@ -63,6 +63,8 @@ def _by_index(entry: str, count: int) -> int | None:
 
 
 def _by_prefix(entry: str, names: Sequence[str]) -> int | None:
+    """The one name that begins with `entry`; blanks are ignored after a whole UUID, and only there."""
+    entry = entry.rstrip() if entry.rstrip() in names else entry
     matches = [position for position, name in enumerate(names) if entry and name.startswith(entry)]
     return matches[0] if len(matches) == 1 else None
 

@@ -22,11 +22,12 @@ FP32 = 4
 class Activations:
     """Bytes of one rank of a stage.
 
-    `held`: all that waits for its backward pass, at most `in_flight` micro-batches of each chunk. `passing`:
-    what comes on top for a moment, the logits of the loss or one unit of full recomputation, whichever is
-    more.
+    `microbatch`: what one leaves in all chunks together. `held`: all that waits for its backward pass, at
+    most `in_flight` micro-batches of each chunk. `passing`: what comes on top for a moment, the logits of the
+    loss or one unit of full recomputation, whichever is more.
     """
 
+    microbatch: int
     held: int
     passing: int
     in_flight: tuple[int, ...]
@@ -44,9 +45,13 @@ def activations(
     each = LayerBytes(recipe, layers, release)
     chunks = placement.stages[stage]
     flying = in_flight(len(placement.stages), stage, len(chunks), placement.microbatches)
-    held = sum(_chunk(each, chunk) * count for chunk, count in zip(chunks, flying, strict=True))
-    passing = max(max(_recomputed(each, chunk), _logits(each, chunk)) for chunk in chunks)
-    return Activations(held, passing, flying)
+    sizes = [_chunk(each, chunk) for chunk in chunks]
+    return Activations(
+        microbatch=sum(sizes),
+        held=sum(size * count for size, count in zip(sizes, flying, strict=True)),
+        passing=max(max(_recomputed(each, chunk), _logits(each, chunk)) for chunk in chunks),
+        in_flight=flying,
+    )
 
 
 def in_flight(stages: int, stage: int, chunks: int, microbatches: int) -> tuple[int, ...]:

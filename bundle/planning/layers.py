@@ -23,6 +23,7 @@ class LayerBytes:
         parallel, recompute = recipe.parallel, recipe.model.recompute
         size = 2 if recipe.model.dtype == "bf16" else 4
         self.kept = Kept(size, layers.fused_kernels, shifted_gate=release >= SHIFTED_GATE)
+        self.cp = parallel.cp
         self.rows = recipe.data.sequence_length // parallel.cp
         self.tokens = self.rows * recipe.train.micro_batch_size
         self.stream = self.tokens // (parallel.tp if parallel.sequence_parallel else 1)
@@ -55,7 +56,8 @@ class LayerBytes:
         if "core_attn" in self.again:
             # The values are a view of queries, keys and values together, which therefore stay.
             return total + self.tokens * ((2 * heads + 3 * groups) * width * size + out)
-        return total + self.tokens * (self.kept.attention(heads, groups, width, width) + out)
+        total += self.kept.mask(self.rows, self.cp)
+        return total + self.tokens * (self.kept.attention(heads, groups, width, width, self.cp) + out)
 
     def _latent_attention(self, mla: MLA) -> int:
         heads, size = self.recipe.architecture.num_attention_heads // self.recipe.parallel.tp, self.kept.size
@@ -71,10 +73,11 @@ class LayerBytes:
         if "core_attn" in self.again:
             kept = heads * (2 * width + value) * size
         elif up_again:
-            kept = self.kept.attention_without_inputs(heads, width, value)
+            kept = self.kept.attention_without_inputs(heads, width, value, self.cp)
         else:
-            kept = self.kept.attention(heads, heads, width, value)
-        return total + self.tokens * (kept + out)
+            kept = self.kept.attention(heads, heads, width, value, self.cp)
+        mask = 0 if "core_attn" in self.again else self.kept.mask(self.rows, self.cp)
+        return total + mask + self.tokens * (kept + out)
 
     def _rotation(self, width: int) -> int:
         """Cosines and sines for queries and for keys, of every position once."""

@@ -30,6 +30,9 @@ MEASURED = [
     (f"{UUIDS[1]},0", (1,)),
     (f"0,{UUIDS[1]}", (0,)),
     (UUIDS[1].removeprefix("GPU-"), ()),
+    (f"{UUIDS[1]} ", (1,)),
+    (f" {UUIDS[1]}", ()),
+    ("GPU-9b8f4 ", ()),
 ]
 
 

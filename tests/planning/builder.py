@@ -1,0 +1,148 @@
+"""Builds every rank of several layouts in one process, and compares what is there with what was predicted.
+
+python -m tests.planning.builder
+
+The process group is torch's fake one: it has any size and moves nothing, so that one process can be each rank
+in turn. Parameters, buffers and optimizer state are allocated as they would be; their values mean nothing.
+"""
+
+import functools
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from packaging.version import Version
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from bundle.backends.layers import LOCAL
+from bundle.planning.buffers import breaks_before_0_13
+from bundle.planning.parameters import parameters
+from bundle.planning.placement import Placement, place
+from bundle.planning.states import Ledger, States
+from bundle.recipe import Recipe
+from tests.planning.jobs import DEEPSEEK, QWEN2_TIED, QWEN3, job
+from tests.planning.megatron import ready
+
+_OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 6000}
+CASES: tuple[tuple[int, dict[str, Any], dict[str, Any]], ...] = (
+    (1, QWEN3, {}),
+    (3, QWEN2_TIED, {}),
+    (2, QWEN3, {"parallel": {"tp": 2}}),
+    (4, QWEN3, {"parallel": {"cp": 2}, "distributed": _OVERLAP}),
+    (2, QWEN2_TIED, {"parallel": {"pp": 2}}),
+    (6, QWEN2_TIED, {"parallel": {"pp": 2}, "distributed": _OVERLAP}),
+    (2, DEEPSEEK, {"parallel": {"ep": 2}}),
+    (2, DEEPSEEK, {"parallel": {"tp": 2}}),
+    (4, DEEPSEEK, {"parallel": {"tp": 2, "ep": 2, "etp": 1}, "distributed": _OVERLAP}),
+    (2, DEEPSEEK | {"num_nextn_predict_layers": 0}, {"parallel": {"tp": 1, "etp": 2}}),
+    (2, DEEPSEEK, {"parallel": {"pp": 2}}),
+    (2, DEEPSEEK | {"num_nextn_predict_layers": 2}, {"parallel": {"pp": 2, "vpp": 2}}),
+)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    # Megatron makes gloo groups beside the others; a fake group stands for those too.
+    real = dist.new_group
+    dist.new_group = lambda *args, **keywords: real(*args, **keywords | {"backend": None})  # type: ignore[assignment]
+    runtime = ready()
+    import megatron.core
+
+    release = Version(Version(megatron.core.__version__).base_version)
+    seen, wrong = 0, []
+    for world, config, sections in CASES:
+        for dtype in ("bf16", "fp32"):
+            model = {"model": {"config": config, "dtype": dtype}}
+            recipe = job(config, **model, train={"steps": 1, "global_batch_size": 12}, **sections)
+            placement = place(recipe, world)
+            if release < Version("0.13") and _breaks(recipe, placement):
+                continue
+            ledger = Ledger.of(recipe, placement, release, LOCAL)
+            for rank in range(world):
+                dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+                try:
+                    wrong += [
+                        f"{config['model_type']} {sections} {dtype} rank {rank}: {what}"
+                        for what in compare(recipe, placement, ledger, rank, runtime)
+                    ]
+                finally:
+                    dist.destroy_process_group()
+                seen += 1
+    print(json.dumps({"release": str(release), "ranks": seen, "wrong": wrong}))
+
+
+def compare(recipe: Recipe, placement: Placement, ledger: Ledger, rank: int, runtime: Any) -> list[str]:
+    """Every difference between one rank and its prediction."""
+    from bundle.mcore import groups, optimization
+    from bundle.mcore.config import transformer_config
+    from bundle.models import gpt
+
+    sizes = recipe.parallel
+    with runtime.megatron():
+        state = groups.initialize(
+            tp=sizes.tp, pp=sizes.pp, vpp=sizes.vpp, cp=sizes.cp, ep=sizes.ep, etp=sizes.etp,
+            seed=recipe.seed, timeout_seconds=60,
+        )  # fmt: skip
+        try:
+            config = transformer_config(recipe, runtime.options(recipe))
+            models = gpt.build(recipe, config, runtime, state)
+            chunks = optimization.data_parallel(recipe, config, models)
+            optimizer = optimization.optimizer(recipe, chunks)
+            optimizer.step()
+        finally:
+            groups.destroy()
+    wrong = []
+    for chunk, model in zip(placement.chunks(rank), models, strict=True):
+        expected = [
+            (tensor.name, tensor.shape)
+            for tensor in parameters(recipe.architecture, recipe.parallel, chunk, LOCAL)
+        ]
+        found = [
+            (name.replace("transformer_layer", "mtp_model_layer"), tuple(tensor.shape))
+            for name, tensor in model.named_parameters()
+        ]
+        wrong += [
+            f"{ours} predicted, {theirs} found"
+            for ours, theirs in zip(expected, found, strict=False)
+            if ours != theirs
+        ]
+        wrong += (
+            [] if len(expected) == len(found) else [f"{len(expected)} tensors predicted, {len(found)} found"]
+        )
+    predicted, measured = ledger.rank(rank), allocated(chunks, optimizer)
+    if predicted != measured:
+        wrong.append(f"{predicted} predicted, {measured} found")
+    return wrong
+
+
+def allocated(chunks: list[Any], optimizer: Any) -> States:
+    """What megatron's wrapper and optimizer really hold."""
+    buffers = [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    parts = [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
+    states = [
+        (name, tensor)
+        for part in parts
+        for state in part.optimizer.state.values()
+        for name, tensor in state.items()
+    ]
+    return States(
+        parameters=sum(buffer.param_data.nbytes for buffer in buffers),
+        gradients=sum(buffer.grad_data.nbytes for buffer in buffers),
+        master=sum(
+            t.nbytes for part in parts for group in part.shard_fp32_from_float16_groups for t in group
+        ),
+        moments=sum(tensor.nbytes for name, tensor in states if name != "step"),
+        counters=sum(tensor.nbytes for name, tensor in states if name == "step"),
+    )
+
+
+def _breaks(recipe: Recipe, placement: Placement) -> bool:
+    ranks = placement.size("dp") * placement.size("cp")
+    of = functools.partial(parameters, recipe.architecture, recipe.parallel, layers=LOCAL)
+    return any(breaks_before_0_13(of(chunk=chunk), ranks) for stage in placement.stages for chunk in stage)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""One rank of a real world that measures what a step's forward passes leave for the backward passes.
+
+python -m tests.planning.rank CASE...   (a JSON list each: name of a recipe, overrides ...); see tests.world.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+from bundle.recipe import Recipe, load
+from tests import world
+from tests.planning.megatron import ready
+
+
+def main(cases: list[list[str]]) -> None:
+    torch.set_num_threads(1)
+    runtime = ready()
+    rank = world.join()
+    print(json.dumps([measure(load(name, overrides), runtime, rank) for name, *overrides in cases]))
+    torch.distributed.destroy_process_group()
+
+
+def measure(recipe: Recipe, runtime: Any, rank: int) -> dict[str, int]:
+    """Bytes kept by all forward passes of one step, and the most micro-batches that waited at once."""
+    from megatron.core.pipeline_parallel import schedules
+
+    from bundle.engine import Engine
+    from bundle.mcore import groups
+
+    sizes = recipe.parallel
+    with runtime.megatron():
+        state = groups.initialize(
+            tp=sizes.tp, pp=sizes.pp, vpp=sizes.vpp, cp=sizes.cp, ep=sizes.ep, etp=sizes.etp,
+            seed=recipe.seed, timeout_seconds=60,
+        )  # fmt: skip
+    engine = Engine(recipe, runtime, state, torch.device("cpu"))
+    kept = Kept(engine.models)
+    waiting = Waiting(schedules)
+    with kept, waiting:
+        engine.forward_backward(micro_batches(recipe, state))
+    groups.destroy()
+    return {"kept": kept.bytes, "in_flight": waiting.most, "microbatches": waiting.forwards}
+
+
+class Kept(torch.autograd.graph.saved_tensors_hooks):
+    """Adds up the storages that autograd saves, each once, without parameters and buffers."""
+
+    def __init__(self, models: list[torch.nn.Module]) -> None:
+        own = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+        self.own = {tensor.untyped_storage().data_ptr() for tensor in own}
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        super().__init__(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        recomputing = torch._C._current_graph_task_id() != -1  # inside a backward pass
+        if storage.data_ptr() not in self.own and not recomputing:
+            # Kept alive, so that no later storage gets the same address.
+            self.storages.setdefault(storage.data_ptr(), storage)
+        return tensor
+
+    @property
+    def bytes(self) -> int:
+        """What is left: a storage that was discarded for recomputation has no bytes any more."""
+        return sum(storage.nbytes() for storage in self.storages.values())
+
+
+class Waiting:
+    """Counts the forward passes that have not met their backward pass, in megatron's schedules."""
+
+    def __init__(self, schedules: Any) -> None:
+        self.schedules, self.now, self.most, self.forwards = schedules, 0, 0, 0
+        self.originals = {name: getattr(schedules, name) for name in ("forward_step", "backward_step")}
+
+    def __enter__(self) -> None:
+        for name, change in (("forward_step", 1), ("backward_step", -1)):
+            setattr(self.schedules, name, self._counted(self.originals[name], change))
+
+    def __exit__(self, *error: object) -> None:
+        for name, original in self.originals.items():
+            setattr(self.schedules, name, original)
+
+    def _counted(self, original: Any, change: int) -> Any:
+        def step(*args: Any, **keywords: Any) -> Any:
+            self.now += change
+            self.most = max(self.most, self.now)
+            self.forwards += change > 0
+            return original(*args, **keywords)
+
+        return step
+
+
+def micro_batches(recipe: Recipe, state: Any) -> list[Any]:
+    """One step of random tokens for this rank."""
+    from bundle.engine.microbatch import from_packing, from_rows
+    from bundle.sequences.alignment import Alignment
+    from bundle.sequences.packing import Packing
+
+    length, rows = recipe.data.sequence_length, recipe.train.micro_batch_size
+    count = recipe.layout(state.dp.size * recipe.parallel.model_ranks).microbatches
+    depths = recipe.architecture.mtp_layers
+    made = []
+    for _ in range(count):
+        ids = torch.randint(0, 250, (rows, length))
+        mask = torch.ones(rows, length)
+        if recipe.data.packed:
+            lengths, whole = [length // 2, length - length // 2], Alignment("thd", cp=state.cp.size)
+            packing = Packing.of(lengths, whole, rank=state.cp.rank, length=length, device=ids.device)
+            made.append(from_packing(ids[0], ids[0], mask[0], packing, mtp_layers=depths))
+        else:
+            cut = {"cp": state.cp.size, "rank": state.cp.rank, "mtp_layers": depths}
+            made.append(from_rows(ids, ids, mask, **cut))
+    return made
+
+
+if __name__ == "__main__":
+    main([json.loads(case) for case in sys.argv[1:]])

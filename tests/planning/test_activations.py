@@ -1,0 +1,50 @@
+"""Predicted activations against what real ranks keep for their backward passes, and how many wait at once."""
+
+import importlib.metadata
+import json
+
+import pytest
+from packaging.version import Version
+
+from bundle.backends.layers import LOCAL
+from bundle.planning.activations import activations
+from bundle.planning.placement import place
+from bundle.recipe import load
+from tests import world
+
+BF16 = "model.dtype=bf16"
+SELECTIVE = "model.recompute.granularity=selective"
+CASES = [
+    ["demo"],
+    ["demo", BF16],
+    ["demo", "parallel.ep=1", "parallel.pp=2", "train.global_batch_size=32"],
+    ["demo", "parallel.ep=1", "parallel.tp=2", "parallel.etp=2", BF16],
+    ["demo", SELECTIVE, "model.recompute.modules=[core_attn, moe]"],
+    ["qwen3-tp2-sp"],
+    ["qwen3-tp2-sp", BF16, SELECTIVE, "model.recompute.modules=[mlp]"],
+    ["qwen3-pp2-vpp2"],
+    ["qwen3-pp2-vpp2", BF16, "train.global_batch_size=16"],
+    ["qwen3-pp2-vpp2", "parallel.vpp=null", "model.recompute.granularity=full"],
+    ["qwen3-cp2-packed"],
+    ["qwen3-cp2-packed", BF16],
+]
+
+
+@pytest.mark.world
+def test_what_ranks_keep_and_how_many_wait():
+    pytest.importorskip("megatron.core")
+    release = Version(Version(importlib.metadata.version("megatron-core")).base_version)
+    ranks = world.run("tests.planning.rank", 2, *map(json.dumps, CASES), timeout=300)
+    measured = [json.loads(said.splitlines()[-1]) for said in ranks]
+    for index, (name, *overrides) in enumerate(CASES):
+        recipe = load(name, overrides)
+        placement = place(recipe, 2)
+        for rank in range(2):
+            stage = placement.axis("pp").index(rank)
+            expected = activations(recipe, placement, stage, LOCAL, release)
+            found = measured[rank][index]
+            chunks = len(placement.stages[stage])
+            assert found["microbatches"] == placement.microbatches * chunks
+            assert found["in_flight"] == sum(expected.in_flight), (name, overrides, rank)
+            kept = found["kept"] / placement.microbatches
+            assert expected.microbatch == pytest.approx(kept, rel=0.1), (name, overrides, rank)
