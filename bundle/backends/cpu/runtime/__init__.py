@@ -7,12 +7,13 @@ if TYPE_CHECKING:
 
 
 def prepare() -> "Runtime":
-    """The cpu's runtime, with the facade installed for the life of this process.
+    """The cpu's runtime, with the facade on and libraries for GPUs hidden for the life of this process.
 
-    Raises EnvironmentUnfit where a GPU is visible or megatron was imported already.
+    Raises EnvironmentUnfit where a GPU is visible, or megatron or such a library was imported already.
     """
-    from bundle.backends.cpu.runtime import facade
+    from bundle.backends.cpu.runtime import facade, hiding
 
+    hiding.hide()
     facade.install()
     # It imports megatron, which must meet the facade.
     from bundle.backends.cpu.runtime.cpu import CpuRuntime
