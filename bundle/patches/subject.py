@@ -72,14 +72,8 @@ def named(name: str, table: Table) -> Subject:
         return _of_copy(copy, table, None)
     version = versions.parse(name)
     if version is None:
-        raise UsageError(
-            f"--mcore {name}: no version, and "
-            + (
-                f"{path} holds no megatron/core"
-                if text.is_directory(path)
-                else f"there is no directory {path}"
-            )
-        )
+        no_tree = "holds no megatron/core" if text.is_directory(path) else "is no directory"
+        raise UsageError(f"--mcore {name[:200]}: no version, and it {no_tree}")
     known = next((ref for ref in table.references if versions.parse(ref) == version), None)
     return Subject(name, version.local, None, "--mcore", known)
 

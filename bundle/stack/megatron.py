@@ -71,9 +71,11 @@ def _portions(path: SearchPath) -> list[Entry]:
     found += path.namespaces.get("megatron", ())
     if "megatron" in path.packages:
         found.append(path.packages["megatron"])
-    return list({entry.path: entry for entry in reversed(found) if text.is_directory(entry.path)}.values())[
-        ::-1
-    ]
+    first: dict[Path, Entry] = {}
+    for entry in found:
+        if text.is_directory(entry.path):
+            first.setdefault(entry.path, entry)
+    return list(first.values())
 
 
 def _winner(child: str, visible: list[Entry], path: SearchPath) -> Entry | None:
