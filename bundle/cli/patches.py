@@ -7,6 +7,7 @@ from typing import Any
 import typer
 
 from bundle import stack
+from bundle.cli.patches_verify import verify
 from bundle.errors import UsageError
 from bundle.patches import BACKENDS, Action, Decision
 from bundle.patches.subject import Subject, installed, named
@@ -43,6 +44,9 @@ def plan(
     )
     print(json.dumps(_document(found), indent=2) if as_json else "\n".join(_lines(found)))
     found.check()
+
+
+app.command()(verify)
 
 
 @app.command("list")

@@ -73,6 +73,8 @@ def current(vpp: int = 1) -> Groups:
 def destroy() -> None:
     """Forgets the groups, so that another layout can be set up in the same processes."""
     parallel_state.destroy_model_parallel()
+    # 0.12 keeps it, and a rank that held position embeddings then looks for its group in the next layout.
+    parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None
 
 
 def data_parallel_with_context() -> ProcessGroup:

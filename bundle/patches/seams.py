@@ -42,6 +42,12 @@ SEAMS = (
         when=frozenset({"mtp"}),
     ),
     Seam(
+        id="position-embedding-ranks",
+        targets=("megatron.core.parallel_state:_POSITION_EMBEDDING_GLOBAL_RANKS",),
+        use="reset by mcore when it forgets a layout",
+        why="0.12 does not forget it, and a rank then looks for a group that the next layout does not have.",
+    ),
+    Seam(
         id="native-replay",
         targets=(
             "megatron.core.transformer.moe.router_replay:RouterReplay.set_target_indices",

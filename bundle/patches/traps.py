@@ -65,8 +65,11 @@ TRAPS = (
         id="overlap-several-buckets",
         range="<0.13",
         when=frozenset({"overlap-grad-reduce", "pp", "several-buckets"}),
-        why="The first stage's gradient of the first embedding row is wrong.",
-        cause="bisected: 0.12 with several buckets, not with one, not without overlap, not in 0.13",
+        why="The first elements of a shared embedding (tied, or read by MTP) lose their gradient.",
+        cause=(
+            "_ParamAndGradBuffer starts the embedding's own bucket where the bucket before ends without its "
+            "padding to lcm(dp, 128), so that they overlap; 0.13.0 starts it behind the padding"
+        ),
         instead="Leave distributed.bucket_size unset, or use megatron-core 0.13 or later.",
     ),
 )

@@ -1,0 +1,30 @@
+"""`mcore-bundle patches verify`: each patch fails without and agrees with, on this machine."""
+
+import json
+
+import typer
+
+from bundle import hardware
+from bundle.errors import ExitCode
+
+
+def verify(
+    ids: list[str] = typer.Argument(None, metavar="[ID]...", help="Patches; without any, all that apply."),
+    backend: str = typer.Option("auto", help=f"Prove on this backend: {', '.join(hardware.BACKENDS)}."),
+    as_json: bool = typer.Option(False, "--json", help="One JSON object instead of lines."),
+) -> None:
+    """Prove patches in child processes; ends with 4 if one does not do what it is for."""
+    from bundle.verification import Status
+    from bundle.verification import verify as run
+
+    if backend not in hardware.BACKENDS:
+        raise typer.BadParameter(f"choose one of {', '.join(hardware.BACKENDS)}", param_hint="--backend")
+    found = hardware.detect(backend)
+    results = run(found.backend, ids or (), devices=len(found.devices) or None)
+    if as_json:
+        rows = [result.as_json() for result in results]
+        print(json.dumps({"schema": 1, "backend": found.backend, "results": rows}, indent=2))
+    else:
+        print("\n".join(f"{result.status:<19}{result.patch:<42}{result.reason}" for result in results))
+    if any(result.status is Status.FAILED for result in results):
+        raise typer.Exit(int(ExitCode.PATCHES))

@@ -1,0 +1,17 @@
+"""The routers of a model, and megatron's own replay of their choices (0.16 and later)."""
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+
+
+def routers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The routers of a model chunk in the order of its layers, those of multi-token prediction last."""
+    return [module for module in model.modules() if isinstance(module, TopKRouter)]
+
+
+def give_native_routes(router: torch.nn.Module, routes: torch.Tensor) -> None:
+    """Has a router of a model with `moe_enable_routing_replay` take these experts [t, k] from now on."""
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    router.router_replay.set_target_indices(routes)
+    router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)

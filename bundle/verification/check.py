@@ -1,0 +1,169 @@
+"""The checks as data: what is measured, on how many ranks, and what it must say without and with a patch."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Raises:
+    """An expected failure: an exception of this type, or derived from it, whose message holds `text`."""
+
+    type: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """An expected failure: a distance from the reference of at least this much."""
+
+    at_least: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One experiment, run once without the patch and once with it.
+
+    `measurement` names a function, "package.module:function", that takes a Bench and returns the largest
+    relative distance of a run from a reference which does not need the patch: unpacked, cp 1, all kept.
+    """
+
+    name: str  # Patch.check
+    measurement: str
+    world: int = 1  # ranks
+    seconds: float = 60  # each of the two runs may take
+    without: tuple[Raises | Gap, ...]  # any of these; releases differ in how they fail
+    agreement: float = 1e-5  # the largest distance with the patch
+    needs: tuple[str, ...] = ()  # patches without which the experiment does not get to the point
+
+
+_MEASURED = "bundle.verification.measurements"
+_CHECKS = (
+    Check(
+        name="mla-packed-qkv",
+        measurement=f"{_MEASURED}.mla:packed_over_ranks",
+        world=2,
+        without=(
+            Raises("RuntimeError", "Sizes of tensors must match"),  # 0.12: a batch dimension of 1
+            Raises("RuntimeError", "split_with_sizes expects"),  # 0.13: boundaries without padding
+        ),
+    ),
+    Check(
+        name="mla-thd-value-padding",
+        measurement=f"{_MEASURED}.mla:narrow_values",
+        without=(Raises("UsageError", "flash attention wants thd heads of one size"),),
+        needs=("mla-packed-qkv",),
+    ),
+    Check(
+        name="mtp-context-parallel-roll",
+        measurement=f"{_MEASURED}.mtp:context_parallel",
+        world=2,
+        without=(Gap(1e-2),),
+    ),
+    Check(
+        name="mtp-loss-context-parallel-count",
+        measurement=f"{_MEASURED}.mtp:context_parallel",
+        world=2,
+        without=(Gap(1e-2),),
+    ),
+    Check(
+        name="mtp-loss-context-parallel-normalisation",
+        measurement=f"{_MEASURED}.mtp:context_parallel",
+        world=2,
+        without=(Gap(1e-2),),
+    ),
+    Check(
+        name="mtp-packed-roll-boundaries",
+        measurement=f"{_MEASURED}.mtp:padded_packing",
+        without=(Gap(1e-1),),
+    ),
+    Check(
+        name="mtp-zero-layers",
+        measurement=f"{_MEASURED}.mtp:zero_layers",
+        without=(Raises("AttributeError", "'NoneType' object has no attribute 'clone'"),),
+        agreement=0.0,
+    ),
+    Check(
+        name="mtp-without-labels",
+        measurement=f"{_MEASURED}.mtp:without_labels",
+        without=(
+            Raises("AssertionError", "labels should not be None"),  # to 0.13
+            Raises("AttributeError", "'NoneType' object has no attribute 'clone'"),  # to 0.16
+            Gap(1.0),  # one run of the layers for nothing, from 0.19 with gradients
+        ),
+        agreement=0.0,
+    ),
+    Check(
+        name="mtp-packed-full-recompute",
+        measurement=f"{_MEASURED}.recompute:prediction_layers",
+        without=(Raises("TypeError", "save_for_backward can only save variables"),),
+        agreement=0.0,
+    ),
+    Check(
+        name="mtp-full-recompute",
+        measurement=f"{_MEASURED}.recompute:prediction_layers",
+        without=(Raises("TypeError", "unexpected keyword argument 'padding_mask'"),),
+        agreement=0.0,
+    ),
+    Check(
+        name="recompute-reclaim",
+        measurement=f"{_MEASURED}.recompute:inputs_alive",
+        without=(Gap(1.0),),  # layers whose input is still there
+        agreement=0.0,
+    ),
+    Check(
+        name="router-replay",
+        measurement=f"{_MEASURED}.router:replay",
+        without=(Gap(0.1),),  # of the tokens go elsewhere
+        agreement=0.0,
+    ),
+    Check(
+        name="native-replay-recompute",
+        measurement=f"{_MEASURED}.router:native_recompute",
+        without=(Gap(1e-2),),
+        agreement=0.0,
+    ),
+    Check(
+        name="cpu-mla-without-te-linear",
+        measurement=f"{_MEASURED}.cpu:latent_attention_over_ranks",
+        world=2,
+        without=(
+            Raises("TypeError", "isinstance() arg 2 must be a type"),  # to 0.16
+            Raises("ValueError", "Unsupported linear_q_down_proj"),
+        ),
+        agreement=1e-4,
+    ),
+    Check(
+        name="cpu-moe-splits-on-host",
+        measurement=f"{_MEASURED}.cpu:experts_over_ranks",
+        world=2,
+        without=(Raises("TypeError", "all_to_all"),),
+    ),
+    Check(
+        name="cpu-router-without-te-gemm",
+        measurement=f"{_MEASURED}.cpu:router_in_fp32",
+        without=(Raises("NameError", "te_general_gemm"),),
+    ),
+    Check(
+        name="cpu-optimizer-without-fp8-quantize",
+        measurement=f"{_MEASURED}.cpu:optimizer_step",
+        without=(Raises("ValueError", "x"),),
+    ),
+    Check(
+        name="per-token-loss-context-parallel",
+        measurement=f"{_MEASURED}.gradients:per_token",
+        world=2,
+        without=(Gap(0.5),),  # twice as large
+    ),
+    Check(
+        name="dist-checkpoint-serialization",
+        measurement=f"{_MEASURED}.dist_checkpoint:round_trip",
+        without=(Raises("RuntimeError", "missing 1 required positional argument: 'serialization_format'"),),
+        agreement=0.0,
+    ),
+    Check(
+        name="restricted-unpickle",
+        measurement=f"{_MEASURED}.dist_checkpoint:code_in_common_state",
+        without=(Gap(1.0),),  # the code ran
+        agreement=0.0,
+    ),
+)
+CHECKS = {check.name: check for check in _CHECKS}

@@ -1,0 +1,1 @@
+"""The experiments: each function takes a Bench and returns a distance from a reference."""

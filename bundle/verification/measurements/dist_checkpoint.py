@@ -1,0 +1,69 @@
+"""Saving and loading with distributed checkpoints."""
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bundle.mcore import dist_checkpoint
+from bundle.verification.bench import Bench
+from bundle.verification.numbers import Numbers, gap
+from bundle.verification.tiny import DENSE, chunk
+
+
+def round_trip(bench: Bench) -> float:
+    """The weights of a model after saving, forgetting and loading them."""
+    directory = bench.directory / "checkpoint"
+    directory.mkdir()
+    with bench.layout() as groups:
+        model = chunk(bench, groups, DENSE)
+        before = _weights(model)
+        dist_checkpoint.save({"model": model.sharded_state_dict(), "step": 3}, directory)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        loaded = dist_checkpoint.load({"model": model.sharded_state_dict()}, directory)
+        model.load_state_dict(loaded["model"])
+        assert loaded["step"] == 3, f"common state came back as {loaded['step']}"
+        return gap(_weights(model), before)
+
+
+def code_in_common_state(bench: Bench) -> float:
+    """1 if code in a checkpoint's common state ran, 0 if it was refused and honest state still loads."""
+    witness = bench.directory / "it-ran"
+    hostile = _common_state(bench.directory / "hostile", {"step": _Code(witness)})
+    honest = _common_state(bench.directory / "honest", {"step": 3, "args": argparse.Namespace(lr=1.0)})
+    refused = False
+    try:
+        dist_checkpoint.common_state(hostile)
+    except Exception as error:  # noqa: BLE001  megatron may wrap the refusal in a type of its own
+        refused = "Weights only load failed" in str(error)
+    fine = dist_checkpoint.common_state(honest)["step"] == 3
+    return 0.0 if refused and fine and not witness.exists() else 1.0
+
+
+def _common_state(directory: Path, state: dict[str, Any]) -> Path:
+    """The directory of a checkpoint that holds nothing but common state, as to 0.17 it lies on disk."""
+    directory.mkdir()
+    backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    common = {"common_backend": "torch", "common_backend_version": 1}
+    (directory / "metadata.json").write_text(json.dumps(backend | common))
+    torch.save(state, directory / "common.pt")
+    return directory
+
+
+class _Code:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, witness: Path) -> None:
+        self.witness = witness
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.witness),)
+
+
+def _weights(model: torch.nn.Module) -> Numbers:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

@@ -1,0 +1,28 @@
+"""Packed input of multi-latent attention, against one unpacked pass for each sequence."""
+
+from bundle.verification.bench import Bench
+from bundle.verification.numbers import gap, trained
+from bundle.verification.tiny import LATENT, YARN, chunk, packed, single, texts
+
+
+def packed_over_ranks(bench: Bench) -> float:
+    """Three padded sequences on two context-parallel ranks, with plain and with YaRN rotary embeddings."""
+    sequences = texts((12, 24, 6))
+    gaps = []
+    for config in (LATENT, LATENT | YARN):
+        with bench.layout() as groups:
+            reference = trained(chunk(bench, groups, config), groups, single(bench, groups, sequences))
+        with bench.layout(cp=2) as groups:
+            batch = packed(bench, groups, sequences, multiple=8)
+            gaps.append(gap(trained(chunk(bench, groups, config), groups, [batch]), reference))
+    return max(gaps)
+
+
+def narrow_values(bench: Bench) -> float:
+    """Value heads narrower than query heads, for a kernel that takes packed input of one width only."""
+    sequences = texts((12, 24, 6))
+    with bench.layout() as groups:
+        model = chunk(bench, groups, LATENT, attention="flash")
+        reference = trained(model, groups, single(bench, groups, sequences))
+        model.zero_grad()
+        return gap(trained(model, groups, [packed(bench, groups, sequences, multiple=8)]), reference)

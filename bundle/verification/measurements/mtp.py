@@ -1,0 +1,88 @@
+"""Multi-token prediction: under context parallelism, packed, and where there is nothing to predict."""
+
+import torch
+
+from bundle.mcore import prediction
+from bundle.mcore.groups import Groups
+from bundle.verification.bench import Bench
+from bundle.verification.numbers import Numbers, gap, run, summed, trained
+from bundle.verification.tiny import DENSE, Batch, chunk, packed, rows, single, texts
+
+_TWO_DEPTHS = {"layers": 2}
+
+
+def context_parallel(bench: Bench) -> float:
+    """Gradients of a per-token and of a mean loss, and the logged losses: two ranks against one."""
+    with bench.layout() as groups:
+        reference = _seen(bench, groups)
+    with bench.layout(cp=2) as groups:
+        return gap(_seen(bench, groups), reference)
+
+
+def _seen(bench: Bench, groups: Groups) -> Numbers:
+    tokens = torch.stack(texts((32, 32)))
+    mask = torch.ones(2, 32)
+    mask[:, :3] = 0  # a prompt
+    mask[0, 20:29] = 0  # leaves the two ranks with different numbers of tokens
+    batch = rows(bench, groups, tokens, mask)
+    prediction.clear_logged_losses()
+    per_token = trained(chunk(bench, groups, DENSE, mtp=_TWO_DEPTHS), groups, [batch])
+    logged = summed(prediction.logged_losses(), groups) / groups.cp.size
+    mean = {"calculate_per_token_loss": False}
+    averaged = trained(chunk(bench, groups, DENSE, mean, mtp=_TWO_DEPTHS), groups, [batch])
+    # The layers' own gradients are of a mean, which data-parallel reduction averages over these ranks.
+    own = {f"mean {k}": v / groups.cp.size for k, v in averaged.items() if k.startswith("mtp.")}
+    return {**per_token, **own, "logged": logged}
+
+
+def padded_packing(bench: Bench) -> float:
+    """Packed sequences with padding between them, against one unpacked pass for each.
+
+    All of one length: the loss of each depth is divided by all tokens of a pass, a pack or a sequence.
+    """
+    sequences = texts((10, 10, 10))
+    with bench.layout() as groups:
+        model = chunk(bench, groups, DENSE, mtp=_TWO_DEPTHS)
+        reference = trained(model, groups, single(bench, groups, sequences))
+        model.zero_grad()
+        return gap(trained(model, groups, [packed(bench, groups, sequences, multiple=8)]), reference)
+
+
+def zero_layers(bench: Bench) -> float:
+    """Logits of a model that is configured with 0 layers, against one that is configured with none."""
+    with bench.layout() as groups:
+        batch = _batch(bench, groups)
+        reference = _logits(chunk(bench, groups, DENSE), batch)
+        zero = chunk(bench, groups, DENSE, {"mtp_num_layers": 0})
+        return gap({"logits": _logits(zero, batch)}, {"logits": reference})
+
+
+def without_labels(bench: Bench) -> float:
+    """Logits of a model with a layer, against a model without; plus how often that layer ran.
+
+    In training and in evaluation, with its gradients, which there must not be.
+    """
+    with bench.layout() as groups:
+        batch = _batch(bench, groups)
+        reference = {"logits": _logits(chunk(bench, groups, DENSE), batch)}
+        model = chunk(bench, groups, DENSE, mtp={"layers": 1})
+        ran: list[float] = []
+        model.mtp.register_forward_hook(lambda *_: ran.append(1.0))
+        worst = 0.0
+        for training in (True, False):
+            logits = _logits(model.train(training), batch)
+            logits.sum().backward()
+            worst = max(worst, gap({"logits": logits}, reference))
+        trained_for_nothing = [1.0 for p in model.mtp.parameters() if p.grad is not None and p.grad.any()]
+        with_labels = run(model, batch)  # and it still runs where there are labels
+        assert torch.isfinite(with_labels), "no loss with labels"
+        return max(worst, sum(ran[:-1]), sum(trained_for_nothing)) if ran else float("inf")
+
+
+def _batch(bench: Bench, groups: Groups) -> Batch:
+    return rows(bench, groups, torch.stack(texts((16, 16))), torch.ones(2, 16))
+
+
+def _logits(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    logits: torch.Tensor = model(batch.ids, batch.positions, None, loss_mask=batch.mask)
+    return logits

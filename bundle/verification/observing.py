@@ -1,0 +1,94 @@
+"""Runs orders in child processes, each run in a process of its own, and collects what the ranks saw."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from bundle.patches.plan import PatchPlan
+from bundle.planning.machine import capabilities
+from bundle.verification.orders import Order, answers, scratch, write_orders
+from bundle.verification.result import Observation
+
+_START = 120.0  # seconds for importing torch and megatron on a busy machine
+
+
+def observe(
+    orders: Sequence[Order], plan: PatchPlan, *, backend: str, root: Path | None
+) -> list[list[Observation]]:
+    """What the ranks of each order saw; a rank that dies or hangs is seen as that.
+
+    `plan`: all patches that an order may name. `root`: the directory that holds `megatron`.
+    """
+    # On the cpu a process imports everything once and forks for every run; a device survives no fork.
+    portions = [list(orders)] if backend == "cpu" and orders else [[order] for order in orders]
+    seen: list[list[Observation]] = []
+    with tempfile.TemporaryDirectory(prefix="mcore-bundle-verify-") as name:
+        for number, portion in enumerate(portions):
+            seen += _portion(Path(name) / str(number), portion, plan, backend, root)
+    return seen
+
+
+def _portion(
+    directory: Path, orders: Sequence[Order], plan: PatchPlan, backend: str, root: Path | None
+) -> list[list[Observation]]:
+    processes = max((order.world for order in orders), default=0)
+    for order in orders:
+        scratch(directory, order).mkdir(parents=True)
+    write_orders(directory, orders, plan)
+    _run(directory, processes, backend, root, _START + sum(order.seconds for order in orders))
+    seen = []
+    for order in orders:
+        found = answers(directory, order, processes)
+        if len(found) < order.world:
+            found.append(Observation(raised="Died", message=_last_words(directory)))
+        seen.append(found)
+    return seen
+
+
+def _run(directory: Path, processes: int, backend: str, root: Path | None, seconds: float) -> None:
+    """Starts the processes and returns when all have ended; ends them after `seconds`."""
+    path = [*([str(root)] if root else []), *(entry or str(Path.cwd()) for entry in sys.path)]
+    wanted = {variable.name: variable.value for variable in capabilities(backend).variables(frozenset())}
+    # One host: whatever its name resolves to, gloo shall use the loopback device.
+    environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **wanted, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(path)
+    running = []
+    for rank in range(processes):
+        arguments = [str(rank), str(processes), str(directory), backend]
+        with (directory / f"{rank}.log").open("wb") as log:
+            running.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "bundle.verification.rank", *arguments],
+                    env=environment,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )
+    deadline = time.monotonic() + seconds
+    try:
+        for process in running:
+            process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        pass  # what is missing is reported as such
+    finally:
+        for process in running:
+            _end(process)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Ends a process and the children that it forked."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _last_words(directory: Path) -> str:
+    """The last line of each process's output, where it says why it ended."""
+    logs = (log.read_text(errors="replace").strip().splitlines() for log in sorted(directory.glob("*.log")))
+    return " | ".join(dict.fromkeys(lines[-1][:300] for lines in logs if lines)) or "no answer"

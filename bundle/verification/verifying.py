@@ -1,0 +1,92 @@
+"""Runs the check of each patch and judges it."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from bundle import stack
+from bundle.errors import EnvironmentUnfit
+from bundle.patches import Patch, plan
+from bundle.patches.catalogue import PATCHES
+from bundle.patches.subject import installed, named
+from bundle.patches.survey import Survey, survey
+from bundle.patches.table import load
+from bundle.verification.check import CHECKS, Check
+from bundle.verification.observing import observe
+from bundle.verification.orders import Order
+from bundle.verification.result import Result, Status, judge
+
+
+def verify(
+    backend: str, ids: Collection[str] = (), *, tree: Path | None = None, devices: int | None = None
+) -> list[Result]:
+    """Whether patches are proven on this machine: those named, or all that this megatron needs.
+
+    `tree`: the directory that holds `megatron`; None for the one that is importable. `devices`: how many
+    ranks there may be; None for any number. Raises UsageError for unknown ids, EnvironmentUnfit where there
+    is no megatron.
+    """
+    decisions = {decision.id: decision for decision in decide(backend, tree, ids).decisions}
+    found = decide(backend, tree)
+    if found.subject.root is None:
+        raise EnvironmentUnfit(
+            "There is no megatron-core on the Python path whose patches could be proven. Install one, or put "
+            "a checkout on PYTHONPATH"
+        )
+    standing = needed(found)
+    asked = [patch for patch in PATCHES if patch.id in ids] if ids else standing
+    impossible = {
+        patch.id: f"this megatron is not patched: {decisions[patch.id].reason}"
+        for patch in asked
+        if patch not in standing
+    } | {
+        patch.id: f"takes {CHECKS[patch.check].world} devices, and this machine has {devices}"
+        for patch in asked
+        if devices is not None and CHECKS[patch.check].world > devices
+    }
+    proven = _proven([patch for patch in asked if patch.id not in impossible], found, backend)
+    return [
+        proven.get(patch.id) or Result(patch.id, Status.NOT_PROVABLE, impossible[patch.id]) for patch in asked
+    ]
+
+
+def decide(backend: str, tree: Path | None = None, requested: Collection[str] | None = None) -> Survey:
+    """Every decision about a megatron on a backend, whatever the job; opt-in patches count as requested."""
+    here, table = stack.detect(), load()
+    subject = installed(here, table) if tree is None else named(str(tree), table)
+    wanted = [patch.id for patch in PATCHES if patch.opt_in] if requested is None else requested
+    return survey(subject, table, here, backend=backend, requested=wanted)
+
+
+def needed(found: Survey) -> list[Patch]:
+    """The patches to apply."""
+    chosen = {decision.id for decision in found.applied}
+    return [patch for patch in PATCHES if patch.id in chosen]
+
+
+def everything(found: Survey) -> plan.PatchPlan:
+    """The plan that applies all of them, of which each run takes its part, whatever else was decided."""
+    return plan.make(replace(found, decisions=found.applied))
+
+
+def _proven(patches: Sequence[Patch], found: Survey, backend: str) -> dict[str, Result]:
+    standing = needed(found)
+    # Checks of several ranks come first, while no process is ahead of another one.
+    checked = sorted(((p, CHECKS[p.check]) for p in patches), key=lambda pair: -pair[1].world)
+    orders: list[Order] = []
+    for patch, check in checked:
+        base = _base(patch, check, standing, backend)
+        for applied in (base, (*base, patch.id)):
+            orders.append(Order(len(orders), check.measurement, check.world, check.seconds, applied))
+    seen = observe(orders, everything(found), backend=backend, root=found.subject.root)
+    return {
+        patch.id: judge(patch.id, check, seen[2 * index], seen[2 * index + 1])
+        for index, (patch, check) in enumerate(checked)
+    }
+
+
+def _base(patch: Patch, check: Check, standing: Sequence[Patch], backend: str) -> tuple[str, ...]:
+    """What stands in both runs: what this backend cannot do without, and what the check needs."""
+    return tuple(
+        p.id for p in standing if p.id != patch.id and (p.backends == (backend,) or p.id in check.needs)
+    )

@@ -1,0 +1,163 @@
+"""What each known trap does to a training step of two ranks, against one process with all of it."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bundle.engine import Engine
+from bundle.engine.microbatch import from_packing, from_rows
+from bundle.mcore import groups
+from bundle.recipe import Recipe
+from bundle.sequences.alignment import Alignment
+from bundle.sequences.packing import Packing
+from bundle.verification.bench import Bench
+from bundle.verification.numbers import Numbers, gap
+from bundle.verification.tiny import DENSE, EXPERTS, VOCABULARY
+
+ROWS, LENGTH, STEPS = 8, 32, 2
+_ALONE: dict[str, Any] = {}
+
+
+def experts(bench: Bench, etp: int = 1) -> float:
+    return _compare(bench, {"config": EXPERTS}, {"tp": 2, "etp": etp})
+
+
+def experts_split_over_tensor_ranks(bench: Bench) -> float:
+    """The way out of the trap."""
+    return experts(bench, etp=2)
+
+
+def packed_prediction(bench: Bench) -> float:
+    recipe = _recipe({"config": DENSE, "mtp": {"layers": 1}}, {}, packed=True)
+    with _engine(bench, recipe) as engine:
+        _step(engine, packed=True)
+    return 0.0
+
+
+def prediction_over_tensor_ranks(bench: Bench) -> float:
+    return _compare(bench, {"config": DENSE, "mtp": {"layers": 1}}, {"tp": 2})
+
+
+def interleaved(bench: Bench, *, batched: bool = True) -> float:
+    def exchange(engine: Engine) -> None:
+        engine.config.batch_p2p_comm, engine.config.overlap_p2p_comm = batched, not batched
+
+    return _compare(bench, {"config": DENSE | {"num_hidden_layers": 4}}, {"pp": 2, "vpp": 2}, exchange)
+
+
+def interleaved_without_batches(bench: Bench) -> float:
+    """The way out of the trap."""
+    return interleaved(bench, batched=False)
+
+
+def overlap_detached(bench: Bench) -> float:
+    def detach(engine: Engine) -> None:
+        block = getattr(engine.models[-1], "mtp", None)
+        if block is not None:
+            forward = block.forward
+            block.forward = lambda *a, embedding, **k: forward(
+                *a, embedding=lambda *x, **y: embedding(*x, **y).detach(), **k
+            )
+
+    model = {"config": DENSE, "mtp": {"layers": 1}}
+    return _runs(bench, model, {"pp": 2}, detach, overlap_grad_reduce=True)
+
+
+def overlap_tied(bench: Bench) -> float:
+    model = {"config": DENSE | {"tie_word_embeddings": True}, "mtp": {"layers": 1}}
+    return _runs(bench, model, {"pp": 2}, overlap_grad_reduce=True)
+
+
+def overlap_in_buckets(bench: Bench, bucket: int | None = 10000) -> float:
+    model = {"config": DENSE | {"tie_word_embeddings": True}}
+    return _compare(bench, model, {"pp": 2}, overlap_grad_reduce=True, bucket_size=bucket)
+
+
+def overlap_in_one_bucket(bench: Bench) -> float:
+    """The way out of the trap."""
+    return overlap_in_buckets(bench, None)
+
+
+def _compare(
+    bench: Bench,
+    model: dict[str, Any],
+    parallel: dict[str, int],
+    tweak: Callable[[Engine], None] = lambda _: None,
+    **distributed: Any,
+) -> float:
+    """How far the losses and gradient norms of a layout are from those of one process."""
+    seen = []
+    for sizes, options in ((_ALONE, _ALONE), (parallel, distributed)):
+        with _engine(bench, _recipe(model, sizes, **options)) as engine:
+            if sizes:
+                tweak(engine)
+            seen.append(_stack([_step(engine) for _ in range(STEPS)]))
+    return gap(seen[1], seen[0])
+
+
+def _runs(bench, model, parallel, tweak=lambda _: None, **distributed) -> float:
+    """0.0 if training steps end at all."""
+    with _engine(bench, _recipe(model, parallel, **distributed)) as engine:
+        tweak(engine)
+        _step(engine)
+    return 0.0
+
+
+def _recipe(
+    model: dict[str, Any], parallel: dict[str, int], *, packed: bool = False, **distributed
+) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "trap",
+            "model": {"dtype": "fp32", **model},
+            "parallel": parallel,
+            "data": {"source": "text", "path": ["none"], "sequence_length": LENGTH, "packed": packed},
+            "train": {"steps": STEPS, "micro_batch_size": 1 if packed else 2, "global_batch_size": ROWS},
+            "optimizer": {"lr": 1e-2, "warmup_steps": 0},
+            "distributed": distributed,
+        }
+    )
+
+
+@contextlib.contextmanager
+def _engine(bench: Bench, recipe: Recipe):
+    sizes = recipe.parallel
+    made = groups.initialize(
+        tp=sizes.tp,
+        pp=sizes.pp,
+        vpp=sizes.vpp,
+        cp=sizes.cp,
+        ep=sizes.ep,
+        etp=sizes.etp,
+        seed=1,
+        timeout_seconds=bench.timeout_seconds,
+    )
+    try:
+        yield Engine(recipe, bench.runtime, made, bench.device)
+    finally:
+        groups.destroy()
+
+
+def _step(engine: Engine, packed: bool = False) -> tuple[float, float]:
+    """(loss, gradient norm) of a step over the same tokens on every data-parallel rank."""
+    tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(7))
+    layers = engine.recipe.architecture.mtp_layers
+    if packed:
+        packing = Packing.of([LENGTH, LENGTH], Alignment())
+        flat = tokens[:2, :-1].flatten(), tokens[:2, 1:].flatten()
+        micro_batches = [from_packing(*flat, torch.ones(2 * LENGTH), packing, mtp_layers=layers)]
+    else:
+        micro_batches = [
+            from_rows(x[:, :-1], x[:, 1:], torch.ones(2, LENGTH), cp=1, rank=0, mtp_layers=layers)
+            for x in tokens.split(2)
+        ]
+    engine.forward_backward(micro_batches)
+    norm = engine.step().grad_norm
+    return engine.take_losses().main, norm
+
+
+def _stack(steps: list[tuple[float, float]]) -> Numbers:
+    losses, norms = zip(*steps, strict=True)
+    return {"losses": torch.tensor(losses), "norms": torch.tensor(norms)}

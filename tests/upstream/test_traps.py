@@ -1,0 +1,94 @@
+"""Known traps: each still bites in the releases that it is listed for, and in no other one.
+
+A trap that no longer bites, or bites in another way, fails: then its range or its patch is to be written.
+"""
+
+import functools
+from dataclasses import dataclass
+from importlib.metadata import version as installed_version
+from pathlib import Path
+
+import pytest
+
+from bundle.patches.traps import TRAPS
+from bundle.stack import versions
+from bundle.verification.check import Gap, Raises
+from bundle.verification.observing import observe
+from bundle.verification.orders import Order
+from bundle.verification.result import Observation, matches
+from bundle.verification.verifying import decide, everything
+
+AGREES = 1e-4
+
+
+@dataclass(frozen=True)
+class Case:
+    """An experiment of tests.upstream.experiments; without expectations it shows the way out of a trap."""
+
+    experiment: str
+    trap: str | None = None
+    world: int = 2
+    expected: tuple[Raises | Gap, ...] = ()
+
+
+CASES = (
+    Case("experts", "moe-tensor-without-expert-parallel", expected=(Gap(1e-3),)),
+    Case("experts_split_over_tensor_ranks"),
+    Case("packed_prediction", "mtp-packed", 1, (Raises("AssertionError", "packed"),)),
+    Case("prediction_over_tensor_ranks", "mtp-tensor-parallel", expected=(Gap(1e-3),)),
+    Case("interleaved", "interleaved-batched-exchange", expected=(Gap(1e-3),)),
+    Case("interleaved_without_batches"),
+    Case(
+        "overlap_detached",
+        "overlap-detached-mtp",
+        expected=(Raises("AssertionError", "Communication call has not been issued"),),
+    ),
+    Case(
+        "overlap_tied",
+        "overlap-tied-mtp",
+        expected=(Raises("AssertionError", "Communication call has not been issued"),),
+    ),
+    Case("overlap_in_buckets", "overlap-several-buckets", expected=(Gap(1e-3),)),
+    Case("overlap_in_one_bucket"),
+)
+
+
+@functools.cache
+def _seen(tree: Path | None) -> dict[Case, list[Observation]]:
+    """What every experiment saw in a release."""
+    found = decide("cpu", tree)
+    ids = tuple(decision.id for decision in found.applied)
+    orders = [
+        Order(number, f"tests.upstream.experiments:{case.experiment}", case.world, 60, ids)
+        for number, case in enumerate(CASES)
+    ]
+    return dict(
+        zip(CASES, observe(orders, everything(found), backend="cpu", root=found.subject.root), strict=True)
+    )
+
+
+def _check(case: Case, version: str, tree: Path | None) -> None:
+    seen = _seen(tree)[case]
+    trap = next((trap for trap in TRAPS if trap.id == case.trap), None)
+    if trap is not None and versions.within(version, trap.range):
+        assert any(matches(one, other) for one in case.expected for other in seen), seen
+    else:
+        assert all(one.gap is not None and one.gap <= AGREES for one in seen), seen
+
+
+def test_every_trap_has_an_experiment():
+    assert {trap.id for trap in TRAPS} == {case.trap for case in CASES if case.trap}
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.experiment)
+def test_default_release(case):
+    _check(case, installed_version("megatron-core"), None)
+
+
+@pytest.mark.matrix
+@pytest.mark.world
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.experiment)
+def test_every_release(case, release_trees):
+    for version, tree in release_trees.items():
+        _check(case, version, tree)

@@ -1,0 +1,88 @@
+"""Every patch that a release needs is proven there; the command says so."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from bundle.errors import UsageError
+from bundle.patches.catalogue import PATCHES
+from bundle.verification import CHECKS, Status, verify
+from bundle.verification.verifying import decide, needed
+
+
+def not_proven(results):
+    return {result.patch: result.reason for result in results if result.status is not Status.PROVEN}
+
+
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "bundle", "patches", "verify", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_every_patch_has_a_check_and_every_check_a_patch():
+    assert {patch.check for patch in PATCHES} == set(CHECKS)
+
+
+def test_an_unknown_patch_is_a_usage_error():
+    with pytest.raises(UsageError, match="mtp-zero-layers"):
+        verify("cpu", ["mtp-zero-layer"])
+
+
+@pytest.mark.world
+def test_default_release():
+    pytest.importorskip("megatron.core")
+    results = verify("cpu")
+    assert len(results) >= 8
+    assert not not_proven(results)
+
+
+@pytest.mark.world
+def test_what_is_not_patched_and_what_takes_too_many_devices_is_not_provable():
+    pytest.importorskip("megatron.core")
+    patches = needed(decide("cpu"))
+    several = next(patch.id for patch in patches if CHECKS[patch.check].world > 1)
+    results = verify("cpu", [several, "mla-packed-qkv"], devices=1)
+    assert {result.patch: result.status for result in results} == {
+        several: Status.NOT_PROVABLE,
+        "mla-packed-qkv": Status.NOT_PROVABLE,
+    }
+
+
+@pytest.mark.world
+def test_the_command_proves_and_prints_json():
+    pytest.importorskip("megatron.core")
+    result = run("recompute-reclaim", "--backend", "cpu", "--json")
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert (report["schema"], report["backend"]) == (1, "cpu")
+    assert [(row["id"], row["status"]) for row in report["results"]] == [("recompute-reclaim", "proven")]
+
+
+@pytest.mark.world
+def test_a_failed_check_ends_the_command_with_the_code_of_patches(tmp_path):
+    """A wrapper that does nothing: the defect is still there with it."""
+    pytest.importorskip("megatron.core")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if 'bundle.verification.rank' in sys.orig_argv:\n"
+        "    import bundle.wrappers.recompute as r\n"
+        "    r.release_graph = lambda original: original\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    command = [sys.executable, "-m", "bundle", "patches", "verify", "recompute-reclaim", "--backend", "cpu"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert result.returncode == 4, result.stderr
+    assert "failed" in result.stdout
+
+
+@pytest.mark.matrix
+@pytest.mark.world
+def test_every_release(release_trees):
+    wrong = {}
+    for version, tree in release_trees.items():
+        if found := not_proven(verify("cpu", tree=tree)):
+            wrong[version] = found
+    assert not wrong
