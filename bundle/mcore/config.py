@@ -1,6 +1,5 @@
 """The TransformerConfig that megatron-core needs for a recipe, in whatever release is installed."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,16 +12,6 @@ from bundle.mcore.signatures import known
 from bundle.recipe import Recipe
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-# Vocabulary rows are padded to a multiple that does not depend on the layout: the loss is a softmax over all
-# rows, so a padding that followed tp (Megatron-LM's own rule) would make the loss depend on tp.
-VOCABULARY_MULTIPLE = 128
-
-
-def padded_vocabulary(vocab_size: int, tp: int) -> int:
-    """The number of embedding rows: the next multiple of lcm(128, tp)."""
-    multiple = math.lcm(VOCABULARY_MULTIPLE, tp)
-    return -(-vocab_size // multiple) * multiple
 
 
 def transformer_config(recipe: Recipe, backend_options: Mapping[str, Any]) -> TransformerConfig:

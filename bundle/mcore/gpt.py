@@ -11,9 +11,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bundle.architectures import Architecture
-from bundle.mcore.config import padded_vocabulary
 from bundle.mcore.groups import Groups
 from bundle.mcore.signatures import known
+from bundle.planning.parameters import padded_vocabulary
 
 
 @dataclass(frozen=True)
