@@ -5,24 +5,31 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from bundle.errors import BundleError, JobFailed
+from bundle.errors import BundleError, ExitCode, JobFailed
 
 T = TypeVar("T")
 
 
 def together(body: Callable[[], T]) -> list[T]:
-    """Returns what `body` returned on each rank; raises JobFailed on all ranks if it raised on any."""
-    result, error = None, None
+    """Returns what `body` returned on each rank; if it raised on any, all raise the same."""
+    result, error, code = None, None, ExitCode.JOB_FAILED
     try:
         result = body()
-    except (OSError, ValueError, RuntimeError, BundleError) as raised:
+    except (OSError, ValueError, RuntimeError) as raised:
         error = str(raised)
+    except BundleError as raised:
+        error, code = str(raised), ExitCode(raised.code)
     everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, (result, error))
-    failures = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(everybody) if why is not None]
+    dist.all_gather_object(everybody, (result, error, int(code)))
+    failures = [(rank, why, its) for rank, (_, why, its) in enumerate(everybody) if why is not None]
     if failures:
-        raise JobFailed(failures[0].removeprefix("rank 0: "), failures[1:])
-    return [result for result, _ in everybody]
+        rank, why, its = failures[0]
+        failed = JobFailed(
+            why if rank == 0 else f"rank {rank}: {why}", [f"rank {r}: {w}" for r, w, _ in failures[1:]]
+        )
+        failed.code = ExitCode(its)
+        raise failed
+    return [result for result, _, _ in everybody]
 
 
 def first(body: Callable[[], T]) -> T:

@@ -1,0 +1,111 @@
+"""A run that is interrupted ends as it should, and goes on as if it had not been."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bundle.launchers import outcomes
+from tests.launchers.launched import ROOT, gone
+
+pytestmark = pytest.mark.world
+
+TINY = (
+    "train.steps=12",
+    "optimizer.warmup_steps=2",
+    "train.eval_batches=1",
+    "train.eval_interval=0",
+    "train.log_interval=4",
+    "train.global_batch_size=4",
+    "train.micro_batch_size=2",
+    "data.sequence_length=32",
+    "model.config.num_hidden_layers=2",
+    "model.config.hidden_size=32",
+    "checkpoint.interval=5",
+    "metrics.tensorboard=false",
+)
+
+
+def train(directory: Path, *flags: str) -> subprocess.Popen:
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    sets = [word for override in TINY for word in ("--set", override)]
+    command = [
+        sys.executable,
+        "-m",
+        "bundle",
+        "train",
+        "demo",
+        "--run-directory",
+        str(directory),
+        *sets,
+        *flags,
+    ]
+    pipe = subprocess.PIPE
+    environment = os.environ | {"PYTHONPATH": path}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def finish(process: subprocess.Popen, code: int) -> str:
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == code, out + err
+    return str(out + err)
+
+
+def pids(directory: Path) -> list[int]:
+    return [outcome.pid for outcome in outcomes.read(directory / "logs" / "node-0" / "1")]
+
+
+def wait_for_checkpoint(process: subprocess.Popen, directory: Path) -> None:
+    deadline = time.monotonic() + 240
+    while not (directory / "checkpoints" / "step-00000005").exists():
+        assert process.poll() is None and time.monotonic() < deadline, finish(process, 0)
+        time.sleep(0.01)
+
+
+def numbers(directory: Path) -> list[dict[str, Any]]:
+    """What the metrics say about learning: all but times."""
+    lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in line.items() if "second" not in k and k != "time"} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("megatron.core")
+    directory = tmp_path_factory.mktemp("whole") / "run"
+    finish(train(directory), 0)
+    return directory
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_killed_at_any_rank_goes_on_to_the_same_numbers(whole, tmp_path, rank):
+    directory = tmp_path / "run"
+    process = train(directory)
+    wait_for_checkpoint(process, directory)
+    ranks = pids(directory)
+    os.kill(ranks[rank], signal.SIGKILL)
+    assert f"rank {rank}: killed by SIGKILL" in finish(process, 1)
+    assert gone(ranks)
+    assert "goes on after step" in finish(train(directory), 0)
+    assert numbers(directory) == numbers(whole)
+
+
+def test_sigterm_saves_ends_with_75_and_the_same_command_goes_on(whole, tmp_path):
+    directory = tmp_path / "run"
+    process = train(directory)
+    wait_for_checkpoint(process, directory)
+    process.send_signal(signal.SIGTERM)
+    assert "start it again" in finish(process, 75)
+    finish(train(directory), 0)
+    assert numbers(directory) == numbers(whole)
+
+
+def test_a_finished_run_is_not_overwritten(whole):
+    before = numbers(whole)
+    assert "--fresh overwrites it" in finish(train(whole), 2)
+    assert numbers(whole) == before
