@@ -1,5 +1,6 @@
 """The facade: exact installation, nothing of it outside megatron's calls."""
 
+import logging
 import subprocess
 import sys
 import threading
@@ -185,6 +186,16 @@ def test_random_states_are_the_cpus(megatron):
     assert torch.cuda.default_generators[torch.cuda.current_device()] is torch.default_generator
     torch.manual_seed(7)
     assert torch.equal(torch.rand(3), first)
+
+
+def test_one_generator_is_no_reason_to_warn(caplog):
+    log = logging.getLogger("megatron.core.tensor_parallel.random")
+    facade.install()
+    log.warning("CPU RNG state changed within GPU RNG context")
+    log.warning("something else")
+    facade.uninstall()
+    log.warning("CPU RNG state changed within GPU RNG context")
+    assert [record.msg.split()[0] for record in caplog.records] == ["something", "CPU"]
 
 
 def test_streams_and_events_keep_the_interface(megatron):

@@ -11,6 +11,7 @@ What megatron bound by value at import keeps our objects after `uninstall`; they
 
 import functools
 import importlib
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,12 @@ from bundle.errors import EnvironmentUnfit
 __all__ = ["install", "installed", "megatron_calls", "uninstall"]
 
 _originals: dict[str, Any] = {}
+# Every fork of a random state warns that the cpu's state changed with the device's: here they are one.
+_LOG = logging.getLogger("megatron.core.tensor_parallel.random")
+
+
+def _unless_of_two_generators(record: logging.LogRecord) -> bool:
+    return "RNG state changed" not in record.msg
 
 
 def installed() -> bool:
@@ -97,6 +104,7 @@ def install() -> None:
     for target, replacement in _replacements().items():
         owner, name = _owner(target)
         setattr(owner, name, replacement)
+    _LOG.addFilter(_unless_of_two_generators)
 
 
 def uninstall() -> None:
@@ -113,4 +121,5 @@ def uninstall() -> None:
     for target, original in _originals.items():
         owner, name = _owner(target)
         setattr(owner, name, original)
+    _LOG.removeFilter(_unless_of_two_generators)
     _originals.clear()
