@@ -18,7 +18,9 @@ def call_layout(
     """The layout of a call with these rows; `packed`: megatron's PackedSeqParams of thd input, or None."""
     cp, rank = (group.size(), group.rank()) if group is not None else (1, 0)
     rows, keys = query.shape[0], key.shape[0]
-    if packed is None and rows != keys:  # the last queries of longer keys, as in generation with a cache
+    if (
+        packed is None and rows != keys and cp == 1
+    ):  # the last queries of longer keys, as in generation with a cache
         return Layout((Block(rows, 0, keys),), (keys,), None)
     if packed is None:
         return layout_of((keys * cp,), (keys * cp,), rows=rows, cp=cp, rank=rank, causal=causal)
