@@ -17,6 +17,7 @@ class AttentionKernel:
     max_head_dim: int | None = None
     masks: tuple[str, ...] = ("causal", "padding_causal", "padding", "no_mask")
     dtypes: tuple[str, ...] = ("bf16",)
+    context_parallel: bool = True
     source: str
 
     def refusals(self, *, layout: str, mask: str, qk_head_dim: int, v_head_dim: int) -> tuple[str, ...]:
@@ -58,5 +59,7 @@ UNFUSED = AttentionKernel(
     head_dims={"thd": "any", "bshd": "any"},
     masks=("causal", "padding_causal", "padding", "no_mask", "arbitrary"),
     dtypes=("bf16", "fp32"),
-    source="Transformer Engine's UnfusedDotProductAttention: the only one of the three for arbitrary masks",
+    context_parallel=False,
+    source="Transformer Engine's UnfusedDotProductAttention: alone of the three it takes arbitrary masks, and"
+    " alone it knows no context parallelism",
 )

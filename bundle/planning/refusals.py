@@ -53,6 +53,8 @@ def _against(kernel: AttentionKernel, recipe: Recipe) -> list[str]:
     if recipe.model.dtype not in kernel.dtypes:
         offered = ", ".join(kernel.dtypes)
         found.append(f"{kernel.name} takes {offered}, and model.dtype is {recipe.model.dtype}")
+    if recipe.parallel.cp > 1 and not kernel.context_parallel:
+        found.append(f"{kernel.name} has no context parallelism, and parallel.cp is {recipe.parallel.cp}")
     return found
 
 

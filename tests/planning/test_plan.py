@@ -147,6 +147,25 @@ def test_fp32_leaves_auto_a_kernel_that_takes_it(attention, fails):
     assert problems(made) == ([(ExitCode.USAGE, "model.attention")] if fails else [])
 
 
+@pytest.mark.parametrize(
+    ("model", "fails"),
+    [
+        ({"dtype": "bf16"}, []),
+        ({"dtype": "bf16", "attention": "unfused"}, ["unfused has no context parallelism"]),
+        # Each kernel has a reason: two take no fp32, and the third cannot share a sequence.
+        ({"dtype": "fp32"}, ["flash takes bf16", "fused takes bf16", "unfused has no context parallelism"]),
+    ],
+)
+def test_ranks_can_share_a_sequence_only_where_the_kernel_can(model, fails):
+    train = {"steps": 1, "global_batch_size": 16}
+    recipe = job(QWEN3, model={"config": QWEN3, **model}, parallel={"cp": 2}, train=train)
+    reasons = [
+        problem.text.removeprefix("model.attention: ") for problem in plan(recipe, preset("h200")).problems
+    ]
+    assert [reason[: len(start)] for reason, start in zip(reasons, fails, strict=True)] == fails
+    assert plan(recipe).problems == ()  # the cpu's kernels all can
+
+
 def test_heads_that_no_kernel_takes():
     wide = QWEN3 | {"head_dim": 1024}
     made = plan(

@@ -14,7 +14,7 @@ CPU = Capabilities(
     collectives="gloo",
     layers=LOCAL,
     kernels=tuple(
-        replace(kernel, what=_RUNS.format(kernel.what), dtypes=("bf16", "fp32"))
+        replace(kernel, what=_RUNS.format(kernel.what), dtypes=("bf16", "fp32"), context_parallel=True)
         for kernel in (FLASH, FUSED, UNFUSED)
     ),
     auto_attention=Choice("unfused", "the contract that takes everything: here all three cost the same"),
