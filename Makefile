@@ -19,7 +19,8 @@ export BUNDLE_RELEASES = $(abspath $(RELEASES))
 $(RUN): pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) '$(TORCH)' $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-	$(PIP) --ignore-requires-python '$(MCORE)'
+	# Releases from 0.17 declare Python 3.12 and run on 3.11; only this one package may ignore that.
+	$(PIP) --no-deps --ignore-requires-python '$(MCORE)'
 	$(PIP) --editable '.[cpu]'
 	touch $@
 

@@ -68,7 +68,7 @@ def module_file(root: Path, name: str) -> str | None:
     """The module's file relative to the root of its tree, a package before a module of the same name."""
     stem = name.replace(".", "/")
     for file in (f"{stem}/__init__.py", f"{stem}.py"):
-        if (root / file).exists():
+        if text.is_file(root / file):
             return file
     return None
 

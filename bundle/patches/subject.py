@@ -10,7 +10,7 @@ from bundle.patches.entry import Patch
 from bundle.patches.reading import Reading
 from bundle.patches.source import SourceTree
 from bundle.patches.table import Table
-from bundle.stack import Copy, Stack, megatron, versions
+from bundle.stack import Copy, Stack, megatron, text, versions
 
 # What `make` installs: where there is no megatron-core, decisions are about this one.
 DEFAULT = "0.16.1"
@@ -72,10 +72,8 @@ def named(name: str, table: Table) -> Subject:
         return _of_copy(copy, table, None)
     version = versions.parse(name)
     if version is None:
-        raise UsageError(
-            f"--mcore {name}: no version, and "
-            + (f"{path} holds no megatron/core" if path.exists() else f"there is no directory {path}")
-        )
+        no_tree = "holds no megatron/core" if text.is_directory(path) else "is no directory"
+        raise UsageError(f"--mcore {name[:200]}: no version, and it {no_tree}")
     known = next((ref for ref in table.references if versions.parse(ref) == version), None)
     return Subject(name, version.local, None, "--mcore", known)
 

@@ -26,13 +26,13 @@ def enclosing_commit(package: Path) -> str | None:
 
 def _git_directory(path: Path) -> Path | None:
     """The directory itself, or the one that a worktree's or submodule's `.git` file points at."""
-    if path.is_dir():
+    if text.is_directory(path):
         return path
     pointer = _line(path)
     if pointer is None or not pointer.startswith("gitdir: "):
         return None
     target = path.parent / pointer.removeprefix("gitdir: ").strip()
-    return target if target.is_dir() else None
+    return target if text.is_directory(target) else None
 
 
 def _reference(git: Path, name: str) -> str | None:

@@ -52,7 +52,7 @@ class Megatron:
 def find(path: SearchPath) -> Megatron:
     """The copies of megatron on the search path and what importing it would get."""
     portions = _portions(path)
-    regular = next((entry for entry in portions if (entry.path / "__init__.py").is_file()), None)
+    regular = next((entry for entry in portions if text.is_file(entry.path / "__init__.py")), None)
     visible = [regular] if regular else portions  # one regular package hides every portion, even earlier ones
     core = _winner("core", visible, path)
     training = _winner("training", visible, path)
@@ -71,30 +71,34 @@ def _portions(path: SearchPath) -> list[Entry]:
     found += path.namespaces.get("megatron", ())
     if "megatron" in path.packages:
         found.append(path.packages["megatron"])
-    return list({entry.path: entry for entry in reversed(found) if entry.path.is_dir()}.values())[::-1]
+    first: dict[Path, Entry] = {}
+    for entry in found:
+        if text.is_directory(entry.path):
+            first.setdefault(entry.path, entry)
+    return list(first.values())
 
 
 def _winner(child: str, visible: list[Entry], path: SearchPath) -> Entry | None:
     for entry in visible:
-        if (entry.path / child / "__init__.py").is_file():
+        if text.is_file(entry.path / child / "__init__.py"):
             return entry
     mapped = path.packages.get(f"megatron.{child}")
-    if mapped is not None and mapped.path.is_dir():
+    if mapped is not None and text.is_directory(mapped.path):
         return Entry(mapped.path.parent, mapped.origin)
-    return next((entry for entry in visible if (entry.path / child).is_dir()), None)
+    return next((entry for entry in visible if text.is_directory(entry.path / child)), None)
 
 
 def at(path: Path) -> Copy | None:
     """The copy in a tree that the user names: a checkout, a site-packages, `megatron` or `megatron/core`."""
     for package in (path / "megatron", path, path.parent):
-        if package.name == "megatron" and (package / "core").is_dir():
+        if package.name == "megatron" and text.is_directory(package / "core"):
             return read_copy(Entry(package, "--mcore"))
     return None
 
 
 def read_copy(entry: Entry) -> Copy | None:
     """The identity of the copy in the directory `entry.path`; None when neither half of megatron is there."""
-    if not any((entry.path / child).is_dir() for child in ("core", "training")):
+    if not any(text.is_directory(entry.path / child) for child in ("core", "training")):
         return None
     root = entry.path.parent
     installed = metadata.distributions([root]).get("megatron-core")

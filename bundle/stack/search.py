@@ -72,9 +72,8 @@ def _added_by_pth(directories: Iterable[Path]) -> dict[Path, str]:
 
 
 def _matching(directories: Iterable[Path], pattern: str) -> list[Path]:
-    return [
-        file for directory in directories if directory.is_dir() for file in sorted(directory.glob(pattern))
-    ]
+    there = [directory for directory in directories if text.is_directory(directory)]
+    return [file for directory in there for file in sorted(directory.glob(pattern))]
 
 
 def _read_finder(file: Path, packages: dict[str, Entry], namespaces: dict[str, tuple[Entry, ...]]) -> None:

@@ -74,7 +74,7 @@ class Stack:
 
     def _directory(self, module: str) -> Path | None:
         for entry in self.path.entries:
-            if (entry.path / module / "__init__.py").is_file():
+            if text.is_file(entry.path / module / "__init__.py"):
                 return entry.path / module
         mapped = self.path.packages.get(module)
         return mapped.path if mapped else None
@@ -88,7 +88,7 @@ def detect() -> Stack:
 def _module_of(checkout: Path | None, module: str) -> Path | None:
     """The package in a checkout, which may keep its sources under python/ or src/."""
     for parent in (checkout / part for part in ("", "python", "src")) if checkout else ():
-        if (parent / module / "__init__.py").is_file():
+        if text.is_file(parent / module / "__init__.py"):
             return parent / module
     return None
 

@@ -3,6 +3,22 @@
 from pathlib import Path
 
 
+def is_file(path: Path) -> bool:
+    """Whether there is a regular file; a name that nobody may look at, or that cannot be, is none."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # not searchable, too long, or with a null character
+        return False
+
+
+def is_directory(path: Path) -> bool:
+    """Whether there is a directory; a name that nobody may look at, or that cannot be, is none."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
+
+
 def read(path: Path, limit: int = 4 << 20) -> str | None:
     """The file's text (bad bytes replaced); None when it is no regular file, too big or unreadable."""
     data = read_bytes(path, limit)
@@ -11,11 +27,11 @@ def read(path: Path, limit: int = 4 << 20) -> str | None:
 
 def read_bytes(path: Path, limit: int = 4 << 20) -> bytes | None:
     """The file's bytes; None when it is no regular file (a pipe would wait), too big or unreadable."""
+    if not is_file(path):
+        return None
     try:
-        if not path.is_file():
-            return None
         with path.open("rb") as file:
             data = file.read(limit + 1)
-    except (OSError, ValueError):  # ValueError: a null character in the name
+    except OSError:
         return None
     return data if len(data) <= limit else None

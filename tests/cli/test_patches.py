@@ -131,8 +131,9 @@ def test_each_backend_gets_its_own(backend: str):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (("--mcore", "no-such-tree"), "no version"),
-        (("--mcore", "."), "holds no megatron/core"),
+        (("--mcore", "no-such-tree"), "no version, and it is no directory"),
+        (("--mcore", "."), "no version, and it holds no megatron/core"),
+        (("--mcore", "x" * 5000), "no version"),
         (
             ("--mcore", "0.16.1", "--allow-drift", "mla-thd-value-pading"),
             "did you mean mla-thd-value-padding?",
