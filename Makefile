@@ -45,5 +45,14 @@ matrix: $(DEVELOP)  ## every supported minor: all layouts, and every patch prove
 	$(VENV)/bin/python -m tests.matrix.fetch $(RELEASES)
 	$(VENV)/bin/python -m pytest -m matrix
 
+matrix-new: $(DEVELOP)  ## the same for releases that nobody has reviewed yet
+	$(VENV)/bin/python -m tests.matrix.fetch $(RELEASES)-later later
+	test ! -d $(RELEASES)-later || \
+	  BUNDLE_RELEASES=$(abspath $(RELEASES)-later) $(VENV)/bin/python -m pytest -m matrix
+
+bench: $(DEVELOP)  ## packing against per-sequence loops, and training against a bare megatron-core loop
+	$(VENV)/bin/python -m benchmarks.sequences
+	$(VENV)/bin/python -m benchmarks.training
+
 clean:
 	rm -rf $(VENV) .cache build

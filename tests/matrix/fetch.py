@@ -2,9 +2,11 @@
 
 python -m tests.matrix.fetch DIRECTORY [VERSION...]
 
-A version may be `oldest` or `newest`: that minor's newest release. Without one: every reviewed minor's.
+A version may be `oldest` or `newest` (that reviewed minor's newest release) or `later`: every release that is
+published and newer than all reviewed ones. Without a version: the newest release of every reviewed minor.
 """
 
+import re
 import subprocess
 import sys
 import tempfile
@@ -14,11 +16,28 @@ from packaging.version import Version
 
 from bundle.patches import table
 
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+
 
 def newest_of_each_minor() -> list[str]:
     """The newest reviewed release of every minor, oldest first."""
     newest = {Version(reference).release[:2]: reference for reference in table.load().references}
     return list(newest.values())
+
+
+def later() -> list[str]:
+    """The published releases after the newest reviewed one, oldest first."""
+    listing = subprocess.run(
+        [*PIP, "index", "versions", "megatron-core", "--ignore-requires-python"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    published = re.search(r"^Available versions: (.*)$", listing, re.MULTILINE)
+    assert published, listing
+    reviewed = max(map(Version, table.load().references))
+    found = [Version(text) for text in published[1].split(", ")]
+    return [str(version) for version in sorted(found) if version > reviewed]
 
 
 def fetch(directory: Path, version: str) -> Path:
@@ -34,9 +53,8 @@ def fetch(directory: Path, version: str) -> Path:
         target = Path(temporary) / version
         subprocess.run(
             [
-                *(sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"),
-                *("--no-deps", "--ignore-requires-python", "--no-compile", "--target", str(target)),
-                f"megatron-core=={version}",
+                *(*PIP, "install", "--quiet", "--no-deps", "--ignore-requires-python", "--no-compile"),
+                *("--target", str(target), f"megatron-core=={version}"),
             ],
             check=True,
         )
@@ -44,9 +62,17 @@ def fetch(directory: Path, version: str) -> Path:
     return tree
 
 
-if __name__ == "__main__":
-    directory, *versions = sys.argv[1:]
+def named(words: list[str]) -> list[str]:
+    """The versions that the words of the command line mean."""
     minors = newest_of_each_minor()
-    named = {"oldest": minors[0], "newest": minors[-1]}
-    for version in versions or minors:
-        print(fetch(Path(directory), named.get(version, version)))
+    meanings = {"oldest": minors[:1], "newest": minors[-1:]}
+    return [v for word in words for v in (later() if word == "later" else meanings.get(word, [word]))]
+
+
+if __name__ == "__main__":
+    directory, *words = sys.argv[1:]
+    versions = named(words) if words else newest_of_each_minor()
+    for version in versions:
+        print(fetch(Path(directory), version))
+    if not versions:
+        print(f"no release of megatron-core after {max(map(Version, table.load().references))}")
