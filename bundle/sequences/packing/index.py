@@ -35,4 +35,6 @@ def unpack_index(shards: Sequence[Runs], lengths: Ints) -> Ints:
 
 def _real(runs: Runs, lengths: Ints, roll: int) -> Ints:
     """How many rows of each run, its first ones, take a token."""
-    return np.minimum(np.maximum(lengths[runs.sequence] - runs.start - roll, 0), runs.rows)
+    left: Ints = lengths[runs.sequence] - runs.start - roll
+    taken: Ints = np.minimum(np.maximum(left, 0), runs.rows)  # which types differ between numpy 1 and 2
+    return taken
