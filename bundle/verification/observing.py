@@ -54,8 +54,10 @@ def _run(directory: Path, processes: int, backend: str, root: Path | None, secon
     """Starts the processes and returns when all have ended; ends them after `seconds`."""
     path = [*([str(root)] if root else []), *(entry or str(Path.cwd()) for entry in sys.path)]
     wanted = {variable.name: variable.value for variable in capabilities(backend).variables(frozenset())}
-    # One host: whatever its name resolves to, gloo shall use the loopback device.
-    environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **wanted, "OMP_NUM_THREADS": "1"}
+    # One host: whatever its name resolves to, gloo shall use the loopback device. And fp32 shall be fp32:
+    # Transformer Engine's products would be TF32, whose rounding is larger than what must agree.
+    ours = {"OMP_NUM_THREADS": "1", "NVIDIA_TF32_OVERRIDE": "0"}
+    environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **wanted, **ours}
     environment["PYTHONPATH"] = os.pathsep.join(path)
     running = []
     for rank in range(processes):

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from bundle.errors import BundleError
 from bundle.mcore.config import transformer_config
 from bundle.mcore.groups import Groups
 from bundle.mcore.packed import packed_seq_params
@@ -13,7 +14,7 @@ from bundle.models import gpt
 from bundle.recipe import Recipe
 from bundle.sequences.alignment import Alignment, Padding
 from bundle.sequences.packing import Packing, shard
-from bundle.verification.bench import Bench
+from bundle.verification.bench import Bench, NotProvable
 
 VOCABULARY = 64
 _SIZES = {
@@ -91,7 +92,11 @@ def chunk(
 ) -> torch.nn.Module:
     """The bare GPTModel of this rank, the same weights in every layout; `options` are megatron's own."""
     job = recipe(config, groups, **model)
-    settings = transformer_config(job, {**bench.runtime.options(job), **(options or {})})
+    try:
+        chosen = bench.runtime.options(job)
+    except BundleError as error:  # this backend has no such kernel, or not here
+        raise NotProvable(str(error)) from error
+    settings = transformer_config(job, {**chosen, **(options or {})})
     return gpt.build(job, settings, bench.runtime, groups)[0].to(bench.device)
 
 

@@ -55,6 +55,18 @@ def test_gradients_are_accumulated_in_the_product_where_apex_is(there, monkeypat
     assert options(recipe(), generation=HOPPER)["gradient_accumulation_fusion"] is there
 
 
+@pytest.mark.parametrize(("dtype", "fused"), [("bf16", True), ("fp32", False)])
+def test_the_loss_is_fused_where_its_gradient_may_be_bf16(dtype, fused):
+    assert options(recipe(f"model.dtype={dtype}"), generation=HOPPER)["cross_entropy_loss_fusion"] is fused
+
+
+def test_fp32_cannot_share_a_sequence():
+    shared = recipe(name="qwen3-cp2-packed")
+    assert options(shared, generation=HOPPER)["attention_backend"] is AttnBackend.auto
+    with pytest.raises(UsageError, match="no attention kernel for fp32 has context parallelism"):
+        options(recipe("model.dtype=fp32", name="qwen3-cp2-packed"), generation=HOPPER)
+
+
 @pytest.mark.parametrize("name", ["auto", "fused", "unfused"])
 def test_attention_has_megatrons_name(name):
     chosen = options(recipe(f"model.attention={name}"), generation=HOPPER)

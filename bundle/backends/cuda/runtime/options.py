@@ -20,12 +20,13 @@ def options(recipe: Recipe, *, generation: str) -> dict[str, Any]:
     Raises UsageError for FP8 that this GPU has not, EnvironmentUnfit for kernels that are not installed.
     """
     chosen: dict[str, Any] = {
-        "attention_backend": _attention(recipe.model.attention),
+        "attention_backend": _attention(recipe),
         "apply_rope_fusion": _rope_fusion(recipe),
-        # SwiGLU and the loss as one kernel each, which keep less for the backward pass. The loss is
-        # megatron's own kernel: newer releases warn of the stability of Transformer Engine's.
+        # SwiGLU as one kernel, and the loss: both keep less for the backward pass. The loss is megatron's own
+        # kernel, since newer releases warn of the stability of Transformer Engine's; but it returns its
+        # gradient in bf16, whatever the logits are (first gradient of an fp32 model: 6e-4 off).
         "bias_activation_fusion": True,
-        "cross_entropy_loss_fusion": True,
+        "cross_entropy_loss_fusion": recipe.model.dtype == "bf16",
         "gradient_accumulation_fusion": _accumulates_in_gemm(),
     }
     if recipe.architecture.moe is not None:
@@ -36,11 +37,17 @@ def options(recipe: Recipe, *, generation: str) -> dict[str, Any]:
     return chosen
 
 
-def _attention(name: str) -> AttnBackend:
+def _attention(recipe: Recipe) -> AttnBackend:
     """Megatron's name of the kernel. `auto` is left to Transformer Engine, call by call.
 
-    Without flash-attn, `flash` ends in "No dot product attention backend is available" at the first layer.
+    What is refused here would end in "No dot product attention backend is available" at the first layer.
     """
+    name, dtype = recipe.model.attention, recipe.model.dtype
+    shared = [kernel.name for kernel in CUDA.kernels if kernel.context_parallel and dtype in kernel.dtypes]
+    if recipe.parallel.cp > 1 and not shared:
+        raise UsageError(
+            f"parallel.cp: no attention kernel for {dtype} has context parallelism: use dtype bf16"
+        )
     if name == "flash" and not any(map(_installed, ("flash-attn", "flash-attn-3"))):
         raise EnvironmentUnfit(
             "model.attention: flash, but flash-attn is not installed; install it, or use auto or fused"

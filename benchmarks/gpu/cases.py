@@ -1,0 +1,122 @@
+"""What is run, as data: recipes with overrides, how many steps on which backend."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from bundle.planning.planned import Planned, planned
+from bundle.recipe import Recipe, load
+
+_HERE = Path(__file__).parent
+_SHORT = (
+    "train.steps=60",
+    "data.validation=0",
+    "optimizer={lr: 1.5e-3, min_lr: 1.5e-4, warmup_steps: 10}",
+)
+_DEMO = ("parallel.ep=1", *_SHORT)
+_QWEN = ("parallel.cp=1", *_SHORT)
+_BF16 = ("model.dtype=bf16",)
+_PACKED = (
+    "data.packed=true",
+    'data.separator="\n\n\n"',
+    "data.sequence_length=2048",
+    "model.config.max_position_embeddings=2048",
+    "train.micro_batch_size=1",
+    "train.global_batch_size=2",
+)
+# Drawn wide, so that attention is sharp from the first step and the loss feels a wrong position.
+_YARN = (
+    "model.config.initializer_range=0.1",
+    "model.config.rope_scaling={type: yarn, factor: 4, original_max_position_embeddings: 64,"
+    " mscale: 1.0, mscale_all_dim: 1.0}",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model trained for a while: `cuda` and `cpu` are the steps of each backend, 0 for none."""
+
+    name: str
+    base: str
+    overrides: tuple[str, ...]
+    cuda: int
+    cpu: int = 0
+    gpus: int = 1
+    # The control: layers are never told that a step begins, and keep the FP8 copies of the first weights.
+    keeps_first_weights: bool = False
+
+    def named(self, backend: str) -> str:
+        """What its run on `backend` is called."""
+        return self.name if backend == "cuda" else f"{self.name} on {backend}"
+
+    def recipe(self, backend: str) -> Recipe:
+        """What is trained on `backend`: the recipe `base` with the overrides."""
+        return load(self.base, (*self.overrides, f"backend={backend}"))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the backend's own variables lack: fp32 that is fp32, where the libraries would take TF32."""
+        return {"NVIDIA_TF32_OVERRIDE": "0"} if self.name.startswith("fp32") else {}
+
+    def steps(self, backend: str) -> int:
+        """How many steps are taken on `backend`."""
+        return self.cuda if backend == "cuda" else self.cpu
+
+
+def plan_of(case: Case, backend: str) -> Planned:
+    """The plan of a case on this machine. Raises what says that it cannot run here."""
+    made = planned(case.recipe(backend), per_node=case.gpus)
+    made.refuse()
+    return made
+
+
+def _fp8(scaling: str) -> tuple[str, ...]:
+    return (*_BF16, f"model.fp8.scaling={scaling}")
+
+
+def _shared(name: str, *overrides: str) -> Case:
+    return Case(name, "demo", (*_DEMO, *overrides), cuda=5, gpus=2)
+
+
+CURVES = (
+    Case("fp32", "demo", _DEMO, cuda=10, cpu=5),
+    Case("bf16", "demo", (*_DEMO, *_BF16), cuda=60, cpu=5),
+    Case("bf16 packed", "demo", (*_DEMO, *_BF16, *_PACKED), cuda=60, cpu=5),
+    Case("fp32 yarn", "demo", (*_DEMO, *_YARN), cuda=2, cpu=2),
+    Case("fp32 yarn packed", "demo", (*_DEMO, *_YARN, *_PACKED), cuda=2, cpu=2),
+    Case("fp32 gqa", "qwen3-cp2-packed", _QWEN, cuda=5, cpu=5),
+    Case("bf16 gqa", "qwen3-cp2-packed", (*_QWEN, *_BF16), cuda=60, cpu=5),
+    Case("delayed", "demo", (*_DEMO, *_fp8("delayed")), cuda=60),
+    Case("tensorwise", "demo", (*_DEMO, *_fp8("tensorwise")), cuda=60),
+    Case("blockwise", "demo", (*_DEMO, *_fp8("blockwise")), cuda=60),
+    Case("blockwise packed", "demo", (*_DEMO, *_fp8("blockwise"), *_PACKED), cuda=60),
+    Case("blockwise gqa", "qwen3-cp2-packed", (*_QWEN, *_fp8("blockwise")), cuda=60),
+    Case(
+        "blockwise, first weights kept",
+        "demo",
+        (*_DEMO, *_fp8("blockwise")),
+        cuda=60,
+        keeps_first_weights=True,
+    ),
+)
+
+LAYOUTS = (
+    _shared("fp32 tp2", "parallel.tp=2"),
+    _shared("fp32 tp2 etp1 ep2", "parallel.tp=2", "parallel.etp=1", "parallel.ep=2"),
+    _shared("fp32 ep2", "parallel.ep=2"),
+    _shared("fp32 pp2", "parallel.pp=2"),
+    _shared("bf16 cp2", "parallel.cp=2", *_BF16),
+    _shared("bf16 packed cp2", "parallel.cp=2", *_BF16, *_PACKED),
+    _shared("blockwise tp2 etp1 ep2", "parallel.tp=2", "parallel.etp=1", "parallel.ep=2", *_fp8("blockwise")),
+)
+
+SPEEDS = tuple(
+    Case(f"{shape} {name}", str(_HERE / f"{shape}.yaml"), overrides, cuda=16)
+    for shape in ("gqa", "latent")
+    for name, overrides in (
+        ("bf16", ()),
+        ("tensorwise", _fp8("tensorwise")),
+        ("blockwise", _fp8("blockwise")),
+    )
+)
+
+CASES = {case.name: case for case in (*CURVES, *LAYOUTS, *SPEEDS)}

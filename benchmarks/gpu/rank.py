@@ -1,0 +1,116 @@
+"""One rank that trains one case through the real engine on the real data feed.
+
+python -m benchmarks.gpu.rank CASE BACKEND DIRECTORY   (under torchrun)
+"""
+
+import argparse
+import importlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.arithmetic import flops
+from benchmarks.gpu.cases import CASES, Case, plan_of
+from benchmarks.gpu.run import Run
+from bundle.backends import preparation
+from bundle.distributed import store, world
+from bundle.rendezvous import discover
+
+TIMEOUT = timedelta(seconds=120)
+PACKAGES = ("torch", "megatron-core", "transformer-engine")
+
+
+def main(case: Case, backend: str, directory: Path) -> None:
+    rendezvous = discover(os.environ)
+    assert rendezvous.rank is not None and rendezvous.local_rank is not None, "started by torchrun only"
+    meeting = store.open_store(rendezvous, TIMEOUT)
+    runtime = preparation.prepare(plan_of(case, backend))
+    device = runtime.device(rendezvous.local_rank)
+    world.initialize(rendezvous, meeting, runtime.collectives, TIMEOUT, device)
+    with first_weights_kept() if case.keeps_first_weights else _as_it_is():
+        run = train(case, backend, directory, runtime, device)
+    if rendezvous.rank == 0:
+        run.write(directory / f"{run.name}.json")
+    world.destroy()
+
+
+def train(case: Case, backend: str, directory: Path, runtime: Any, device: torch.device) -> Run:
+    """Trains `case` and says what happened in each step."""
+    from bundle.engine import Engine
+    from bundle.mcore import groups
+    from bundle.training import data
+    from bundle.training.batches import Batches
+
+    recipe = case.recipe(backend)
+    sizes = {name: getattr(recipe.parallel, name) for name in ("tp", "pp", "vpp", "cp", "ep", "etp")}
+    with runtime.megatron():
+        state = groups.initialize(**sizes, seed=recipe.seed, timeout_seconds=int(TIMEOUT.total_seconds()))
+    feed = data.Feed(recipe, data.prepare(recipe, directory / "data"), state.dp.rank, state.dp.size)
+    batches = Batches(recipe, feed, state, device)
+    engine = Engine(recipe, runtime, state, device)
+    losses, norms, seconds = [], [], []
+    for step in range(case.steps(backend)):
+        begin = time.perf_counter()
+        engine.forward_backward(batches.training(step * recipe.train.global_batch_size))
+        norms.append(engine.step().grad_norm)
+        seen = engine.take_losses()
+        losses.append([seen.main, *seen.mtp])
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    tokens = recipe.train.global_batch_size * recipe.data.sequence_length
+    return Run(
+        name=case.named(backend),
+        losses=losses,
+        grad_norms=norms,
+        seconds=seconds,
+        tokens=tokens,
+        flops=flops(recipe.architecture, recipe.data.sequence_length) * tokens,
+        peak_bytes=torch.cuda.max_memory_allocated() if device.type == "cuda" else 0,
+        versions={name: _version(name) for name in PACKAGES} | {"device": _device(device)},
+    )
+
+
+@contextmanager
+def first_weights_kept() -> Iterator[None]:
+    """Megatron's schedules do not reach the layers that keep FP8 copies of their weights."""
+    module = importlib.import_module("megatron.core.transformer.module").MegatronModule
+    original = module.set_is_first_microbatch
+    module.set_is_first_microbatch = lambda self: None
+    try:
+        yield
+    finally:
+        module.set_is_first_microbatch = original
+
+
+@contextmanager
+def _as_it_is() -> Iterator[None]:
+    yield
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def _device(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("case", choices=CASES)
+    parser.add_argument("backend", choices=("cpu", "cuda"))
+    parser.add_argument("directory", type=Path)
+    given = parser.parse_args(sys.argv[1:])
+    main(CASES[given.case], given.backend, given.directory)
