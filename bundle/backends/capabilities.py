@@ -29,13 +29,15 @@ class Variable:
     when: frozenset[str] = frozenset()  # features of the recipe, all of them
 
 
-MaskForm = Literal["none", "valid", "square"]
+MaskForm = Literal["none", "valid"]
 
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """The mask that a model takes: none; valid: bool [b, s], True = token; square: bool [b, 1, s, s], True =
-    hidden."""
+    """The mask that a model is given: none, or valid: bool [b, s] over whole sequences, True = token.
+
+    What post-processing reads is another matter (sequences.packing.Masks), and so is what a kernel is given.
+    """
 
     model: Literal["text", "vlm"]
     layout: Literal["thd", "bshd"]

@@ -21,12 +21,14 @@ ASCEND = Capabilities(
     kernels=(
         AttentionKernel(
             name="flash",
-            what="npu_fusion_attention, through MindSpeed",
+            what="npu_fusion_attention",
             head_dims={"thd": "v<=qk", "bshd": "v<=qk"},
             max_head_dim=768,
-            masks=("causal", "padding_causal", "no_mask"),
+            masks=("causal", "padding_causal", "no_mask", "arbitrary"),
             dtypes=("bf16", "fp32"),
-            source="op-plugin: npu_fusion_attention takes Dq = Dk >= Dv up to 768 and no [b, s] mask",
+            context_parallel=False,
+            source="op-plugin: npu_fusion_attention takes Dq = Dk >= Dv up to 768, masks [b, 1, s, s] and no"
+            " [b, s]; context parallelism over it is MindSpeed's, which is not wired in",
         ),
         AttentionKernel(
             name="unfused",
@@ -46,12 +48,26 @@ ASCEND = Capabilities(
     ),
     no_fp8="",
     masks=(
-        Mask("text", "thd", "none", "TND takes boundaries only: a [b, s] mask is refused"),
-        Mask("text", "bshd", "square", "npu_fusion_attention broadcasts no mask: [b, s] is refused"),
+        Mask("text", "thd", "none", "the ends of the sequences say everything"),
         Mask(
-            "vlm", "thd", "valid", "the model looks for its image tokens in it; it must not reach the kernel"
+            "text",
+            "bshd",
+            "none",
+            "padding stands at the end, where one compressed causal mask hides it: [b, 1, s, s] would be b s²"
+            " bytes, and [b, s] is refused",
         ),
-        Mask("vlm", "bshd", "none", "MindSpeed makes a causal mask itself, and padding stands at the end"),
+        Mask(
+            "vlm",
+            "thd",
+            "valid",
+            "the model looks for its image tokens in it and packs by itself; it must not reach the kernel",
+        ),
+        Mask(
+            "vlm",
+            "bshd",
+            "none",
+            "the model would hand it on to the kernel, which takes no [b, s]; padding stands at the end",
+        ),
     ),
     environment=(
         connections("megatron's own check, which MindSpeed keeps"),

@@ -123,6 +123,17 @@ class Packing:
         return whole if blank is None else ~blank.view(self.shape)
 
     @cached_property
+    def uncut(self) -> "Packing":
+        """The same sequences as rows [b, s] of one length, whole on every rank.
+
+        It is what a vision-language model takes, in thd too: it looks for its image tokens in such rows and
+        packs by itself. In bshd the rows are as long as ours, so that ids, labels and masks fit.
+        """
+        count, extent = len(self.padding.lengths), max(self.padding.padded)
+        rows = Padding(self.padding.lengths, (extent,) * count, 0)
+        return Packing(rows, Alignment(layout="bshd"), 0, self.device)
+
+    @cached_property
     def cu_seqlens(self) -> Tensor:
         """Boundaries of the real lengths over all ranks; int32.
 

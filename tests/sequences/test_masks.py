@@ -1,0 +1,42 @@
+"""The masks of a micro-batch by backend: what the model is given, and what is left for post-processing."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bundle.backends.ascend.capabilities import ASCEND
+from bundle.backends.cpu.capabilities import CPU
+from bundle.backends.cuda.capabilities import CUDA
+from bundle.sequences.alignment import Alignment
+from bundle.sequences.packing import Packing, masks
+from tests.sequences.strategies import ALIGNMENTS
+
+LENGTHS = [5, 3, 9]
+
+
+@pytest.mark.parametrize("layout", ["thd", "bshd"])
+@pytest.mark.parametrize("backend", [CPU, CUDA, ASCEND], ids=lambda backend: backend.backend)
+def test_by_backend(backend, layout):
+    packing = Packing.of(LENGTHS, Alignment(layout, scaling="blockwise"))
+    text, vision = (masks(packing, backend.mask(model, layout)) for model in ("text", "vlm"))
+    assert text.model is None
+    assert text.valid is packing.valid and vision.valid is packing.valid
+    if (backend, layout) == (ASCEND, "bshd"):
+        assert vision.model is None
+    else:
+        assert vision.model is not None and vision.model.sum(1).tolist() == LENGTHS
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=9), ALIGNMENTS, st.data())
+def test_ids_and_mask_of_a_model_that_packs_by_itself(lengths, alignment, data):
+    rank = data.draw(st.integers(0, alignment.cp - 1))
+    packing = Packing.of(lengths, alignment, rank=rank)
+    given_mask = masks(packing, CPU.mask("vlm", alignment.layout)).model
+    ids = packing.uncut.pack(torch.arange(sum(lengths)), fill=-1)
+    assert given_mask is not None and given_mask.shape == ids.shape and given_mask.dtype == torch.bool
+    assert torch.equal(given_mask, ids >= 0)
+    assert torch.equal(ids[given_mask], torch.arange(sum(lengths)))
+    if alignment.layout == "bshd":
+        assert ids.shape == (len(lengths), packing.shape[1] * alignment.cp)
