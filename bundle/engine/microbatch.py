@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from bundle.engine.replay.routes import Routes
 from bundle.mcore.packed import packed_seq_params
 from bundle.sequences.packing import Packing, shard
 
@@ -15,8 +16,8 @@ class MicroBatch:
     """Tensors on the rank's device, [b, s / cp] (packed: [1, t / cp]).
 
     `mtp_masks[k]` is the loss mask of MTP depth k. `sequence_length` [tokens] and `rows` are those of the
-    whole micro-batch before it was cut. `packed` is megatron's PackedSeqParams, or None for rows of equal
-    length.
+    whole micro-batch before it was cut. `packed` is megatron's PackedSeqParams, or None in bshd; `packing`
+    is None for rows of equal length. `routes` are what the routers choose, None: as they like.
     """
 
     ids: torch.Tensor
@@ -27,6 +28,8 @@ class MicroBatch:
     rows: int
     sequence_length: int
     packed: Any | None = None
+    packing: Packing | None = None
+    routes: Routes | None = None
 
 
 def from_rows(
@@ -53,14 +56,19 @@ def from_rows(
 def from_packing(
     ids: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, packing: Packing, *, mtp_layers: int
 ) -> MicroBatch:
-    """A packed micro-batch: `ids`, `labels` and the loss `mask` are concatenated [t], as in `packing`."""
+    """A packed micro-batch: `ids`, `labels` and the loss `mask` are concatenated [t], as in `packing`.
+
+    In the layout bshd it is rows of one padded length.
+    """
+    rows, length = packing.shape
     return MicroBatch(
         ids=packing.pack(ids),
         labels=packing.pack(labels),
         loss_mask=packing.pack(mask),
         position_ids=packing.positions,
         mtp_masks=tuple(packing.pack(mask, roll=depth) for depth in range(1, mtp_layers + 1)),
-        rows=1,
-        sequence_length=packing.padding.total,
-        packed=packed_seq_params(packing),
+        rows=rows,
+        sequence_length=length * packing.alignment.cp,
+        packed=packed_seq_params(packing) if packing.layout == "thd" else None,
+        packing=packing,
     )

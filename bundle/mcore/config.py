@@ -65,6 +65,8 @@ def transformer_config(recipe: Recipe, backend_options: Mapping[str, Any]) -> Tr
         options |= _recompute(model.recompute)
     if architecture.moe is not None:
         options |= _experts(architecture.moe)
+        # 0.16 and later choose experts behind this; earlier ones behind the router itself.
+        options |= known(TransformerConfig, moe_enable_routing_replay=model.router_replay)
     kind = TransformerConfig
     if architecture.mla is not None:
         kind = MLATransformerConfig

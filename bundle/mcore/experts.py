@@ -9,6 +9,19 @@ def routers(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [module for module in model.modules() if isinstance(module, TopKRouter)]
 
 
+def routers_of_layers(model: torch.nn.Module) -> dict[object, int]:
+    """What asks for the experts of each decoder layer of a model chunk -> the layer, counted over all stages.
+
+    Megatron's RouterReplay where the router has one, else the router. The routers of multi-token prediction
+    are left out: their own layer numbers are those of other layers (1 in most releases).
+    """
+    return {
+        getattr(router, "router_replay", None) or router: layer.layer_number - 1
+        for layer in model.decoder.layers
+        for router in routers(layer)
+    }
+
+
 def give_native_routes(router: torch.nn.Module, routes: torch.Tensor) -> None:
     """Has a router of a model with `moe_enable_routing_replay` take these experts [t, k] from now on."""
     from megatron.core.transformer.moe.router_replay import RouterReplayAction

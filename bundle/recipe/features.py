@@ -25,6 +25,7 @@ def features(recipe: "Recipe") -> frozenset[str]:
         "unequal-head-dims": head_dims[0] != head_dims[1],
         "tied-embeddings": architecture.tied_embeddings,
         "moe": moe,
+        "router-replay": moe and model.router_replay,
         "expert-bias": architecture.moe is not None and architecture.moe.expert_bias,
         "mtp": mtp,
         "mtp-detached": mtp and model.mtp.detach,

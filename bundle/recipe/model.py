@@ -88,6 +88,10 @@ class Model(Section):
     )
     fp8: FP8 | None = Field(default=None, description="FP8 matrix products; null: none.")
     recompute: Recompute | None = Field(default=None, description="Activation recomputation; null: none.")
+    router_replay: bool = Field(
+        default=False,
+        description="Experts that routers chose can be recorded and given back (RL: rollout and training).",
+    )
     mtp: MTP = Field(default_factory=MTP, description="Multi-token prediction.")
 
     @model_validator(mode="after")

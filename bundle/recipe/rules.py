@@ -55,6 +55,8 @@ def _tensors(recipe: Recipe) -> Iterator[Violation]:
 def _experts(recipe: Recipe) -> Iterator[Violation]:
     parallel, moe = recipe.parallel, recipe.architecture.moe
     if moe is None:
+        if recipe.model.router_replay:
+            yield "model.router_replay", "replays which experts were chosen, but the model has none"
         if parallel.ep > 1:
             yield "parallel.ep", f"{parallel.ep} ranks to divide experts, but the model has none"
         if parallel.etp != parallel.tp:

@@ -116,6 +116,12 @@ _CHECKS = (
         agreement=0.0,
     ),
     Check(
+        name="router-replay-by-layer",
+        measurement=f"{_MEASURED}.router:replay",
+        without=(Gap(0.1),),
+        agreement=0.0,
+    ),
+    Check(
         name="native-replay-recompute",
         measurement=f"{_MEASURED}.router:native_recompute",
         without=(Gap(1e-2),),

@@ -1,4 +1,4 @@
-"""Expert choice: replay where mcore has none (below 0.16), and its own replay under recomputation."""
+"""Expert choice: by the router itself, or as `context.choices` has it; and mcore's own replay, recomputed."""
 
 import functools
 from collections.abc import Callable
@@ -7,32 +7,40 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from bundle.errors import JobFailed
 from bundle.mcore import context
 
 
-def replay(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `TopKRouter.routing` that takes its experts from `context.routes`, where that is set.
+def choice(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `TopKRouter.routing` that takes its experts from `context.choices`, where that is set.
 
     The gradient still flows through the scores of the experts that are used.
     """
 
     @functools.wraps(original)
     def routing(self: Any, *args: Any, **kwargs: Any) -> Any:
-        routes = context.routes.get()
-        if routes is None:
+        choices = context.choices.get()
+        if choices is None:
             return original(self, *args, **kwargs)
-        with _ExpertChoice(self, routes) as choice:
-            result = original(self, *args, **kwargs)
-        if not choice.made:
-            raise JobFailed(
-                "Router replay: this router chooses its experts without torch.topk, so that the choice"
-                " can be neither recorded nor replayed. Set moe_router_fusion=False and use a load"
-                " balancing type other than sinkhorn."
-            )
-        return result
+        with _ExpertChoice(self, choices):
+            return original(self, *args, **kwargs)
 
     return routing
+
+
+def choice_in_replay(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `RouterReplay.get_replay_topk` that takes its experts from `context.choices`, where set.
+
+    It is megatron's own way to the choice (0.16 and later), and its object stands for its router.
+    """
+
+    @functools.wraps(original)
+    def get_replay_topk(self: Any, scores: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        values, own = original(self, scores, *args, **kwargs)
+        choices = context.choices.get()
+        chosen = own if choices is None else choices.choose(self, own)
+        return (values, own) if chosen is own else (scores.gather(1, chosen), chosen)
+
+    return get_replay_topk
 
 
 def own_routes_on_recompute(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,9 +72,9 @@ class _ExpertChoice(TorchFunctionMode):
     auxiliary losses and the expert capacity (over the tokens) choose again.
     """
 
-    def __init__(self, router: Any, routes: context.Routes) -> None:
+    def __init__(self, router: Any, choices: context.Choices) -> None:
         super().__init__()
-        self.router, self.routes = router, routes
+        self.router, self.choices = router, choices
         self.made = False
         self._scores: torch.Tensor | None = None  # of all experts, before groups are masked with -inf
         self._groups = False  # the next top-k is the choice of groups
@@ -87,7 +95,7 @@ class _ExpertChoice(TorchFunctionMode):
             return function(*args, **kwargs)
         self.made = True
         values, own = function(*args, **kwargs)
-        chosen = self.routes.choose(self.router, own)
+        chosen = self.choices.choose(self.router, own)
         if chosen is own:
             return values, own
         # Not from the masked scores: a given expert outside the router's own groups would have -inf.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bundle.errors import JobFailed
-from bundle.mcore.context import Routes, Slot, in_backward
+from bundle.mcore.context import Choices, Forced, Slot, in_backward
 
 
 @pytest.fixture
@@ -35,42 +35,44 @@ def test_only_a_backward_pass_is_one():
     assert seen == [True]
 
 
-def test_recorded_routes_are_the_routers_own(router):
-    routes, own = Routes(replay=False), torch.tensor([[1, 0]])
-    assert routes.choose(router, own) is own
-    own.zero_()
-    assert routes.recorded[router][0].tolist() == [[1, 0]]
+def test_choices_are_kept_by_layer_and_those_of_other_routers_left_alone(router):
+    choices, own = Choices({router: 4}, torch.uint8, backward=False), torch.tensor([[1, 0]])
+    with choices.of_forward(None) as made:
+        assert choices.choose(router, own) is own
+        assert choices.choose(torch.nn.Identity(), own) is own
+    assert made.keys() == {4}
+    assert (made[4].dtype, made[4].tolist()) == (torch.uint8, [[1, 0]])
 
 
-def test_given_routes_are_taken_in_order_and_free_rows_keep_the_routers_choice(router):
-    routes, own = Routes(replay=True), torch.tensor([[1, 0], [2, 3]])
-    routes.give(router, torch.tensor([[5, 6], [-1, -1]]))
-    routes.give(router, torch.tensor([[7, 7], [7, 7]]))
-    assert routes.choose(router, own).tolist() == [[5, 6], [2, 3]]
-    assert routes.choose(router, own).tolist() == [[7, 7], [7, 7]]
+def test_rows_that_are_not_forced_keep_the_routers_choice(router):
+    choices, own = Choices({router: 4}, torch.uint8, backward=False), torch.tensor([[1, 0], [2, 3]])
+    experts = torch.tensor([[5, 6], [7, 7]], dtype=torch.uint8)
+    with choices.of_forward(Forced({4: experts}, torch.tensor([True, False]))) as made:
+        assert choices.choose(router, own).tolist() == [[5, 6], [2, 3]]
+    assert made[4].tolist() == [[5, 6], [2, 3]]
+    with choices.of_forward(Forced({4: experts})):
+        chosen = choices.choose(router, own)
+        assert (chosen.dtype, chosen.tolist()) == (own.dtype, [[5, 6], [7, 7]])
 
 
-@pytest.mark.parametrize(
-    ("given", "message"), [([], "no routes"), ([torch.zeros(3, 2)], r"\(3, 2\).*\(2, 2\)")]
-)
-def test_routes_that_do_not_fit_are_refused(router, given, message):
-    routes = Routes(replay=True)
-    for one in given:
-        routes.give(router, one.long())
-    with pytest.raises(JobFailed, match=message):
-        routes.choose(router, torch.zeros(2, 2, dtype=torch.long))
+def test_experts_that_do_not_fit_the_tokens_are_refused(router):
+    choices = Choices({router: 4}, torch.uint8, backward=False)
+    with (
+        choices.of_forward(Forced({4: torch.zeros(3, 2)})),
+        pytest.raises(JobFailed, match=r"layer 4 .*\[3, 2\].*\[2, 2\]"),
+    ):
+        choices.choose(router, torch.zeros(2, 2, dtype=torch.long))
 
 
-def test_a_recomputation_takes_the_routes_of_its_own_first_pass(router):
-    routes, own = Routes(replay=True), torch.tensor([[0, 1]])
+def test_a_recomputation_takes_the_choices_of_its_own_first_pass(router):
+    choices, own = Choices({router: 4}, torch.uint8, backward=True), torch.tensor([[0, 1]])
     first, second = torch.tensor([[2, 3]]), torch.tensor([[4, 5]])
     for given in (first, second):  # two micro-batches in flight
-        routes.give(router, given)
-        with torch.no_grad():
-            routes.choose(router, own)
+        with choices.of_forward(Forced({4: given})), torch.no_grad():
+            choices.choose(router, own)
     seen: list[list[list[int]]] = []
     for _ in range(2):
         y = torch.ones(1, requires_grad=True) * 2
-        y.register_hook(lambda _: seen.append(routes.choose(router, own).tolist()))
+        y.register_hook(lambda _: seen.append(choices.choose(router, own).tolist()))
         y.backward()
     assert seen == [first.tolist(), second.tolist()]

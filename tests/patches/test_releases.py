@@ -33,6 +33,7 @@ PRESENT = {
     "mtp-full-recompute": [("0.18.0", "0.18.2")],
     "recompute-reclaim": [("0.12.0", "0.19.2")],
     "router-replay": [("0.12.0", "0.15.3")],
+    "router-replay-by-layer": [("0.16.0", "0.19.2")],
     "native-replay-recompute": [("0.16.0", "0.19.2")],
     "per-token-loss-context-parallel": [("0.12.0", "0.12.3")],
     "dist-checkpoint-serialization": [("0.12.0", "0.12.3")],

@@ -18,6 +18,16 @@ def _no_replay(source: Evidence) -> Presence:
     return Presence.of(not asks)
 
 
+def _all_or_nothing(source: Evidence) -> Presence:
+    """Whether there is a replay that cannot leave a token to its router."""
+    replay = source[_REPLAY]
+    if replay is None:
+        return Presence.of(False) if source[_ROUTING] and not source[_NATIVE] else Presence.UNKNOWN
+    if "gather" not in replay.names:
+        return Presence.UNKNOWN
+    return Presence.of("where" not in replay.names)
+
+
 def _latest_routes(source: Evidence) -> Presence:
     """Whether only the action that the user set decides which micro-batch's routes are taken."""
     replay = source[_REPLAY]
@@ -31,7 +41,7 @@ def _latest_routes(source: Evidence) -> Presence:
 PATCHES = (
     Patch(
         id="router-replay",
-        replacements=(Replacement(_ROUTING, "bundle.wrappers.router:replay"),),
+        replacements=(Replacement(_ROUTING, "bundle.wrappers.router:choice"),),
         why="There is no way to make the router take recorded experts.",
         upstream="NVIDIA/Megatron-LM#2101 adds one in 0.16",
         range="<0.16",
@@ -40,6 +50,20 @@ PATCHES = (
         evidence=(_ROUTING, _NATIVE),
         defect=_no_replay,
         check="router-replay",
+    ),
+    Patch(
+        id="router-replay-by-layer",
+        replacements=(Replacement(_REPLAY, "bundle.wrappers.router:choice_in_replay"),),
+        why=(
+            "Megatron's replay cannot leave a token to its router, as a rollout's last one must be, and knows"
+            " routers by order of construction: chunk by chunk, those of MTP and of other models too."
+        ),
+        upstream="not reported; read in NVIDIA/Megatron-LM#2101",
+        range=">=0.16",
+        when=frozenset({"moe", "router-replay"}),
+        evidence=(_REPLAY, _NATIVE, _ROUTING),
+        defect=_all_or_nothing,
+        check="router-replay-by-layer",
     ),
     Patch(
         id="native-replay-recompute",

@@ -22,22 +22,29 @@ def replay(bench: Bench) -> float:
 
 
 def _replayed(bench: Bench, groups: Groups, how: dict[str, str] | None) -> tuple[Numbers, float]:
-    """Loss and gradients under given routes, and the largest share of tokens that a router sent elsewhere."""
-    model = chunk(bench, groups, EXPERTS, recompute=how)
-    routes = context.Routes(replay=True)
+    """Loss and gradients under given routes, and the largest share of tokens that a router sent elsewhere.
+
+    Every fourth token is left to the router, which must keep the k best of its scores.
+    """
+    model = chunk(bench, groups, EXPERTS, recompute=how, router_replay=True)
+    layers = experts.routers_of_layers(model)
+    wanted = {layer: _routes(layer, 0).to(bench.device) for layer in layers.values()}
+    given = torch.arange(_TOKENS, device=bench.device) % 4 > 0
     shares: list[float] = []
 
-    def compare(router: torch.nn.Module, _args: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        chosen = output[1]
-        asked = torch.zeros_like(chosen).scatter(1, wanted[router], True)
-        shares.append((chosen != asked).any(-1).float().mean().item())
+    def compare(router: torch.nn.Module, args: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        best = router.gating(args[0]).view(_TOKENS, -1).topk(_TOPK).indices
+        asked = torch.where(given[:, None], wanted[order[router]], best)
+        chosen = torch.zeros_like(output[1]).scatter(1, asked, True)
+        shares.append((output[1] != chosen).any(-1).float().mean().item())
 
-    wanted = {router: _routes(i, 0).to(bench.device) for i, router in enumerate(experts.routers(model))}
-    for router, given in wanted.items():
-        routes.give(router, given)
+    order = dict(zip(experts.routers(model), wanted, strict=True))
+    for router in order:
         router.register_forward_hook(compare)
-    with context.routes.set(routes):
-        loss = run(model, rows(bench, groups, torch.stack(texts((16, 16))), torch.ones(2, 16)))
+    choices = context.Choices(layers, torch.uint8, backward=True)
+    with context.choices.set(choices):
+        with choices.of_forward(context.Forced(wanted, given)):
+            loss = run(model, rows(bench, groups, torch.stack(texts((16, 16))), torch.ones(2, 16)))
         loss.backward()
     return {"loss": loss.detach(), **gradients(model, groups)}, max(shares)
 
@@ -48,7 +55,7 @@ def native_recompute(bench: Bench) -> float:
         tokens = torch.stack(texts((16,) * 2 * _MICRO_BATCHES))
         seen: list[Numbers] = []
         for how in (None, _FULL):
-            model = chunk(bench, groups, EXPERTS, {"moe_enable_routing_replay": True}, recompute=how)
+            model = chunk(bench, groups, EXPERTS, recompute=how, router_replay=True)
             routers = experts.routers(model)
             losses = []
             for number, part in enumerate(tokens.split(2)):

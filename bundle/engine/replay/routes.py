@@ -1,0 +1,155 @@
+"""The experts that routers chose for the tokens of a micro-batch, and what such routes of a model must be."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bundle.architectures import Architecture
+from bundle.errors import JobFailed
+from bundle.sequences.packing import Packing
+
+_WIDTHS = (torch.uint8, torch.int16, torch.int32)
+
+
+def dtype_of(experts: int) -> torch.dtype:
+    """The narrowest integer type that can name each of `experts` experts."""
+    return next(dtype for dtype in _WIDTHS if experts - 1 <= torch.iinfo(dtype).max)
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Experts [tokens, L, k], the sequences one after the other and unpadded, as `Packing` takes them.
+
+    `layers` are the L, counted from 0 over the whole model. `free` [tokens] is True where the router shall
+    choose by itself, as for a rollout's last token, which never went through the model; None: nowhere.
+    Made by `Routing.routes`, which checks what comes from outside, or by recording.
+    """
+
+    layers: tuple[int, ...]
+    experts: Tensor
+    free: Tensor | None = None
+
+    def sequences(self, packing: Packing) -> tuple["Routes", ...]:
+        """The routes of each sequence of a micro-batch; views."""
+        experts = packing.split(self.experts)
+        free = [None] * len(experts) if self.free is None else packing.split(self.free)
+        return tuple(Routes(self.layers, e, f) for e, f in zip(experts, free, strict=True))
+
+
+def joined(parts: Sequence[Routes]) -> Routes:
+    """The routes of sequences that follow each other in one micro-batch; all of the same layers."""
+    layers = {part.layers for part in parts}
+    if len(layers) != 1:
+        raise JobFailed(f"Routes of different layers cannot be joined: {sorted(layers)}.")
+    free = None
+    if any(part.free is not None for part in parts):
+        free = torch.cat([_free(part) for part in parts])
+    return Routes(parts[0].layers, torch.cat([part.experts for part in parts]), free)
+
+
+def _free(routes: Routes) -> Tensor:
+    if routes.free is not None:
+        return routes.free
+    return torch.zeros(len(routes.experts), dtype=torch.bool, device=routes.experts.device)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which layers of a model choose experts, from how many, and how many each token gets.
+
+    The routers of multi-token prediction are not among the layers: what they choose moves no log-probability
+    of the model, and a rollout without them has no routes of theirs.
+    """
+
+    layers: tuple[int, ...]
+    experts: int
+    topk: int
+
+    @classmethod
+    def of(cls, architecture: Architecture) -> "Routing":
+        """The routing of a model with experts."""
+        moe = architecture.moe
+        assert moe is not None, "a recipe with router replay has experts"
+        layers = tuple(layer for layer, has_experts in enumerate(moe.layer_pattern) if has_experts)
+        return cls(layers, moe.num_experts, moe.topk)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of routes of this model."""
+        return dtype_of(self.experts)
+
+    def routes(self, experts: Tensor, layers: Sequence[int], *, free: Tensor | None = None) -> Routes:
+        """Routes from outside, such as a rollout's, checked: [tokens, L, k] of exactly this model's layers.
+
+        `layers` names the layer of each of the L, counted from 0, in any order. What stands in free rows is
+        ignored. Raises JobFailed with everything that is wrong. Reads the values: give tensors of the host.
+        """
+        violations = [*self._wrong_layers(layers), *self._wrong_form(experts, len(layers), free)]
+        if not violations:
+            if free is not None:
+                experts = experts.masked_fill(free[:, None, None], 0)
+            violations = self._wrong_values(experts, layers, free)
+        if violations:
+            raise JobFailed("These routes are not of this model:", violations)
+        columns = [list(layers).index(layer) for layer in self.layers]
+        return Routes(self.layers, experts[:, columns].to(self.dtype), free)
+
+    def check(self, routes: Routes, tokens: int) -> None:
+        """Raises JobFailed if routes are of other layers or of another micro-batch; reads no values."""
+        shape = (tokens, len(self.layers), self.topk)
+        violations = []
+        if routes.layers != self.layers:
+            violations.append(
+                f"they are of layers {list(routes.layers)}, the model's are {list(self.layers)}"
+            )
+        if routes.experts.shape != shape:
+            violations.append(f"their shape is {list(routes.experts.shape)}, the micro-batch's {list(shape)}")
+        if violations:
+            raise JobFailed("These routes are not of this micro-batch:", violations)
+
+    def _wrong_layers(self, layers: Sequence[int]) -> list[str]:
+        kinds = {
+            "have no routes": set(self.layers) - set(layers),
+            f"have no router that can be replayed (these have: {list(self.layers)})": set(layers)
+            - set(self.layers),
+            "are named more than once": {layer for layer in layers if list(layers).count(layer) > 1},
+        }
+        return [f"layers {sorted(which)} {what}" for what, which in kinds.items() if which]
+
+    def _wrong_form(self, experts: Tensor, layers: int, free: Tensor | None) -> list[str]:
+        found = []
+        if experts.dtype.is_floating_point or experts.dtype.is_complex or experts.dtype == torch.bool:
+            found.append(f"they are {experts.dtype}: experts are named by integers")
+        elif torch.iinfo(experts.dtype).max < self.experts - 1:
+            found.append(f"{experts.dtype} cannot name {self.experts} experts: some were cut off")
+        if experts.ndim != 3 or experts.shape[1:] != (layers, self.topk):
+            found.append(
+                f"their shape is {list(experts.shape)}, not [tokens, {layers} layers, {self.topk} experts]"
+            )
+        if free is not None and (free.dtype != torch.bool or free.shape != experts.shape[:1]):
+            found.append(f"free is {free.dtype} {list(free.shape)}, not torch.bool {list(experts.shape[:1])}")
+        return found
+
+    def _wrong_values(self, experts: Tensor, layers: Sequence[int], free: Tensor | None) -> list[str]:
+        def first(rows: Tensor) -> str:
+            token, column = rows.nonzero()[0].tolist()
+            return (
+                f"{int(rows.sum())} time(s), first for token {token} in layer {layers[column]}:"
+                f" {experts[token, column].tolist()}"
+            )
+
+        found = []
+        outside = experts < 0
+        if self.experts <= torch.iinfo(experts.dtype).max:
+            outside |= experts >= self.experts
+        if (rows := outside.any(-1)).any():
+            found.append(f"an expert is not one of 0 .. {self.experts - 1}: {first(rows)}")
+        ordered = experts.sort(-1).values
+        twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
+        if free is not None:
+            twice &= ~free[:, None]
+        if twice.any():
+            found.append(f"a token goes to the same expert twice: {first(twice)}")
+        return found

@@ -1,0 +1,108 @@
+"""Routes reach the row of their token on every rank and come back, whatever the layout."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bundle.engine.replay.routes import Routes, Routing
+from bundle.engine.replay.rows import forced, unseen
+from bundle.sequences.alignment import Alignment
+from bundle.sequences.packing import Packing
+from tests.sequences.strategies import ALIGNMENTS, LENGTHS
+
+LAYERS = (1, 2, 5)
+
+
+@st.composite
+def routings(draw):
+    experts = draw(st.sampled_from((4, 9, 256, 300)))
+    return Routing(LAYERS, experts, draw(st.sampled_from((1, 2, 4))))
+
+
+def ranks(lengths, alignment):
+    """For each rank that holds different rows: its packing, and its part under sequence parallelism."""
+    parts = alignment.tp if alignment.sequence_parallel else 1
+    packings = [Packing.of(lengths, alignment, rank=rank) for rank in range(alignment.cp)]
+    return [[(packing, part, parts) for part in range(parts)] for packing in packings]
+
+
+def drawn(routing, tokens, seed):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (tokens, len(routing.layers), routing.experts)
+    experts = torch.rand(shape, generator=generator).argsort(-1)[..., : routing.topk]
+    return Routes(routing.layers, experts.to(routing.dtype))
+
+
+def gathered(grid, of):
+    """[cp, tp, t, ...] from a function of each rank."""
+    return torch.stack([torch.stack([of(*rank) for rank in row]) for row in grid])
+
+
+@settings(max_examples=100)
+@given(LENGTHS, ALIGNMENTS, routings(), st.integers(0, 99))
+def test_what_routers_are_given_comes_back_as_the_routes(lengths, alignment, routing, seed):
+    routes = drawn(routing, sum(lengths), seed)
+    grid = ranks(lengths, alignment)
+
+    def given_to(packing, part, parts):
+        found = forced(routes, packing, routing, LAYERS, part=part, parts=parts)
+        assert found is not None and found.rows is None
+        experts = torch.stack([found.experts[layer] for layer in LAYERS], dim=1)
+        # megatron embeds [b, s / cp], swaps both dimensions and cuts the first among the tensor ranks
+        tokens = packing.pack(torch.arange(sum(lengths)), fill=-1).t().chunk(parts)[part].reshape(-1)
+        assert torch.equal(experts[tokens >= 0], routes.experts[tokens[tokens >= 0]])
+        return experts
+
+    seen = gathered(grid, given_to)
+    assert seen.dtype == routing.dtype
+    assert torch.equal(unseen(seen, grid[0][0][0]), routes.experts)
+    # padding, too, goes to k different experts
+    if routing.topk > 1:
+        assert (seen.sort(-1).values.diff() != 0).all()
+
+
+@settings(max_examples=100)
+@given(LENGTHS, ALIGNMENTS, routings(), st.integers(0, 99))
+def test_recording_forces_padding_only_and_spreads_it(lengths, alignment, routing, seed):
+    for row in ranks(lengths, alignment):
+        valid = row[0][0].valid.transpose(0, 1).flatten()
+        given = [forced(None, p, routing, LAYERS, part=part, parts=parts) for p, part, parts in row]
+        found = [one for one in given if one is not None]
+        if not found:
+            assert valid.all()
+            continue
+        rows = torch.cat([one.rows for one in found if one.rows is not None])
+        assert torch.equal(rows, ~valid)
+        load = torch.zeros(routing.experts)
+        experts = torch.cat([one.experts[LAYERS[0]] for one in found])[rows].long().flatten()
+        load.index_add_(0, experts, torch.ones(len(experts)))
+        assert load.max() - load.min() <= 1
+        assert all(torch.equal(one.experts[LAYERS[0]], one.experts[LAYERS[2]]) for one in found)
+
+
+@settings(max_examples=60)
+@given(LENGTHS, ALIGNMENTS, st.data())
+def test_free_tokens_are_left_to_the_router_and_nothing_else(lengths, alignment, data):
+    routing = Routing(LAYERS, 16, 2)
+    tokens = sum(lengths)
+    seed = data.draw(st.integers(0, 99))
+    free = torch.rand(tokens, generator=torch.Generator().manual_seed(seed)) < 0.3
+    routes = Routes(LAYERS, drawn(routing, tokens, seed).experts, free)
+    grid = ranks(lengths, alignment)
+    rows = gathered(
+        grid, lambda p, part, parts: forced(routes, p, routing, (2,), part=part, parts=parts).rows
+    )
+    assert torch.equal(unseen(rows, grid[0][0][0]), ~free)
+    assert (~rows).sum() == free.sum()
+
+
+def test_a_chunk_gets_the_routes_of_its_own_layers():
+    routing = Routing(LAYERS, 16, 2)
+    routes = drawn(routing, 8, 3)
+    packing = Packing.of([5, 3], Alignment())
+    found = forced(routes, packing, routing, (5, 1), part=0, parts=1)
+    assert found is not None
+    assert list(found.experts) == [5, 1]
+    assert torch.equal(found.experts[5], routes.experts[:, 2])
+    assert torch.equal(found.experts[1], routes.experts[:, 0])
+    assert forced(routes, packing, routing, (), part=0, parts=1) is None
