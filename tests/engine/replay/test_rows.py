@@ -28,8 +28,8 @@ def ranks(lengths, alignment):
 
 def drawn(routing, tokens, seed):
     generator = torch.Generator().manual_seed(seed)
-    shape = (tokens, len(routing.layers), routing.experts)
-    experts = torch.rand(shape, generator=generator).argsort(-1)[..., : routing.topk]
+    first = torch.randint(routing.experts, (tokens, len(routing.layers), 1), generator=generator)
+    experts = (first + torch.arange(routing.topk)) % routing.experts
     return Routes(routing.layers, experts.to(routing.dtype))
 
 
@@ -38,7 +38,7 @@ def gathered(grid, of):
     return torch.stack([torch.stack([of(*rank) for rank in row]) for row in grid])
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(LENGTHS, ALIGNMENTS, routings(), st.integers(0, 99))
 def test_what_routers_are_given_comes_back_as_the_routes(lengths, alignment, routing, seed):
     routes = drawn(routing, sum(lengths), seed)
@@ -61,7 +61,7 @@ def test_what_routers_are_given_comes_back_as_the_routes(lengths, alignment, rou
         assert (seen.sort(-1).values.diff() != 0).all()
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(LENGTHS, ALIGNMENTS, routings(), st.integers(0, 99))
 def test_recording_forces_padding_only_and_spreads_it(lengths, alignment, routing, seed):
     for row in ranks(lengths, alignment):
@@ -80,7 +80,7 @@ def test_recording_forces_padding_only_and_spreads_it(lengths, alignment, routin
         assert all(torch.equal(one.experts[LAYERS[0]], one.experts[LAYERS[2]]) for one in found)
 
 
-@settings(max_examples=60)
+@settings(max_examples=50)
 @given(LENGTHS, ALIGNMENTS, st.data())
 def test_free_tokens_are_left_to_the_router_and_nothing_else(lengths, alignment, data):
     routing = Routing(LAYERS, 16, 2)
@@ -89,11 +89,15 @@ def test_free_tokens_are_left_to_the_router_and_nothing_else(lengths, alignment,
     free = torch.rand(tokens, generator=torch.Generator().manual_seed(seed)) < 0.3
     routes = Routes(LAYERS, drawn(routing, tokens, seed).experts, free)
     grid = ranks(lengths, alignment)
-    rows = gathered(
-        grid, lambda p, part, parts: forced(routes, p, routing, (2,), part=part, parts=parts).rows
-    )
+
+    def rows_of(packing, part, parts):
+        found = forced(routes, packing, routing, (2,), part=part, parts=parts)
+        assert found is not None
+        return found.rows
+
+    rows = gathered(grid, rows_of)
     assert torch.equal(unseen(rows, grid[0][0][0]), ~free)
-    assert (~rows).sum() == free.sum()
+    assert int((~rows).sum()) == int(free.sum())
 
 
 def test_a_chunk_gets_the_routes_of_its_own_layers():
