@@ -15,6 +15,7 @@ VERBS: dict[str, str] = {
     "plan": "All that a job will be, before it starts: layout, memory, patches, what stands against it.",
     "doctor": "Can this machine run a job? What is wrong, why, and what to do.",
     "patches": "Which patches does this megatron-core need, and why?",
+    "images": "What the container images are made of: versions, locks, digests, the CI matrix.",
 }
 
 
