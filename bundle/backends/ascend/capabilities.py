@@ -24,7 +24,7 @@ ASCEND = Capabilities(
             what="npu_fusion_attention",
             head_dims={"thd": "v<=qk", "bshd": "v<=qk"},
             max_head_dim=768,
-            masks=("causal", "padding_causal", "no_mask", "arbitrary"),
+            masks=("causal", "padding_causal", "padding", "no_mask", "arbitrary"),
             dtypes=("bf16", "fp32"),
             context_parallel=False,
             source="op-plugin: npu_fusion_attention takes Dq = Dk >= Dv up to 768, masks [b, 1, s, s] and no"
