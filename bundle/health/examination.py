@@ -1,4 +1,4 @@
-"""The whole examination, in the order a reader asks: the interpreter, the machine, the packages."""
+"""The whole examination, in the order a reader asks: interpreter, image, machine, packages."""
 
 import sys
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ from bundle.errors import EnvironmentUnfit
 from bundle.hardware import Hardware, Machine, detect
 from bundle.hardware.ascend import cann
 from bundle.health.finding import Finding, fail
+from bundle.health.image import image_findings
 from bundle.health.interpreter import interpreter
 from bundle.health.machine import machine_findings
 from bundle.health.packages import package_findings
@@ -21,6 +22,7 @@ def examine(
     """The hardware (None if it cannot be told) and every finding about it and about the packages."""
     own = Path(bundle.__file__).parent
     findings = [*interpreter(sys.version_info[:2], installed.path, own)]
+    findings += image_findings(machine, installed)
     try:
         hardware = detect(backend, machine)
     except EnvironmentUnfit as error:
