@@ -1,15 +1,20 @@
 """The engine: forward and backward of a step, the optimizer's step, evaluation."""
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from bundle.engine.losses import Losses, LossTap
+from bundle.engine.collection import collect
+from bundle.engine.losses import Losses, LossTap, Objective, sequence_weight
 from bundle.engine.microbatch import MicroBatch
-from bundle.mcore import optimization, schedules
+from bundle.engine.scores import Scores
+from bundle.errors import JobFailed
+from bundle.mcore import optimization, prediction, schedules
 from bundle.mcore.config import transformer_config
 from bundle.mcore.groups import Groups
 from bundle.mcore.runtime import Runtime
@@ -40,17 +45,29 @@ class Engine:
             self.chunks = optimization.data_parallel(recipe, self.config, self.models)
             self.optimizer = optimization.optimizer(recipe, self.chunks)
             self.scheduler = optimization.schedule(recipe, self.optimizer)
-        depths = recipe.architecture.mtp_layers
-        self._tap = LossTap(self.models[-1], depths, device)
+        self._tap = LossTap(
+            self.models[-1],
+            depths=recipe.architecture.mtp_layers,
+            scale=recipe.model.mtp.loss_scale,
+            tp_group=groups.tp.group,
+            device=device,
+        )
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Adds the gradients of one step's micro-batches, the mean over all tokens of all ranks."""
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], objective: Objective | None = None
+    ) -> None:
+        """Adds the gradients of one step's micro-batches: of the mean loss over all tokens of all ranks.
+
+        Or over all sequences, as the micro-batches were made. `objective` takes the place of the main loss;
+        MTP layers train on the labels in the same forward pass.
+        """
         with self.runtime.megatron():
             for chunk in self.chunks:
                 chunk.train()
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            self._run(micro_batches, forward_only=False)
+            weight = sequence_weight(micro_batches)
+            self._run(micro_batches, functools.partial(self._train, objective, weight), forward_only=False)
 
     def step(self) -> StepResult:
         """Clips, updates the weights and advances the learning rate.
@@ -73,30 +90,55 @@ class Engine:
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Losses:
         """The losses of these micro-batches without changing anything that training reads."""
-        with self._tap.apart(), self.runtime.megatron(), torch.no_grad():
-            for chunk in self.chunks:
-                chunk.eval()
-            self._run(micro_batches, forward_only=True)
-            for chunk in self.chunks:
-                chunk.train()
+        with self._tap.apart(), self._evaluating():
+            self._run(micro_batches, functools.partial(self._train, None, None), forward_only=True)
             return self.take_losses()
+
+    def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[Scores]:
+        """The log-probability of every label and the entropy there, for each micro-batch; MTP is left out.
+
+        Whole, in the order that the micro-batch was made from and without padding: concatenated [tokens], or
+        [b, s] for rows. Every rank of a model replica returns the same; data-parallel ranks have their own
+        micro-batches.
+        """
+        seen: list[Scores] = []
+        with self._evaluating():
+            self._run(micro_batches, functools.partial(self._score, seen), forward_only=True)
+        return collect(micro_batches, seen, self.groups, self.device)
 
     def take_losses(self) -> Losses:
         """The mean losses of everything run since the last call."""
         return self._tap.take(self.groups.tp.size)
 
-    def losses_so_far(self) -> list[list[float]]:
+    def losses_so_far(self) -> list[float]:
         """What `take_losses` would divide, as plain numbers that a checkpoint can keep."""
         return self._tap.so_far()
 
-    def restore_losses(self, rows: list[list[float]]) -> None:
+    def restore_losses(self, numbers: list[float]) -> None:
         """Takes up what `losses_so_far` gave."""
-        self._tap.restore(rows)
+        self._tap.restore(numbers)
 
-    def _run(self, micro_batches: Sequence[MicroBatch], *, forward_only: bool) -> None:
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        with self.runtime.megatron(), torch.no_grad():
+            for chunk in self.chunks:
+                chunk.eval()
+            yield
+            for chunk in self.chunks:
+                chunk.train()
+
+    def _run(
+        self, micro_batches: Sequence[MicroBatch], step: schedules.ForwardStep, *, forward_only: bool
+    ) -> None:
         first = micro_batches[0]
+        shapes = {(one.rows, one.sequence_length) for one in micro_batches}
+        if self.groups.pp.size > 1 and len(shapes) > 1:
+            raise JobFailed(
+                f"Pipeline stages exchange activations of one shape, these micro-batches have {len(shapes)}:"
+                " pad them to one length (the `length` of Packing.of)."
+            )
         schedules.run(
-            self._forward_step,
+            step,
             micro_batches,
             self.chunks,
             sequence_length=first.sequence_length,
@@ -104,12 +146,39 @@ class Engine:
             forward_only=forward_only,
         )
 
-    def _forward_step(
-        self, iterator: Iterator[MicroBatch], chunk: torch.nn.Module
+    def _train(
+        self,
+        objective: Objective | None,
+        weight: torch.Tensor | None,
+        iterator: Iterator[MicroBatch],
+        chunk: torch.nn.Module,
     ) -> tuple[torch.Tensor, Any]:
         micro_batch = next(iterator)
-        self._tap.expect(micro_batch)
-        output = chunk(
+        output = self._forward(micro_batch, chunk, objective)
+
+        def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+            total = self._tap.total(micro_batch, output)
+            return total if weight is None else total * weight, micro_batch.tokens, {}
+
+        return output, loss
+
+    def _score(
+        self, seen: list[Scores], iterator: Iterator[MicroBatch], chunk: torch.nn.Module
+    ) -> tuple[torch.Tensor, Any]:
+        def keep(_: MicroBatch, scores: Scores) -> torch.Tensor:
+            seen.append(scores)
+            return scores.log_probs
+
+        micro_batch = next(iterator)
+        with prediction.left_out(self.models[-1]):
+            output = self._forward(micro_batch, chunk, keep)
+        return output, lambda output: (output.sum(), micro_batch.tokens, {})
+
+    def _forward(
+        self, micro_batch: MicroBatch, chunk: torch.nn.Module, objective: Objective | None
+    ) -> torch.Tensor:
+        self._tap.expect(micro_batch, objective)
+        output: torch.Tensor = chunk(
             micro_batch.ids,
             micro_batch.position_ids,
             None,
@@ -117,9 +186,4 @@ class Engine:
             loss_mask=micro_batch.loss_mask,
             packed_seq_params=micro_batch.packed,
         )
-
-        def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-            mask = micro_batch.loss_mask
-            return (output.float() * mask).sum(), mask.sum().int(), {}
-
-        return output, loss
+        return output

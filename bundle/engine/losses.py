@@ -1,67 +1,112 @@
-"""Sums the main loss and the loss of every MTP depth while megatron computes them.
+"""The loss of a micro-batch: the main loss, or an objective in its place, and the loss of every MTP depth.
 
 Megatron calls `GPTModel.compute_language_model_loss` for the main labels and once per MTP depth, in every
-release. The tap tells the two apart by the identity of the labels and adds up both with our own masks, which
-were rolled before the batch was cut for context parallel: so the numbers are exact where megatron's own MTP
-tracker (a mean of rank means) is not, and they exist in evaluation too.
+release. The tap tells the two apart by the identity of the labels and sums the losses itself, with masks that
+were rolled before the batch was cut for context parallel. Megatron is handed the MTP losses without their
+gradient: what it would divide them by differs between releases and context-parallel ranks. Here every loss,
+of any depth, is divided by the same number: the tokens, or sequences, of the main loss in the whole step.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from bundle.engine.microbatch import MicroBatch
+from bundle.engine.scores import Scores, score
+from bundle.mcore.groups import data_parallel_with_context
+
+# The loss of each token [b, s / cp] from the scores of this rank's labels. Runs where the head is; weights,
+# masks and the division by tokens or sequences come after it.
+Objective = Callable[[MicroBatch, Scores], Tensor]
 
 
 @dataclass(frozen=True)
 class Losses:
-    """Mean losses over all tokens of all ranks, in nats per token."""
+    """Mean losses over all tokens (or all sequences) of all ranks, in nats per token."""
 
     main: float
     mtp: tuple[float, ...]
     tokens: int
 
 
-class LossTap:
-    """Adds up [sum, token count] of the main loss and of each MTP depth, where the head is."""
+def sequence_weight(micro_batches: Sequence[MicroBatch]) -> Tensor | None:
+    """What a mean over sequences is multiplied by before it is divided by tokens; None for one over tokens.
 
-    def __init__(self, model: torch.nn.Module, depths: int, device: torch.device) -> None:
-        """`model` is the bare GPTModel; on stages without a head the sums stay zero."""
-        self._totals = torch.zeros(1 + depths, 2, dtype=torch.float64, device=device)
+    Megatron divides by the tokens of the step, and counts on that for the balancing loss of experts.
+    """
+    sequences = [one.sequences for one in micro_batches if one.sequences is not None]
+    if not sequences:
+        return None
+    tokens = [one.tokens for one in micro_batches]
+    counts = torch.stack([torch.stack(each).sum() for each in (tokens, sequences)]).float()
+    dist.all_reduce(counts, group=data_parallel_with_context())
+    return counts[0] / counts[1].clamp(min=1)
+
+
+class LossTap:
+    """Computes the losses where the head is, and adds up [tokens, weights.., sums..] of all of them."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        depths: int,
+        scale: float,
+        tp_group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        """`model` is the bare GPTModel; on stages without a head the sums stay zero.
+
+        `scale` is the weight of the MTP losses in the total, shared by the `depths`.
+        """
+        self._depths, self._tp_group = depths, tp_group
+        self._totals = torch.zeros(3 + 2 * depths, dtype=torch.float64, device=device)
+        self._scales = torch.tensor([1.0, *[scale / max(1, depths)] * depths], device=device)
         self._micro_batch: MicroBatch | None = None
-        self._labels: torch.Tensor | None = None
-        self._depth = 0
+        self._objective: Objective | None = None
+        self._labels: Tensor | None = None
+        self._predicted: list[Tensor] = []
         self._original = model.compute_language_model_loss
         if model.post_process:
             model.compute_language_model_loss = self._compute
             model.register_forward_pre_hook(self._enter, with_kwargs=True)
 
-    def expect(self, micro_batch: MicroBatch) -> None:
-        """Says which micro-batch the model is about to run."""
-        self._micro_batch = micro_batch
+    def expect(self, micro_batch: MicroBatch, objective: Objective | None) -> None:
+        """Says which micro-batch the model is about to run, and what its main loss is (None: its own)."""
+        self._micro_batch, self._objective = micro_batch, objective
+
+    def total(self, micro_batch: MicroBatch, output: Tensor) -> Tensor:
+        """The loss to differentiate, a sum over this rank's tokens; `output` is what the model returned."""
+        main = (output.float() * micro_batch.loss_mask).sum()
+        sums = torch.stack([main, *self._predicted])
+        self._predicted = []
+        self._totals += torch.cat([micro_batch.weights, sums.detach()])
+        return sums @ self._scales
 
     def take(self, tensor_parallel: int) -> Losses:
         """The losses since the last call, reduced over ALL ranks (every rank must call it)."""
-        rows = self.so_far()
+        tokens, *rest = self.so_far()
         self._totals.zero_()
-        means = [total / count if count else float("nan") for total, count in rows]
-        return Losses(means[0], tuple(means[1:]), round(rows[0][1] / tensor_parallel))
+        pairs = zip(rest[: 1 + self._depths], rest[1 + self._depths :], strict=True)
+        means = [total / weight if weight else float("nan") for weight, total in pairs]
+        return Losses(means[0], tuple(means[1:]), round(tokens / tensor_parallel))
 
-    def so_far(self) -> list[list[float]]:
-        """[sum, count] of each loss since the last `take`, over ALL ranks (every rank must call it)."""
+    def so_far(self) -> list[float]:
+        """What was added up since the last `take`, over ALL ranks (every rank must call it)."""
         totals = self._totals.clone()
         dist.all_reduce(totals)
-        rows: list[list[float]] = totals.tolist()
-        return rows
+        numbers: list[float] = totals.tolist()
+        return numbers
 
-    def restore(self, rows: list[list[float]]) -> None:
+    def restore(self, numbers: list[float]) -> None:
         """Takes up what `so_far` gave; the sums of all ranks are kept on the first."""
         if dist.get_rank() == 0:
-            self._totals += torch.tensor(rows, dtype=torch.float64, device=self._totals.device)
+            self._totals += torch.tensor(numbers, dtype=torch.float64, device=self._totals.device)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -74,18 +119,20 @@ class LossTap:
             self._totals.copy_(before)
 
     def _enter(self, _module: torch.nn.Module, _args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        self._labels, self._depth = keywords["labels"], 0
+        self._labels, self._predicted = keywords["labels"], []
 
-    def _compute(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    def _compute(self, labels: Tensor, logits: Tensor) -> Tensor:
         """`labels` [b, s] and `logits` [s, b, vocabulary / tp] -> the loss of each token [b, s]."""
-        loss: torch.Tensor = self._original(labels, logits)
-        assert self._micro_batch is not None, "expect() comes before the model's forward"
+        micro_batch = self._micro_batch
+        assert micro_batch is not None, "expect() comes before the model's forward"
         if labels is self._labels:
-            row, mask = 0, self._micro_batch.loss_mask
-        else:
-            mask = self._micro_batch.mtp_masks[self._depth]
-            self._depth += 1
-            row = self._depth
-        self._totals[row, 0] += (loss.detach() * mask).sum()
-        self._totals[row, 1] += mask.sum()
-        return loss
+            if self._objective is None:
+                main: Tensor = self._original(labels, logits)
+                return main
+            return self._objective(
+                micro_batch, score(logits, labels, self._tp_group, micro_batch.temperature)
+            )
+        loss: Tensor = self._original(labels, logits)
+        mask = micro_batch.mtp_masks[len(self._predicted)]
+        self._predicted.append((loss.float() * mask).sum())
+        return loss.detach()

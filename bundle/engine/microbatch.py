@@ -1,74 +1,144 @@
 """One micro-batch as a model chunk reads it: cut for this context-parallel rank, with its MTP masks."""
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from bundle.engine.replay.routes import Routes
 from bundle.mcore.packed import packed_seq_params
-from bundle.sequences.packing import Packing, shard
+from bundle.sequences.packing import Packing, join, shard
+
+Mean = Literal["token", "sequence"]  # of what the loss is a mean
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """Tensors on the rank's device, [b, s / cp] (packed: [1, t / cp]).
 
-    `mtp_masks[k]` is the loss mask of MTP depth k. `sequence_length` [tokens] and `rows` are those of the
-    whole micro-batch before it was cut. `packed` is megatron's PackedSeqParams, or None in bshd; `packing`
-    is None for rows of equal length. `routes` are what the routers choose, None: as they like.
+    `loss_mask` is the weight of each token's loss, `mtp_masks[k]` that of MTP depth k: 0 or 1; for a mean
+    over sequences divided by the learned tokens of the sequence. `tokens` are the learned ones of this rank,
+    `sequences` those that have some, counted on one context-parallel rank (None: a mean over tokens).
+    `temperature` divides the logits for an objective, which may also read `values`, tensors cut like the ids.
+    `sequence_length` [tokens] and `rows` are those of the whole micro-batch before it was cut. `packed` is
+    megatron's PackedSeqParams, or None in bshd; `packing` is None for what was made from rows. `routes` are
+    what the routers choose, None: as they like.
     """
 
-    ids: torch.Tensor
-    labels: torch.Tensor
-    loss_mask: torch.Tensor
-    position_ids: torch.Tensor
-    mtp_masks: tuple[torch.Tensor, ...]
+    ids: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    position_ids: Tensor
+    mtp_masks: tuple[Tensor, ...]
     rows: int
     sequence_length: int
+    tokens: Tensor
+    sequences: Tensor | None = None
     packed: Any | None = None
     packing: Packing | None = None
     routes: Routes | None = None
+    temperature: Tensor | None = None
+    values: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """[tokens, weight of the main loss, weight of each MTP depth] of this rank, float32."""
+        masks = (self.loss_mask, *self.mtp_masks)
+        return torch.stack([self.tokens.float(), *(mask.sum() for mask in masks)])
+
+    def whole(self, shards: Tensor) -> Tensor:
+        """A tensor in the order that the micro-batch was made from, unpadded: [t, ...] or [b, s, ...].
+
+        `shards` are those of all context-parallel ranks, one after the other: [cp * b, s / cp, ...].
+        """
+        if self.packing is not None:
+            return self.packing.unpack(shards)
+        cp = shards.shape[0] // self.rows
+        return join(torch.cat(shards.chunk(cp), 1), cp)
 
 
 def from_rows(
-    ids: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, *, cp: int, rank: int, mtp_layers: int
+    ids: Tensor,
+    labels: Tensor,
+    mask: Tensor,
+    *,
+    cp: int,
+    rank: int,
+    mtp_layers: int,
+    mean: Mean = "token",
+    temperatures: Tensor | None = None,
+    values: Mapping[str, Tensor] | None = None,
 ) -> MicroBatch:
-    """A micro-batch of rows of equal length: `ids`, `labels` and the loss `mask` are [b, s]."""
+    """A micro-batch of rows of equal length: `ids`, `labels`, the loss `mask` (0 or 1), `values` are [b, s].
 
-    def cut(whole: torch.Tensor) -> torch.Tensor:
+    `temperatures` [b] are one for each row.
+    """
+
+    def cut(whole: Tensor) -> Tensor:
         return shard(whole, cp, rank).contiguous()
 
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    later = (F.pad(mask[:, depth:], (0, depth)) for depth in range(1, mtp_layers + 1))
+    weights, sequences = mask, None
+    if mean == "sequence":
+        learned = mask.sum(1, keepdim=True)
+        weights, sequences = mask / learned.clamp(min=1), _once(learned, rank)
+    later = (F.pad(weights[:, depth:], (0, depth)) for depth in range(1, mtp_layers + 1))
     return MicroBatch(
         ids=cut(ids),
         labels=cut(labels),
-        loss_mask=cut(mask),
+        loss_mask=cut(weights),
         position_ids=cut(positions),
-        mtp_masks=tuple(cut(mask) for mask in later),
+        mtp_masks=tuple(cut(weights) for weights in later),
         rows=ids.shape[0],
         sequence_length=ids.shape[1],
+        tokens=cut(mask).sum().int(),
+        sequences=sequences,
+        temperature=None if temperatures is None else cut(temperatures[:, None].expand_as(ids)),
+        values={name: cut(value) for name, value in (values or {}).items()},
     )
 
 
 def from_packing(
-    ids: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, packing: Packing, *, mtp_layers: int
+    ids: Tensor,
+    labels: Tensor,
+    mask: Tensor,
+    packing: Packing,
+    *,
+    mtp_layers: int,
+    mean: Mean = "token",
+    temperatures: Tensor | None = None,
+    values: Mapping[str, Tensor] | None = None,
 ) -> MicroBatch:
-    """A packed micro-batch: `ids`, `labels` and the loss `mask` are concatenated [t], as in `packing`.
+    """A packed micro-batch: `ids`, `labels`, the loss `mask` (0 or 1) and `values` are concatenated [t, ...].
 
-    In the layout bshd it is rows of one padded length.
+    `temperatures` [b] are one for each sequence. In the layout bshd it is rows of one padded length.
     """
+    weights, sequences = mask, None
+    if mean == "sequence":
+        learned = packing.sums(mask)
+        weights, sequences = mask / packing.repeat(learned.clamp(min=1)), _once(learned, packing.rank)
     rows, length = packing.shape
     return MicroBatch(
         ids=packing.pack(ids),
         labels=packing.pack(labels),
-        loss_mask=packing.pack(mask),
+        loss_mask=packing.pack(weights),
         position_ids=packing.positions,
-        mtp_masks=tuple(packing.pack(mask, roll=depth) for depth in range(1, mtp_layers + 1)),
+        mtp_masks=tuple(packing.pack(weights, roll=depth) for depth in range(1, mtp_layers + 1)),
         rows=rows,
         sequence_length=length * packing.alignment.cp,
+        tokens=packing.pack(mask).sum().int(),
+        sequences=sequences,
         packed=packed_seq_params(packing) if packing.layout == "thd" else None,
         packing=packing,
+        temperature=None if temperatures is None else packing.spread(temperatures, fill=1),
+        values={name: packing.pack(value) for name, value in (values or {}).items()},
     )
+
+
+def _once(learned: Tensor, rank: int) -> Tensor:
+    """The sequences that have something to learn, counted on the first context-parallel rank only; int32."""
+    return (learned > 0).sum().int() * (rank == 0)

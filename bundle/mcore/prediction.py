@@ -1,16 +1,21 @@
-"""Megatron's own record of the multi-token prediction losses."""
+"""Multi-token prediction on a bare GPTModel: leaving it out of a forward pass."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 
-def logged_losses() -> torch.Tensor:
-    """The loss of each depth as this rank recorded it, [depths]; megatron averages it over dp x cp."""
-    tracker = MTPLossLoggingHelper.tracker
-    losses: torch.Tensor = tracker["values" if "values" in tracker else "loss_values"]  # renamed in 0.19
-    return losses.clone()
+@contextmanager
+def left_out(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, this bare GPTModel has no multi-token prediction: no layer of it runs, labels may be absent.
 
-
-def clear_logged_losses() -> None:
-    """Forgets what was recorded."""
-    MTPLossLoggingHelper.tracker.clear()
+    For one forward pass at a time: the configuration is that of all chunks of a virtual pipeline.
+    """
+    config = model.config
+    before = model.mtp_process, config.mtp_num_layers
+    model.mtp_process, config.mtp_num_layers = False, None
+    try:
+        yield
+    finally:
+        model.mtp_process, config.mtp_num_layers = before

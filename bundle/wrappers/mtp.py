@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
+from bundle.mcore import prediction
+
 
 def roll_over_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `roll_tensor` that rolls the sequence of all context-parallel ranks (below 0.14).
@@ -122,13 +124,8 @@ def only_with_labels(original: Callable[..., Any]) -> Callable[..., Any]:
         inference = given.get("inference_context") or given.get("inference_params")
         if given.get("labels") is not None or inference is not None or not self.config.mtp_num_layers:
             return original(self, *args, **kwargs)
-        # The configuration belongs to all chunks of a virtual pipeline: only for this call.
-        before = self.mtp_process, self.config.mtp_num_layers
-        self.mtp_process, self.config.mtp_num_layers = False, None
-        try:
+        with prediction.left_out(self):
             return original(self, *args, **kwargs)
-        finally:
-            self.mtp_process, self.config.mtp_num_layers = before
 
     return forward
 

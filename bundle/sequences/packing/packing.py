@@ -94,6 +94,15 @@ class Packing:
         views: tuple[Tensor, ...] = x.split(self.padding.lengths)
         return views
 
+    def sums(self, x: Tensor) -> Tensor:
+        """The sum of a concatenated tensor [tokens, ...] over each sequence: [b, ...]."""
+        empty = x.new_zeros(len(self.padding.lengths), *x.shape[1:])
+        return empty.index_add(0, self._owner, x)
+
+    def repeat(self, values: Tensor) -> Tensor:
+        """The concatenated tensor [tokens, ...] of one value for each sequence [b, ...]."""
+        return values.index_select(0, self._owner)
+
     def jagged(self, x: Tensor) -> Tensor:
         """A concatenated tensor as one nested tensor, jagged in its sequences."""
         offsets = self._tensor(np.cumsum((0, *self.padding.lengths)))
@@ -163,6 +172,11 @@ class Packing:
     def _lengths(self) -> Ints:
         """Real tokens of each sequence; the tail is a sequence with none."""
         return np.asarray((*self.padding.lengths, 0))
+
+    @cached_property
+    def _owner(self) -> Tensor:
+        """The sequence of every token; [tokens]."""
+        return self._tensor(np.repeat(np.arange(len(self.padding.lengths)), self.padding.lengths))
 
     @cached_property
     def _gathers(self) -> dict[int, tuple[Tensor, Tensor | None]]:
