@@ -73,6 +73,11 @@ def test_attention_has_megatrons_name(name):
     assert chosen["attention_backend"] is AttnBackend[name]
 
 
+def test_a_kernel_that_does_not_compute_in_fp32_is_refused():
+    with pytest.raises(UsageError, match="fused does not compute in fp32, it takes bf16"):
+        options(recipe("model.attention=fused", "model.dtype=fp32"), generation=HOPPER)
+
+
 @pytest.mark.parametrize("installed", ["flash-attn", "flash-attn-3", None])
 def test_flash_attention_must_be_installed(installed, monkeypatch):
     def version(name: str) -> str:

@@ -43,6 +43,9 @@ def _attention(recipe: Recipe) -> AttnBackend:
     What is refused here would end in "No dot product attention backend is available" at the first layer.
     """
     name, dtype = recipe.model.attention, recipe.model.dtype
+    takes = {kernel.name: kernel.dtypes for kernel in CUDA.kernels}
+    if dtype not in takes.get(name, (dtype,)):
+        raise UsageError(f"model.attention: {name} does not compute in {dtype}, it takes {takes[name][0]}")
     shared = [kernel.name for kernel in CUDA.kernels if kernel.context_parallel and dtype in kernel.dtypes]
     if recipe.parallel.cp > 1 and not shared:
         raise UsageError(
