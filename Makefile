@@ -14,7 +14,7 @@ RUN     := $(VENV)/.run
 DEVELOP := $(VENV)/.develop
 export BUNDLE_RELEASES = $(abspath $(RELEASES))
 
-.PHONY: demo lint test matrix matrix-new bench clean
+.PHONY: demo lint test matrix matrix-new bench images clean
 
 $(RUN): pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
@@ -39,7 +39,7 @@ lint: $(DEVELOP)  ## formatting, lint, types, and who may import whom
 
 test: $(DEVELOP)  ## the default release in full, the oldest and the newest minor in four layouts
 	$(VENV)/bin/python -m tests.matrix.fetch $(RELEASES) oldest newest
-	$(VENV)/bin/python -m pytest -m 'not matrix'
+	$(VENV)/bin/python -m pytest -m 'not matrix and not images'
 
 matrix: $(DEVELOP)  ## every supported minor: all layouts, and every patch proven
 	$(VENV)/bin/python -m tests.matrix.fetch $(RELEASES)
@@ -53,6 +53,9 @@ matrix-new: $(DEVELOP)  ## the same for releases that nobody has reviewed yet
 bench: $(DEVELOP)  ## packing against per-sequence loops, and training against a bare megatron-core loop
 	$(VENV)/bin/python -m benchmarks.sequences
 	$(VENV)/bin/python -m benchmarks.training
+
+images: $(DEVELOP)  ## builds the images with BuildKit, as far as this machine can, and runs the CPU image
+	$(VENV)/bin/python -m pytest -m images -rs --capture=tee-sys tests/images
 
 clean:
 	rm -rf $(VENV) .cache build

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import typer
@@ -60,12 +61,13 @@ def train(
     ]
     words += [*([f"--from={start_from}"] if start_from else []), *(["--trust-checkpoint"] if trust else [])]
     words += [f"--backend={made.plan.hardware.backend}"]
-    launch = _launch(made.plan, where, directory, words)
     if dry_run:
-        print(local.dry_run(launch, os.environ), end="")
+        all_nodes = [replace(where, node_rank=node) for node in range(where.nodes)]
+        launches = [_launch(made.plan, node, directory, words) for node in all_nodes]
+        print(local.dry_run(launches, os.environ), end="")
         return
     RunDirectory(directory).begin(job, fresh=fresh, resume=resume)
-    process.run(launch, os.environ)
+    process.run(_launch(made.plan, where, directory, words), os.environ)
 
 
 def _flags(name: str, values: Sequence[str]) -> list[str]:

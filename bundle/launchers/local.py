@@ -1,8 +1,8 @@
 """The command that starts this node's ranks: torchrun, with the verb started again as each rank."""
 
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bundle.launchers.command import Command
@@ -69,12 +69,11 @@ def command(launch: Launch, inherited: Mapping[str, str]) -> Command:
     return Command(tuple(argv), tuple(sorted(sets.items())), unsets)
 
 
-def dry_run(launch: Launch, inherited: Mapping[str, str]) -> str:
+def dry_run(nodes: Sequence[Launch], inherited: Mapping[str, str]) -> str:
     """Returns what would run, one command per node under a line that names the node."""
     lines = []
-    for node in range(launch.rendezvous.nodes):
-        here = replace(launch, rendezvous=replace(launch.rendezvous, node_rank=node))
-        lines += [f"# node {node} of {launch.rendezvous.nodes}", command(here, inherited).shell()]
+    for node, launch in enumerate(nodes):
+        lines += [f"# node {node} of {len(nodes)}", command(launch, inherited).shell()]
     return "\n".join(lines) + "\n"
 
 

@@ -12,29 +12,35 @@ from bundle.rendezvous import Rendezvous, discover
 
 GOLDEN = Path(__file__).parent / "golden"
 ONE = discover({})
-TWO = discover({}, nodes=2, node_rank=0, endpoint="[fe80::1]:29500")
+TWO, OTHER = (discover({}, nodes=2, node_rank=node, endpoint="[fe80::1]:29500") for node in (0, 1))
 HOSTILE = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
 
 
 def launch(rendezvous: Rendezvous, *arguments: str, per_node: int = 2, **changes) -> local.Launch:
-    logs = Path("runs/demo/logs/node-0/1")
+    logs = Path(f"runs/demo/logs/node-{rendezvous.node_rank}/1")
     return local.Launch(arguments, rendezvous, per_node, logs, python="python", **changes)
 
 
 @pytest.mark.parametrize(
     ("name", "what", "inherited"),
     [
-        ("one-node", launch(ONE, "train", "demo", "--set", "name=it's $me"), {}),
-        ("two-nodes", launch(TWO, "train", "demo", per_node=8), {"OMP_NUM_THREADS": "4", "PET_NNODES": "2"}),
+        ("one-node", [launch(ONE, "train", "demo", "--set", "name=it's $me")], {}),
+        (
+            "two-nodes",
+            [launch(node, "train", "demo", per_node=8) for node in (TWO, OTHER)],
+            {"OMP_NUM_THREADS": "4", "PET_NNODES": "2"},
+        ),
         (
             "environment",
-            launch(
-                ONE,
-                "train",
-                "demo",
-                per_node=1,
-                environment={"HF_TOKEN": "hf_x", "HCCL_CONNECT_TIMEOUT": "1800"},
-            ),
+            [
+                launch(
+                    ONE,
+                    "train",
+                    "demo",
+                    per_node=1,
+                    environment={"HF_TOKEN": "hf_x", "HCCL_CONNECT_TIMEOUT": "1800"},
+                )
+            ],
             {"GLOO_SOCKET_IFNAME": "eth0"},
         ),
     ],
@@ -45,7 +51,7 @@ def test_the_dry_run_is_the_golden_file(name, what, inherited):
 
 def test_what_the_dry_run_prints_is_what_runs():
     what = launch(TWO, "train", "a b", "'", "$x")
-    printed = shlex.split(local.dry_run(what, {"PET_RDZV_ID": "x"}).splitlines()[1])
+    printed = shlex.split(local.dry_run([what], {"PET_RDZV_ID": "x"}).splitlines()[1])
     command = local.command(what, {"PET_RDZV_ID": "x"})
     expected = ["env", "--unset=PET_RDZV_ID", *(f"{k}={v}" for k, v in command.sets), *command.argv]
     assert printed == expected

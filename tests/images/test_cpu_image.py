@@ -1,0 +1,77 @@
+"""The CPU image does its work under the rules of a strict cluster, and ends as the documentation says."""
+
+import json
+
+import pytest
+
+from tests.images import containers
+
+pytestmark = pytest.mark.images
+
+# Uncompressed, torch's CPU build included; a CUDA build by mistake is ten times that.
+CEILING = 1.6e9
+SHORT = ("--set=train.steps=20", "--set=optimizer.warmup_steps=5", "--set=train.eval_batches=1",
+         "--set=train.eval_interval=0", "--set=train.log_interval=1")  # fmt: skip
+
+
+def test_the_size_stays_below_the_ceiling(engine, cpu):
+    layers = engine.docker("history", "--human=false", "--format={{.Size}}\t{{.CreatedBy}}", cpu).splitlines()
+    size = sum(int(layer.split("\t")[0]) for layer in layers)
+    print(f"{cpu}: {size / 1e6:.0f} MB")
+    assert size < CEILING, "\n".join(layers)
+
+
+def test_it_says_what_it_is_and_who_runs_it(engine, cpu):
+    (image,) = json.loads(engine.docker("image", "inspect", cpu))
+    settings = image["Config"]
+    assert settings["User"] == "10001:0"
+    assert settings["Entrypoint"] == ["tini", "-g", "--", "mcore-bundle"]
+    assert settings["StopSignal"] == "SIGTERM"
+    assert containers.run(engine, cpu).out.startswith("Usage: mcore-bundle")
+
+
+def test_only_home_can_be_written_to(engine, cpu):
+    tries = "touch /x 2>&1; touch /opt/venv/x 2>&1; touch $HOME/x && id -u && id -g"
+    result = containers.run(engine, cpu, "-c", tries, options=("--entrypoint=sh",))
+    assert result.out.count("Read-only file system") == 2
+    assert result.out.endswith("10001\n0\n")
+
+
+def test_nothing_of_the_machine_that_built_it_stays(engine, cpu, passed):
+    looks = "cat /etc/pip.conf /root/.cache /run/secrets/* /run/wheelhouse/* 2>/dev/null | wc -c"
+    assert containers.run(engine, cpu, "-c", looks, options=("--entrypoint=sh", "--user=0")).out == "0\n"
+    history = engine.docker("history", "--no-trunc", cpu)
+    for path in (*passed.secrets.values(), passed.wheelhouse):
+        assert str(path) not in history
+
+
+def test_doctor_is_green(engine, cpu):
+    result = containers.run(engine, cpu, "doctor", "--json")
+    assert result.code == 0, result.out
+    assert {finding["level"] for finding in json.loads(result.out)["findings"]} == {"ok"}, result.out
+
+
+@pytest.mark.parametrize("user", [(), ("--user=4242",)], ids=["its own user", "an unknown user"])
+def test_the_demo_trains_twenty_steps(engine, cpu, user):
+    result = containers.run(engine, cpu, "train", "demo", *SHORT, options=user)
+    assert result.code == 0, result.err
+    assert "step 20/20" in result.out
+    first, last = (
+        float(line.split("train/loss ")[1].split()[0])
+        for line in result.out.splitlines()
+        if line.startswith(("step  1/20", "step 20/20")) and "train/loss" in line
+    )
+    assert last < first - 1
+
+
+def test_sigterm_leaves_a_checkpoint_and_75_and_the_same_command_goes_on(engine, cpu):
+    with containers.volume(engine) as home:
+        options = ("--network=none", f"--volume={home}:{containers.HOME}")
+        with containers.started(engine, cpu, "train", "demo", *SHORT, name="stopped", options=options) as trains:
+            trains.wait_for("step  3/20")
+            engine.docker("stop", "--time=60", "stopped", seconds=90)
+            assert trains.wait() == 75, trains.logs()
+        result = containers.run(engine, cpu, "train", "demo", *SHORT, options=options[1:])
+    assert result.code == 0, result.err
+    assert "goes on after step" in result.out
+    assert "step 20/20" in result.out

@@ -1,0 +1,78 @@
+"""Two containers are two nodes: they find each other by name, train as one, and go on after one was lost."""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from tests.images import containers
+from tests.images.containers import HOME, Container
+
+pytestmark = pytest.mark.images
+
+JOB = ("train", "demo", "--set=train.steps=20", "--set=optimizer.warmup_steps=5", "--set=train.eval_batches=1",
+       "--set=train.eval_interval=0", "--set=train.log_interval=1", "--set=checkpoint.interval=5")  # fmt: skip
+
+
+@contextmanager
+def two_nodes(engine, image: str, home: str) -> Iterator[tuple[Container, Container]]:
+    """Both nodes of the job, node 1 first: a scheduler promises no order, nor that a name exists yet."""
+    with containers.network(engine) as network, ExitStack() as held:
+        options = (f"--network={network}", f"--volume={home}:{HOME}")
+
+        def node(rank: int) -> Container:
+            words = (*JOB, "--nodes=2", f"--node-rank={rank}", "--rendezvous=node-0:29500")
+            made = containers.started(engine, image, *words, name=f"node-{rank}", options=options)
+            return held.enter_context(made)
+
+        second = node(1)
+        yield node(0), second
+
+
+def learned(engine, image: str, home: str) -> list[dict]:
+    """What the run in the volume noted, but for times."""
+    cat = ("-c", f"cat {HOME}/runs/demo/metrics.jsonl")
+    result = containers.run(engine, image, *cat, options=("--entrypoint=sh", f"--volume={home}:{HOME}"))
+    lines = map(json.loads, result.out.splitlines())
+    return [{k: v for k, v in line.items() if "second" not in k and k != "time"} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def alone(engine, cpu) -> list[dict]:
+    """What a run on one node learns."""
+    with containers.volume(engine) as home:
+        options = ("--network=none", f"--volume={home}:{HOME}")
+        with containers.started(engine, cpu, *JOB, name="alone", options=options) as node:
+            assert node.wait() == 0, node.logs()
+        return learned(engine, cpu, home)
+
+
+def test_two_nodes_learn_what_one_does(engine, cpu, alone):
+    with containers.volume(engine) as home:
+        with two_nodes(engine, cpu, home) as nodes:
+            assert [node.wait() for node in nodes] == [0, 0], "\n".join(node.logs() for node in nodes)
+        assert learned(engine, cpu, home) == alone
+
+
+def test_a_lost_node_ends_the_other_and_the_set_goes_on_from_the_checkpoint(engine, cpu, alone):
+    with containers.volume(engine) as home:
+        with two_nodes(engine, cpu, home) as (first, second):
+            first.wait_for("step  7/20")
+            engine.docker("kill", second.name)
+            assert first.wait(60) == 1, first.logs()
+        with two_nodes(engine, cpu, home) as nodes:
+            assert [node.wait() for node in nodes] == [0, 0], "\n".join(node.logs() for node in nodes)
+            assert "goes on after step" in nodes[0].logs()
+        assert learned(engine, cpu, home) == alone
+
+
+def test_sigterm_of_one_node_ends_both_with_75(engine, cpu, alone):
+    with containers.volume(engine) as home:
+        with two_nodes(engine, cpu, home) as (first, second):
+            first.wait_for("step  3/20")
+            engine.docker("stop", "--time=60", second.name, seconds=90)
+            assert [node.wait(60) for node in (first, second)] == [75, 75], first.logs() + second.logs()
+        with two_nodes(engine, cpu, home) as nodes:
+            assert [node.wait() for node in nodes] == [0, 0], "\n".join(node.logs() for node in nodes)
+        assert learned(engine, cpu, home) == alone
