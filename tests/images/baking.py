@@ -5,10 +5,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bundle.images import definition
+from tests.images import standin
 from tests.images.engine import Engine
 from tests.images.machine import Passed
 
 ROOT = Path(__file__).parents[2]
+# By name: a bake file that somebody left in the checkout is not the project's.
+_FILES = (f"--file={ROOT}/docker-bake.json", f"--file={ROOT}/docker-bake.hcl")
 Target = dict[str, Any]
 
 # Registries, labels' attestations and other machines' processors have no part in what is tested here.
@@ -17,38 +21,48 @@ _KEPT = ("context", "dockerfile", "target", "args", "labels", "contexts")
 
 def resolved(engine: Engine, *names: str) -> dict[str, Target]:
     """Returns every target behind `names`, as bake resolves it."""
-    # The files by name: a bake file that somebody left in the checkout is not the project's.
-    made: dict[str, Target] = json.loads(engine.docker("buildx", "bake", *_files(), "--print", *names))["target"]
+    printed = engine.docker("buildx", "bake", *_FILES, "--print", *names)
+    made: dict[str, Target] = json.loads(printed)["target"]
     return made
 
 
-def here(engine: Engine, target: Target, base: str, passed: Passed) -> Target:
-    """Returns the target on `base`, with what pip needs here and nothing that a registry would have to hold."""
+def here(engine: Engine, target: Target, passed: Passed) -> Target:
+    """Returns the target on bases that this machine has, with what pip needs, and nothing of a registry's.
+
+    Raises Missing where there is no base.
+    """
     made = {key: target[key] for key in _KEPT if key in target}
     made["context"] = str(ROOT)
-    made["args"] = {**made.get("args", {}), "BASE": base, "BASE_DIGEST": ""}
+    made["args"] = {**made["args"], **_bases(engine, made["args"])}
     made["contexts"] = dict(made.get("contexts", {}))
     if passed.wheelhouse:
-        made["contexts"]["wheelhouse"] = str(passed.wheelhouse)
+        made["contexts"].setdefault("wheelhouse", str(passed.wheelhouse))
     made["secret"] = [{"type": "file", "id": name, "src": str(path)} for name, path in passed.secrets.items()]
+    made["output"] = [{"type": "cacheonly"}]
     if engine.private:
         made["network"] = "host"  # the private engine has no bridge
     return made
 
 
-def build(engine: Engine, folder: Path, targets: Mapping[str, Target], seconds: float = 1800) -> str:
+def _bases(engine: Engine, arguments: Mapping[str, str]) -> dict[str, str]:
+    known = {base.image: base for base in definition.load(ROOT).bases.values()}
+    found = {}
+    for name, digest in (("BASE", "BASE_DIGEST"), ("BUILD_BASE", "BUILD_DIGEST")):
+        if name in arguments:
+            found[name], found[digest] = standin.image(engine, known[arguments[name]])
+    return found
+
+
+def build(
+    engine: Engine, folder: Path, targets: Mapping[str, Target], *options: str, seconds: float = 1800
+) -> str:
     """Builds `targets`, with bake, out of a file in `folder`; returns the log."""
     file = folder / "bake.json"
     file.write_text(json.dumps({"target": targets}))
     result = engine.attempt(
         *("buildx", "bake", "--file", str(file), "--allow=network.host", "--allow=fs.read=/"),
-        *("--progress=plain", *targets),
+        *("--progress=plain", *options, *targets),
         seconds=seconds,
     )
     assert result.code == 0, result.err[-6000:]
-    return result.err
-
-
-def _files() -> list[str]:
-    found = [ROOT / name for name in ("docker-bake.json", "docker-bake.hcl") if (ROOT / name).exists()]
-    return [word for file in found for word in ("--file", str(file))]
+    return result.out + result.err

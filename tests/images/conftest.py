@@ -1,11 +1,10 @@
 """The engine, and the images that several tests run; without them the tests are skipped, and say why."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.images import baking, standin
+from tests.images import baking
 from tests.images.engine import Engine
 from tests.images.engine import engine as an_engine
 from tests.images.machine import Passed
@@ -30,14 +29,21 @@ def passed(tmp_path_factory: pytest.TempPathFactory) -> Passed:
 
 
 @pytest.fixture(scope="session")
-def cpu(engine: Engine, passed: Passed, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The name of the CPU image, built from this checkout."""
-    name = "mcore-bundle:test-cpu"
-    target = baking.resolved(engine, "cpu")["cpu"]
+def targets(engine: Engine, passed: Passed) -> dict[str, baking.Target]:
+    """Every target of the bake file, as it can be built here."""
     try:
-        base = standin.base(engine, target["args"]["BASE"], "3.11")
+        return {
+            name: baking.here(engine, target, passed)
+            for name, target in baking.resolved(engine, "all").items()
+        }
     except Missing as missing:
         pytest.skip(f"not on this machine: {missing}")
-    made = baking.here(engine, target, base, passed) | {"tags": [name], "output": ["type=docker"]}
-    baking.build(engine, tmp_path_factory.mktemp("bake"), {"cpu": made})
+
+
+@pytest.fixture(scope="session")
+def cpu(engine: Engine, targets: dict[str, baking.Target], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The name of the CPU image, built from this checkout."""
+    name = "mcore-bundle:test-cpu"
+    image = targets["cpu"] | {"tags": [name], "output": [{"type": "docker"}]}
+    baking.build(engine, tmp_path_factory.mktemp("bake"), {"cpu": image})
     return name

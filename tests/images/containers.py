@@ -38,15 +38,19 @@ class Container:
             time.sleep(0.2)
 
 
-def run(engine: Engine, image: str, *words: str, options: tuple[str, ...] = (), seconds: float = 300) -> Result:
+def run(
+    engine: Engine, image: str, *words: str, options: tuple[str, ...] = (), seconds: float = 300
+) -> Result:
     """Returns how `words` ended in a container of their own that no network reaches."""
     strict = ("run", "--rm", "--network=none", *STRICT, *options)
     return engine.attempt(*strict, image, *words, seconds=seconds)
 
 
 @contextmanager
-def started(engine: Engine, image: str, *words: str, name: str, options: tuple[str, ...]) -> Iterator[Container]:
-    """Yields a container in the background, known as `name` on its network; kills and removes it at the end."""
+def started(
+    engine: Engine, image: str, *words: str, name: str, options: tuple[str, ...]
+) -> Iterator[Container]:
+    """Yields a container in the background, named so on its network, and removes it at the end."""
     engine.docker("run", "--detach", f"--name={name}", f"--hostname={name}", *STRICT, *options, image, *words)
     try:
         yield Container(engine, name)

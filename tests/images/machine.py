@@ -20,7 +20,7 @@ class Passed:
 
 
 def passed(folder: Path) -> Passed:
-    """Returns what this machine's pip configuration says; writes the configuration for a build to `folder`."""
+    """Returns what this machine's pip is told; writes what a build's pip is told to `folder`."""
     return _passed(_configuration(), folder)
 
 
@@ -38,14 +38,18 @@ def _passed(said: dict[str, str], folder: Path) -> Passed:
 
 
 def _served(value: str) -> str:
-    """Returns the words of `value` that mean the same inside a build: no index in a folder of this machine."""
+    """Returns the words of `value` that mean the same inside a build: no folders of this machine."""
     return " ".join(word for word in value.split() if not word.startswith(("file:", "/")))
 
 
 def _configuration() -> dict[str, str]:
     """Returns the options of all pip's configuration files and variables, the stronger ones last."""
     listing = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-m", "pip", "config", "list"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     ).stdout
     entries = [line.partition("=") for line in listing.splitlines()]
     found = [(*name.partition("."), value) for name, _, value in entries]

@@ -5,18 +5,24 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from bundle.images.definition import Base
 from tests.images import tools
 from tests.images.engine import Engine
 from tests.images.tools import CACHE, Missing
 
 
-def base(engine: Engine, image: str, python: str) -> str:
-    """Returns what to build on for `image`, which has or installs this `python`.
+def image(engine: Engine, base: Base) -> tuple[str, str]:
+    """Returns the name and the digest of what to build on in the place of `base`.
 
     A stand-in proves what a Dockerfile does, not what the real base has in it: no CUDA, no CANN.
     """
-    if engine.attempt("pull", "--quiet", image, seconds=1800).code == 0:
-        return image
+    if engine.attempt("pull", "--quiet", base.image, seconds=1800).code == 0:
+        return base.image, base.digest
+    return _stands_in(engine, base.python), ""
+
+
+def _stands_in(engine: Engine, python: str) -> str:
+    """Returns the name of a stand-in that has or installs this `python`."""
     plain = "standin:debian"
     if engine.attempt("image", "inspect", plain).code != 0:
         engine.docker("import", str(_archive()), plain, seconds=300)
@@ -56,7 +62,9 @@ def _with_python(engine: Engine, plain: str, python: str) -> str:
         return name
     folder = CACHE / "python"
     folder.mkdir(exist_ok=True)
-    (folder / "Dockerfile").write_text("ARG PLAIN\nFROM scratch AS python\nFROM ${PLAIN}\nCOPY --from=python / /usr/local/\n")
+    (folder / "Dockerfile").write_text(
+        "ARG PLAIN\nFROM scratch AS python\nFROM ${PLAIN}\nCOPY --from=python / /usr/local/\n"
+    )
     engine.docker(
         *("buildx", "build", "--load", "--tag", name, "--build-arg", f"PLAIN={plain}"),
         *("--build-context", f"python={_prefix(python)}", str(folder)),

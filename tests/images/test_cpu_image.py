@@ -67,7 +67,9 @@ def test_the_demo_trains_twenty_steps(engine, cpu, user):
 def test_sigterm_leaves_a_checkpoint_and_75_and_the_same_command_goes_on(engine, cpu):
     with containers.volume(engine) as home:
         options = ("--network=none", f"--volume={home}:{containers.HOME}")
-        with containers.started(engine, cpu, "train", "demo", *SHORT, name="stopped", options=options) as trains:
+        with containers.started(
+            engine, cpu, "train", "demo", *SHORT, name="stopped", options=options
+        ) as trains:
             trains.wait_for("step  3/20")
             engine.docker("stop", "--time=60", "stopped", seconds=90)
             assert trains.wait() == 75, trains.logs()

@@ -11,8 +11,9 @@ from tests.images.containers import HOME, Container
 
 pytestmark = pytest.mark.images
 
-JOB = ("train", "demo", "--set=train.steps=20", "--set=optimizer.warmup_steps=5", "--set=train.eval_batches=1",
-       "--set=train.eval_interval=0", "--set=train.log_interval=1", "--set=checkpoint.interval=5")  # fmt: skip
+SETS = ("train.steps=20", "optimizer.warmup_steps=5", "train.eval_batches=1", "train.eval_interval=0",
+        "train.log_interval=1", "checkpoint.interval=5")  # fmt: skip
+JOB = ("train", "demo", *(f"--set={override}" for override in SETS))
 
 
 @contextmanager

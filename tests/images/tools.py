@@ -11,7 +11,7 @@ from pathlib import Path
 CACHE = Path(__file__).parents[2] / ".cache" / "images"
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 
-# From the newest suite: stable's buildx knows neither --check nor --allow. They need no newer libc than stable's.
+# From the newest suite: stable's buildx knows neither --check nor --allow.
 _NEWEST = ("docker-buildx", "docker-cli", "docker.io", "containerd")
 # From the machine's own suite: runc of the newest one needs a newer libc.
 _OWN = ("runc", "debootstrap")

@@ -1,4 +1,7 @@
-"""Runs a local launch of two ranks of a module, as the `train` verb would: LOGS MODULE ARGUMENTS..."""
+"""Runs a local launch of two ranks of a module, as the `train` verb would: LOGS MODULE ARGUMENTS...
+
+PET_* variables make it one node of several.
+"""
 
 import os
 import sys
@@ -9,7 +12,8 @@ from bundle.rendezvous import discover
 
 if __name__ == "__main__":
     logs, module, *arguments = sys.argv[1:]
-    launch = local.Launch(tuple(arguments), discover({}), 2, Path(logs).absolute(), module=module)
+    where = discover({name: value for name, value in os.environ.items() if name.startswith("PET_")})
+    launch = local.Launch(tuple(arguments), where, 2, Path(logs).absolute(), module=module)
     try:
         process.run(launch, os.environ)
     except process.Ended as ended:
