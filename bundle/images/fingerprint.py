@@ -13,7 +13,7 @@ from bundle.images.definition import Definition
 from bundle.images.targets import Target
 from bundle.stack import text
 
-PACKAGE = (".py", ".json", ".yaml")  # what of bundle/ goes into the wheel
+PACKAGE = (".py", ".json", ".yaml")  # what of bundle/ and launch/recipes goes into the wheel
 ALWAYS = ("docker-bake.hcl", ".dockerignore", "pyproject.toml", "README.md", "LICENSE")
 LARGEST = 64 << 20
 
@@ -37,7 +37,8 @@ def files(root: Path, target: Target) -> Iterator[Path]:
     found = [root / name for name in ALWAYS if (root / name).is_file()]
     found += locks.glob(f"{target.stack}.*txt")
     found += [path for path in (root / "images" / target.backend).rglob("*") if path.is_file()]
-    found += [path for path in (root / "bundle").rglob("*") if path.suffix in PACKAGE and path.is_file()]
+    for folder in ("bundle", "launch/recipes"):
+        found += [path for path in (root / folder).rglob("*") if path.suffix in PACKAGE and path.is_file()]
     yield from sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 

@@ -28,7 +28,7 @@ def input_text(definition: Definition, project: Project, name: str) -> str:
     for package, pin in stack.pins.items():
         lines += [f"# {pin.why}", f"{_with_extras(package, pin)}=={pin.version}"]
     if backend.requires:
-        lines += [f"# What the {stack.backend} base's own Python programs and the stack's source import.",
+        lines += [f"# What the {stack.backend} base's own programs, and what is built from source, import.",
                   *backend.requires]  # fmt: skip
     lines += ["# pyproject.toml", *project.requirements(stack.extras)]
     return "\n".join(lines) + "\n"

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bundle.errors import UsageError
@@ -63,6 +63,7 @@ TREE = st.recursive(
 )
 
 
+@settings(max_examples=30)
 @given(
     document=TREE
     | st.fixed_dictionaries({"variable": st.dictionaries(st.text(max_size=8), TREE, max_size=3)})

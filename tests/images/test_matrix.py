@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bundle.errors import UsageError
@@ -51,6 +51,7 @@ TREE = st.recursive(
 )
 
 
+@settings(max_examples=50)
 @given(
     document=TREE | st.fixed_dictionaries({"target": st.dictionaries(st.text(max_size=4), TREE, max_size=3)})
 )
