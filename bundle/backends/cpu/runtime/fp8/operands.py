@@ -1,0 +1,75 @@
+"""How a scaling rounds the three operands of a linear layer: its input, its weight, its output's gradient."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bundle.backends.cpu.runtime.fp8.delayed import DelayedScale, Phase
+from bundle.backends.cpu.runtime.fp8.scales import (
+    E4M3,
+    E5M2,
+    Scale,
+    e8m0_scale,
+    exact_scale,
+    largest,
+    power_of_two_scale,
+    rounded,
+    rounded_in_blocks,
+)
+from bundle.recipe.model import FP8
+
+# (matrix, the dimension that the product sums over) -> the matrix as FP8 holds it, float32
+Rounding = Callable[[Tensor, int], Tensor]
+# What rounds one matrix in all products that it takes part in: forward, and backward later.
+Quantiser = Callable[[Tensor, Phase], Rounding]
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The quantisers of one layer."""
+
+    input: Quantiser
+    weight: Quantiser
+    gradient: Quantiser
+
+
+def operands(fp8: FP8, amax_group: dist.ProcessGroup | None) -> Operands:
+    """The quantisers of one layer under a recipe; delayed ones remember, and share amaxes in `amax_group`."""
+    backward = E5M2 if fp8.format == "hybrid" else E4M3
+    dtypes = (E4M3, E4M3, backward)
+    if fp8.scaling == "delayed":
+        return Operands(*(partial(_delayed, DelayedScale(dtype, amax_group)) for dtype in dtypes))
+    if fp8.scaling == "tensorwise":
+        return Operands(*(partial(_current, dtype) for dtype in dtypes))
+    if fp8.scaling == "blockwise":
+        scale, along, across = power_of_two_scale, 128, (1, 128, 1)
+    else:
+        scale, along, across = e8m0_scale, 32, (1, 1, 1)
+    return Operands(
+        *(partial(_blocks, dtype, scale, along, wide) for dtype, wide in zip(dtypes, across, strict=True))
+    )
+
+
+def _delayed(scale: DelayedScale, x: Tensor, phase: Phase) -> Rounding:
+    """Both products of a matrix use the scale of its own pass, whatever comes in between."""
+    now = scale.of(x, phase)
+    return lambda x, contracted: rounded(x, now, scale.dtype)
+
+
+def _current(dtype: torch.dtype, x: Tensor, phase: Phase) -> Rounding:
+    now = exact_scale(largest(x), dtype)
+    return lambda x, contracted: rounded(x, now, dtype)
+
+
+def _blocks(dtype: torch.dtype, scale: Scale, along: int, across: int, x: Tensor, phase: Phase) -> Rounding:
+    """Rounds the matrix itself, not its rounded form, once for each direction in which it is summed over."""
+
+    def rounding(x: Tensor, contracted: int) -> Tensor:
+        block = (across, along) if contracted == 1 else (along, across)
+        return rounded_in_blocks(x, block, scale, dtype)
+
+    return rounding
