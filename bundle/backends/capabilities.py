@@ -64,7 +64,6 @@ class Capabilities:
     kernels: tuple[AttentionKernel, ...]
     auto_attention: Choice
     fp8: tuple[Fp8Scaling, ...]
-    no_fp8: str  # why there is none at all; "" where there is some
     masks: tuple[Mask, ...]
     environment: tuple[Variable, ...]
 
@@ -79,8 +78,6 @@ class Capabilities:
 
     def fp8_refusal(self, scaling: str, format: str, generation: str | None) -> str | None:
         """Why FP8 cannot be had like this; None if it can. `generation` None: the device is not known."""
-        if self.no_fp8:
-            return f"no FP8 on {self.backend}: {self.no_fp8}"
         offered = {option.name: option for option in self.fp8}
         option = offered.get(scaling)
         if option is None:

@@ -25,5 +25,5 @@ class Runtime(Protocol):
     def options(self, recipe: Recipe) -> dict[str, Any]:
         """TransformerConfig fields that depend on the accelerator: fusions, grouped GEMM, FP8."""
 
-    def specs(self, config: TransformerConfig, chunk: int | None) -> Specs:
+    def specs(self, recipe: Recipe, config: TransformerConfig, chunk: int | None) -> Specs:
         """The specs of model chunk `chunk`, with the layers that run on this accelerator."""

@@ -20,7 +20,7 @@ def build(recipe: Recipe, config: Any, runtime: Runtime, groups: Groups) -> list
         gpt.enter_chunk(stage)
         chunk = gpt.model(
             config,
-            runtime.specs(config, stage),
+            runtime.specs(recipe, config, stage),
             architecture,
             groups,
             index,

@@ -4,7 +4,6 @@ from bundle.recipe.comparison import Difference, differences
 from bundle.recipe.loading import find, from_mapping, load
 from bundle.recipe.parallel import Layout, Parallel
 from bundle.recipe.recipe import Recipe
-from bundle.recipe.rules import refused_on
 
 __all__ = [
     "Difference",
@@ -15,5 +14,4 @@ __all__ = [
     "find",
     "from_mapping",
     "load",
-    "refused_on",
 ]

@@ -8,7 +8,7 @@ from bundle.recipe.section import Count, Names, NotNegative, Section
 
 
 class FP8(Section):
-    """FP8 matrix products (Transformer Engine; refused on the cpu backend)."""
+    """FP8 matrix products: Transformer Engine's on GPUs, emulated on the cpu backend."""
 
     scaling: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = Field(
         description="How scales are found: past steps, per tensor, per block, per 32 values (Blackwell)."

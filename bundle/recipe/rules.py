@@ -28,14 +28,6 @@ def violations(recipe: Recipe) -> list[Violation]:
     return found
 
 
-def refused_on(backend: str, recipe: Recipe) -> list[Violation]:
-    """What `backend` (cpu | cuda | ascend, already resolved) cannot do for this recipe."""
-    if backend == "cpu" and recipe.model.fp8 is not None:
-        why = "not on cpu: without Transformer Engine megatron-core would train in bf16 and not say so"
-        return [("model.fp8", why)]
-    return []
-
-
 def _tensors(recipe: Recipe) -> Iterator[Violation]:
     a, tp = recipe.architecture, recipe.parallel.tp
     sizes = {"num_attention_heads": a.num_attention_heads}
@@ -148,8 +140,6 @@ def _arithmetic(recipe: Recipe) -> Iterator[Violation]:
             yield "model.dtype", "FP8 computes beside bf16: use dtype bf16"
         if recipe.model.attention == "flash":
             yield "model.attention", "flash attention has no fp32: use dtype bf16, or attention unfused"
-    if recipe.backend != "auto":
-        yield from refused_on(recipe.backend, recipe)
 
 
 def _data(recipe: Recipe) -> Iterator[Violation]:

@@ -13,7 +13,9 @@ CPLayout = Literal["zigzag", "contiguous"]
 
 @dataclass(frozen=True)
 class RowMultiple:
-    """What the rows of a tensor must be a multiple of before a kernel takes it, and who says so."""
+    """What the rows of a matrix, and its features, must be a multiple of before a kernel takes it, and who
+    says so.
+    """
 
     rows: int
     source: str

@@ -6,6 +6,7 @@ from bundle.backends.ascend.capabilities import ASCEND
 from bundle.backends.capabilities import Capabilities
 from bundle.backends.cpu.capabilities import CPU
 from bundle.backends.cuda.capabilities import CUDA
+from bundle.sequences.alignment import FP8_ROWS
 
 BACKENDS = (CPU, CUDA, ASCEND)
 
@@ -30,10 +31,11 @@ def test_fp8_by_compute_capability(scaling, runs, not_):
     assert CUDA.fp8_refusal(scaling, "e4m3", None) is None
 
 
-def test_fp8_on_ascend_wants_a5_and_on_cpu_there_is_none():
+def test_fp8_on_ascend_wants_a5_and_a_cpu_has_all_of_it():
     assert ASCEND.fp8_refusal("mxfp8", "e4m3", "a5") is None
     assert "Ascend950" in refusal(ASCEND, "tensorwise", "e4m3", "a3")
-    assert "without a word" in refusal(CPU, "blockwise", "e4m3", None)
+    for scaling in FP8_ROWS:
+        assert CPU.fp8_refusal(scaling, "hybrid", "x86_64") is None
     assert "has no nvfp4" in refusal(CUDA, "nvfp4", "e4m3", "10.0")
     assert "no format e5m2" in refusal(CUDA, "mxfp8", "e5m2", "10.0")
 
@@ -78,7 +80,7 @@ def test_tables_are_complete(backend):
     assert len(names) == len(set(names)) and "CUDA_DEVICE_MAX_CONNECTIONS" in names
     assert all(variable.why and isinstance(variable.value, str) for variable in backend.environment)
     assert backend.kernel("auto").name == backend.auto_attention.value
-    assert bool(backend.fp8) != bool(backend.no_fp8)
+    assert {option.name for option in backend.fp8} == set(FP8_ROWS)
 
 
 def test_variables_follow_the_features():

@@ -122,11 +122,6 @@ def test_fp8_asks_for_the_device(machine_name, fp8, fails):
     assert problems(made) == ([(ExitCode.ENVIRONMENT_UNFIT, "model.fp8")] if fails else [])
 
 
-def test_fp8_on_a_cpu_is_the_recipes_problem():
-    made = plan(job(QWEN3, model={"config": QWEN3, "fp8": {"scaling": "delayed"}}))
-    assert problems(made) == [(ExitCode.USAGE, "model.fp8")]
-
-
 def test_a_kernel_that_the_backend_does_not_have():
     recipe = job(
         QWEN3, model={"config": QWEN3, "attention": "fused"}, train={"steps": 1, "global_batch_size": 16}

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bundle.errors import UsageError
-from bundle.recipe import Recipe, builtin, differences, from_mapping, load, refused_on
+from bundle.recipe import Recipe, builtin, differences, from_mapping, load
 from bundle.recipe.recipe import Recipe as Schema
 from bundle.recipe.violations import keys
 
@@ -136,13 +136,12 @@ def test_nulls_follow_tp_and_stay_overridable():
     assert load("qwen3-tp2-sp", ["parallel.sequence_parallel=false"]).parallel.sequence_parallel is False
 
 
-def test_fp8_on_cpu_is_refused_with_the_reason_whenever_the_backend_is_known():
-    assert any(
-        "Transformer Engine" in line for line in violations("model.fp8.scaling=blockwise", "model.dtype=bf16")
-    )
-    recipe = load("demo", ["model.fp8.scaling=blockwise", "model.dtype=bf16", "backend=auto"])
-    assert recipe.model.fp8 and recipe.model.fp8.format == "e4m3"
-    assert refused_on("cpu", recipe) and not refused_on("cuda", recipe)
+def test_fine_scales_take_e4m3_for_gradients_too():
+    formats = {
+        scaling: load("demo", [f"model.fp8.scaling={scaling}", "model.dtype=bf16"]).model.fp8
+        for scaling in ("delayed", "tensorwise", "blockwise", "mxfp8")
+    }
+    assert [fp8 and fp8.format for fp8 in formats.values()] == ["hybrid", "hybrid", "e4m3", "e4m3"]
 
 
 def test_differences_name_keys_and_know_what_a_resume_may_change():

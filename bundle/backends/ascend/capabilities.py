@@ -46,7 +46,6 @@ ASCEND = Capabilities(
         Fp8Scaling(name, ("e4m3", "hybrid"), "Atlas A5 (Ascend950)", _a5, _NOTES)
         for name in ("delayed", "tensorwise", "blockwise", "mxfp8")
     ),
-    no_fp8="",
     masks=(
         Mask("text", "thd", "none", "the ends of the sequences say everything"),
         Mask(

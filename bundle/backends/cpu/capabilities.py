@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 from bundle.backends.attention import FLASH, FUSED, UNFUSED
-from bundle.backends.capabilities import Capabilities, Choice, Mask, Variable, connections
+from bundle.backends.capabilities import Capabilities, Choice, Fp8Scaling, Mask, Variable, connections
 from bundle.backends.layers import LOCAL
 
 _RUNS = "torch's cpu kernels, with the refusals of {}"
+_EMULATED = "Transformer Engine's recipe in torch's own 8-bit numbers, with the refusals of its layers"
 
 CPU = Capabilities(
     backend="cpu",
@@ -18,10 +19,9 @@ CPU = Capabilities(
         for kernel in (FLASH, FUSED, UNFUSED)
     ),
     auto_attention=Choice("unfused", "the contract that takes everything: here all three cost the same"),
-    fp8=(),
-    no_fp8=(
-        "megatron-core without Transformer Engine ignores the setting and would train in bf16 without a word;"
-        " take out model.fp8, or use a backend that has it"
+    fp8=tuple(
+        Fp8Scaling(name, ("e4m3", "hybrid"), "any cpu", lambda generation: True, _EMULATED)
+        for name in ("delayed", "tensorwise", "blockwise", "mxfp8")
     ),
     masks=(
         Mask("text", "thd", "none", "the boundaries of the sequences say everything"),

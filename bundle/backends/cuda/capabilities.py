@@ -35,7 +35,6 @@ CUDA = Capabilities(
             f"{_MATRIX}, which excludes 12.0; TransformerEngine#2304",
         ),
     ),
-    no_fp8="",
     masks=(
         Mask("text", "thd", "none", "the boundaries of the sequences say everything"),
         Mask("text", "bshd", "none", "padding stands at the end, where a causal mask hides it"),

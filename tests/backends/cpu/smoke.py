@@ -4,6 +4,7 @@ python -m tests.backends.cpu.smoke
 """
 
 import json
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,16 +47,18 @@ MODELS = {
 }
 
 
-def recipe(model: str) -> Recipe:
-    """The job that trains one of the models."""
+def recipe(model: str, config: dict[str, Any] | None = None, /, **sections: Any) -> Recipe:
+    """The job that trains one of the models, with other keys of its config and other sections."""
+    arithmetic = {"dtype": "fp32"} | sections.pop("model", {})
     return from_mapping(
         {
             "name": "smoke",
             "backend": "cpu",
-            "model": {"config": MODELS[model], "dtype": "fp32"},
+            "model": {"config": MODELS[model] | (config or {}), **arithmetic},
             "data": {"source": "text", "path": ["stdlib"], "sequence_length": LENGTH},
             "train": {"steps": STEPS, "micro_batch_size": 2, "global_batch_size": ROWS},
             "optimizer": {"lr": 1e-3, "warmup_steps": 0},
+            **sections,
         }
     )
 
@@ -66,8 +69,11 @@ def train(job: Recipe, runtime) -> list[list[float]]:
     from bundle.engine.microbatch import from_rows
     from bundle.mcore import groups
 
+    sizes = job.parallel
     with runtime.megatron():
-        state = groups.initialize(tp=1, pp=1, vpp=None, cp=1, ep=1, etp=1, seed=job.seed, timeout_seconds=60)
+        state = groups.initialize(
+            tp=sizes.tp, pp=1, vpp=None, cp=1, ep=1, etp=sizes.etp, seed=job.seed, timeout_seconds=60
+        )
     engine = Engine(job, runtime, state, torch.device("cpu"))
     rows = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(7))
     depths = job.architecture.mtp_layers

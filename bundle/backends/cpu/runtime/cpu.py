@@ -10,7 +10,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from bundle.backends.cpu.capabilities import CPU
 from bundle.backends.cpu.runtime.mode import megatron_calls
 from bundle.backends.cpu.runtime.specs import adapted
-from bundle.errors import UsageError
 from bundle.mcore import gpt
 from bundle.recipe import Recipe
 
@@ -29,13 +28,14 @@ class CpuRuntime:
         return megatron_calls()
 
     def options(self, recipe: Recipe) -> dict[str, Any]:
-        """TransformerConfig fields for this recipe: the attention kernel; fusions stay off, as by default."""
-        fp8 = recipe.model.fp8
-        if fp8 is not None:
-            raise UsageError(f"model.fp8: {CPU.fp8_refusal(fp8.scaling, fp8.format, None)}")
+        """TransformerConfig fields for this recipe: the attention kernel; fusions stay off, as by default.
+
+        FP8 is not told to megatron, which would look for Transformer Engine's contexts and checkpoints: it is
+        in the layers of the specs.
+        """
         return {"attention_backend": AttnBackend[recipe.model.attention]}
 
-    def specs(self, config: TransformerConfig, chunk: int | None) -> gpt.Specs:
+    def specs(self, recipe: Recipe, config: TransformerConfig, chunk: int | None) -> gpt.Specs:
         """Megatron's specs of model chunk `chunk` (None without interleaving), in the cpu's layers."""
-        given = gpt.specs(config, chunk, transformer_engine=False)
-        return gpt.Specs(adapted(given.decoder), adapted(given.mtp))
+        given, fp8 = gpt.specs(config, chunk, transformer_engine=False), recipe.model.fp8
+        return gpt.Specs(adapted(given.decoder, fp8), adapted(given.mtp, fp8))

@@ -41,7 +41,11 @@ class DuplicatedLinear(torch.nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """[..., output_size], and no bias to add later."""
-        return F.linear(x, self.weight), None
+        return self._forward_impl(input=x, weight=self.weight), None
+
+    def _forward_impl(self, input: Tensor, weight: Tensor) -> Tensor:
+        """The product, under the name that megatron's other linear layers have for it."""
+        return F.linear(input, weight)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

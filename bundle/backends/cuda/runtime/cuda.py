@@ -38,6 +38,6 @@ class CudaRuntime:
         major, minor = torch.cuda.get_device_capability()
         return options(recipe, generation=f"{major}.{minor}")
 
-    def specs(self, config: TransformerConfig, chunk: int | None) -> gpt.Specs:
+    def specs(self, recipe: Recipe, config: TransformerConfig, chunk: int | None) -> gpt.Specs:
         """Megatron's specs of model chunk `chunk` (None without interleaving), of Transformer Engine."""
         return gpt.specs(config, chunk, transformer_engine=True)

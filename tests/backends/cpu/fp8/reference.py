@@ -58,13 +58,13 @@ def blocks(x: Matrix, size: tuple[int, int], form: str, rule: str) -> Matrix:
 def operand(x: Matrix, scaling: str, form: str, *, contracted: int, weight: bool) -> Matrix:
     """`x` as one operand of a product that sums over dimension `contracted`."""
     if scaling == "tensorwise":
-        return blocks(x, x.shape, form, "exact")
+        return blocks(x, (x.shape[0], x.shape[1]), form, "exact")
     along, rule = (128, "power of two") if scaling == "blockwise" else (32, "e8m0")
     across = along if weight and scaling == "blockwise" else 1
     return blocks(x, (across, along) if contracted == 1 else (along, across), form, rule)
 
 
-def products(x: Matrix, w: Matrix, g: Matrix, scaling: str, format: str) -> tuple[Matrix, Matrix, Matrix]:
+def products(x: Matrix, w: Matrix, g: Matrix, *, scaling: str, format: str) -> tuple[Matrix, Matrix, Matrix]:
     """A linear layer's output and the gradients of its input and weight, for the gradient `g` [t, out]."""
     backward = "e5m2" if format == "hybrid" else "e4m3"
 

@@ -1,5 +1,7 @@
 """The products of a linear layer against the float64 reference, every scaling and format."""
 
+from typing import Literal
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from bundle.backends.cpu.runtime.fp8.product import product
 from bundle.recipe.model import FP8
 from tests.backends.cpu.fp8 import reference
 
-SCALINGS = ("tensorwise", "blockwise", "mxfp8")
+SCALINGS: tuple[Literal["tensorwise", "blockwise", "mxfp8"], ...] = ("tensorwise", "blockwise", "mxfp8")
 
 
 def inputs(*shapes, dtype=torch.float32):
@@ -38,9 +40,9 @@ def gap(got: torch.Tensor, wanted: np.ndarray) -> float:
 def test_all_three_products_are_the_references(scaling, format):
     x, w, g = inputs((144, 160), (136, 160), (144, 136))
     got = run(x, w, g.detach(), FP8(scaling=scaling, format=format))
-    plain = [a.detach().double().numpy() for a in (x, w, g)]
-    wanted = reference.products(*plain, scaling, format)
-    full = (plain[0] @ plain[1].T, plain[2] @ plain[1], plain[2].T @ plain[0])
+    a, b, c = (value.detach().double().numpy() for value in (x, w, g))
+    wanted = reference.products(a, b, c, scaling=scaling, format=format)
+    full = (a @ b.T, c @ b, c.T @ a)
     for value, ours, exact in zip(got, wanted, full, strict=True):
         # float32 sums; a tensor's float32 scale may take a tie to the other side.
         assert gap(value, ours) < (1e-4 if scaling == "tensorwise" else 1e-6)
@@ -85,6 +87,6 @@ def test_what_is_not_a_number_stays_visible():
     x, w, _ = inputs((16, 32), (16, 32), (16, 16))
     with torch.no_grad():
         x[3, 5] = torch.nan
-    for scaling in ("delayed", *SCALINGS):
-        y = product(x, w, None, operands(FP8(scaling=scaling, format="e4m3"), None), Phase.TRAINED)
+    for fp8 in (FP8(scaling="delayed"), *(FP8(scaling=scaling) for scaling in SCALINGS)):
+        y = product(x, w, None, operands(fp8, None), Phase.TRAINED)
         assert y.isnan().all(1).tolist() == [row == 3 for row in range(16)]

@@ -1,0 +1,112 @@
+"""The FP8 layers in specs, and the shapes they refuse."""
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from megatron.core import parallel_state
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from bundle.backends.cpu.runtime.fp8.layers import in_fp8
+from bundle.backends.cpu.runtime.linear import DuplicatedLinear
+from bundle.backends.cpu.runtime.specs import adapted
+from bundle.errors import JobFailed
+from bundle.recipe.model import FP8
+from tests.backends.cpu.test_layers import config, inside, local_spec
+
+pytestmark = pytest.mark.usefixtures("megatron")
+LINEAR = (ColumnParallelLinear, RowParallelLinear, DuplicatedLinear)
+BLOCKWISE, MXFP8 = FP8(scaling="blockwise"), FP8(scaling="mxfp8")
+
+
+@pytest.fixture
+def layer(monkeypatch):
+    """Builds a duplicated layer, which needs no process groups."""
+    monkeypatch.setattr(parallel_state, "get_amax_reduction_group", lambda **options: None)
+
+    def build(fp8, inputs, outputs, dtype=torch.float32, **options):
+        settings = config(perform_initialization=False, params_dtype=dtype)
+        made = in_fp8(DuplicatedLinear, fp8)(
+            inputs, outputs, config=settings, init_method=torch.nn.init.normal_, **options
+        )
+        torch.nn.init.normal_(made.weight)
+        return made
+
+    return build
+
+
+@pytest.mark.parametrize("experts", [None, 4])
+def test_every_linear_layer_of_a_spec_is_replaced(experts):
+    spec = local_spec(config(MLATransformerConfig, num_moe_experts=experts, normalization="RMSNorm"))
+    mtp = gpt_layer_specs.get_gpt_mtp_block_spec(
+        config(MLATransformerConfig, mtp_num_layers=1), spec, use_transformer_engine=False
+    )
+    for given in (spec, mtp):
+        plain, fp8 = dict(inside(adapted(given))), dict(inside(adapted(given, BLOCKWISE)))
+        replaced = {path for path, value in plain.items() if any(value is layer for layer in LINEAR)}
+        assert len(replaced) >= 7
+        for path, value in plain.items():
+            assert fp8[path] is (in_fp8(value, BLOCKWISE) if path in replaced else value), path
+        assert TopKRouter not in fp8.values()  # the router is no part of a spec: it stays as it is
+
+
+def test_a_replaced_layer_passes_for_the_one_that_megatron_looks_for():
+    fp8 = in_fp8(DuplicatedLinear, BLOCKWISE)
+    assert fp8 in [DuplicatedLinear] and fp8 not in [ColumnParallelLinear]
+    assert in_fp8(DuplicatedLinear, BLOCKWISE) is fp8 is not in_fp8(DuplicatedLinear, MXFP8)
+
+
+@pytest.mark.parametrize(
+    ("fp8", "inputs", "outputs", "rows", "wrong"),
+    [
+        (BLOCKWISE, 64, 48, 16, []),
+        (BLOCKWISE, 64, 48, 24, ["24 rows"]),
+        (BLOCKWISE, 40, 72, 16, ["40 input features", "72 output features"]),
+        (MXFP8, 64, 48, 16, ["48 output features", "16 rows"]),
+        (MXFP8, 64, 96, 32, []),
+    ],
+)
+def test_shapes_that_no_fp8_product_takes_are_refused_together(layer, fp8, inputs, outputs, rows, wrong):
+    made = layer(fp8, inputs, outputs, tp_comm_buffer_name="kv_down_proj")
+    x = torch.randn(rows // 8, 8, inputs)
+    if not wrong:
+        assert made(x)[0].shape == (rows // 8, 8, outputs)
+        return
+    with pytest.raises(JobFailed) as error:
+        made(x)
+    assert [violation.partition(" on this rank")[0] for violation in error.value.violations] == wrong
+    assert "kv_down_proj" in str(error.value) and str([rows // 8, 8, inputs]) in str(error.value)
+    if f"{rows} rows" in wrong:
+        assert "sequences.alignment" in error.value.violations[-1]
+
+
+def test_experts_pad_their_rows_by_themselves(layer):
+    made = layer(BLOCKWISE, 64, 48, is_expert=True)
+    for rows in (7, 0):
+        x = torch.randn(rows, 64, requires_grad=True)
+        made(x)[0].sum().backward()
+        assert x.grad.shape == (rows, 64)
+    with pytest.raises(JobFailed, match="40 input features"):
+        layer(BLOCKWISE, 40, 48, is_expert=True)(torch.randn(7, 40))
+
+
+def test_frozen_weights_take_part_and_get_no_gradient(layer):
+    made = layer(FP8(scaling="tensorwise"), 64, 48, dtype=torch.bfloat16)
+    x = torch.randn(16, 64).bfloat16().requires_grad_()
+    (whole,) = torch.autograd.grad(made(x)[0].square().sum(), x)
+    made.weight.requires_grad_(False)
+    made(x)[0].square().sum().backward()
+    assert made.weight.grad is None and torch.equal(x.grad, whole)
+
+
+def test_megatrons_own_choice_of_a_product_is_not_taken(layer):
+    """0.12 and 0.13 assign a function to `_forward_impl` in every forward pass."""
+    made = layer(BLOCKWISE, 64, 48)
+    x = torch.randn(16, 64)
+    before = made(x)[0]
+    made._forward_impl = None
+    assert torch.equal(made(x)[0], before) and not torch.equal(before, x @ made.weight.t())

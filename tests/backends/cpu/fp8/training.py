@@ -1,0 +1,68 @@
+"""Trains the tiny models in bf16 and in FP8 and prints what was seen as JSON.
+
+python -m tests.backends.cpu.fp8.training CASE...
+"""
+
+import json
+import sys
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bundle.backends import preparation
+from bundle.planning.planned import planned
+from bundle.recipe import Recipe
+from tests import world
+from tests.backends.cpu import smoke
+
+# Multiples of 32 also in two parts, as mxfp8 wants them.
+WIDER = {"dense": {}, "latent": {"qk_rope_head_dim": 32, "qk_nope_head_dim": 16, "moe_intermediate_size": 64}}
+FULL = {"granularity": "full", "method": "uniform", "layers": 1}
+
+
+class Casts(TorchDispatchMode):
+    """Counts the tensors that are rounded to 8 bits, by dtype: the products' operands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        dtype = (kwargs or {}).get("dtype")
+        if func is torch.ops.aten._to_copy.default and dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            self.seen[str(dtype).removeprefix("torch.float8_")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def recipe(case: str) -> Recipe:
+    """The job of a case: "MODEL SCALING", and what else is set: "tp2", "full" recomputation."""
+    model, scaling, *more = case.split()
+    arithmetic: dict[str, Any] = {"dtype": "bf16"}
+    if scaling != "bf16":
+        arithmetic["fp8"] = {"scaling": scaling}
+    if "full" in more:
+        arithmetic["recompute"] = FULL
+    return smoke.recipe(model, WIDER[model], model=arithmetic, parallel={"tp": 2 if "tp2" in more else 1})
+
+
+def main(cases: list[str]) -> None:
+    jobs = {case: recipe(case) for case in cases}
+    runtime = preparation.prepare(
+        planned(max(jobs.values(), key=lambda job: len(job.features)), backend="cpu")
+    )
+    rank = world.join()
+    seen = {}
+    for case, job in jobs.items():
+        with Casts() as casts:
+            losses = smoke.train(job, runtime)
+        seen[case] = {"losses": losses, "casts": casts.seen}
+    if rank == 0:
+        print(json.dumps(seen))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
