@@ -12,6 +12,7 @@ import torch
 from bundle.engine.collection import collect
 from bundle.engine.losses import Losses, LossTap, Objective, sequence_weight
 from bundle.engine.microbatch import MicroBatch
+from bundle.engine.replay.replay import RouterReplay
 from bundle.engine.scores import Scores
 from bundle.errors import JobFailed
 from bundle.mcore import optimization, prediction, schedules
@@ -45,6 +46,7 @@ class Engine:
             self.chunks = optimization.data_parallel(recipe, self.config, self.models)
             self.optimizer = optimization.optimizer(recipe, self.chunks)
             self.scheduler = optimization.schedule(recipe, self.optimizer)
+        self.replay = RouterReplay(recipe, self.models, groups)
         self._tap = LossTap(
             self.models[-1],
             depths=recipe.architecture.mtp_layers,
@@ -137,14 +139,15 @@ class Engine:
                 f"Pipeline stages exchange activations of one shape, these micro-batches have {len(shapes)}:"
                 " pad them to one length (the `length` of Packing.of)."
             )
-        schedules.run(
-            step,
-            micro_batches,
-            self.chunks,
-            sequence_length=first.sequence_length,
-            micro_batch_size=first.rows,
-            forward_only=forward_only,
-        )
+        with self.replay.of_run(micro_batches, backward=not forward_only):
+            schedules.run(
+                step,
+                micro_batches,
+                self.chunks,
+                sequence_length=first.sequence_length,
+                micro_batch_size=first.rows,
+                forward_only=forward_only,
+            )
 
     def _train(
         self,
@@ -178,12 +181,13 @@ class Engine:
         self, micro_batch: MicroBatch, chunk: torch.nn.Module, objective: Objective | None
     ) -> torch.Tensor:
         self._tap.expect(micro_batch, objective)
-        output: torch.Tensor = chunk(
-            micro_batch.ids,
-            micro_batch.position_ids,
-            None,
-            labels=micro_batch.labels,
-            loss_mask=micro_batch.loss_mask,
-            packed_seq_params=micro_batch.packed,
-        )
+        with self.replay.of_forward(self.chunks.index(chunk), micro_batch):
+            output: torch.Tensor = chunk(
+                micro_batch.ids,
+                micro_batch.position_ids,
+                None,
+                labels=micro_batch.labels,
+                loss_mask=micro_batch.loss_mask,
+                packed_seq_params=micro_batch.packed,
+            )
         return output

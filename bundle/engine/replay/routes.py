@@ -96,18 +96,18 @@ class Routing:
         columns = [list(layers).index(layer) for layer in self.layers]
         return Routes(self.layers, experts[:, columns].to(self.dtype), free)
 
-    def check(self, routes: Routes, tokens: int) -> None:
-        """Raises JobFailed if routes are of other layers or of another micro-batch; reads no values."""
-        shape = (tokens, len(self.layers), self.topk)
-        violations = []
+    def misfits(self, routes: Routes, tokens: int) -> list[str]:
+        """Why routes are not of this model, or not of a micro-batch of `tokens`; reads no values."""
+        shape = [tokens, len(self.layers), self.topk]
+        found = []
         if routes.layers != self.layers:
-            violations.append(
-                f"they are of layers {list(routes.layers)}, the model's are {list(self.layers)}"
-            )
-        if routes.experts.shape != shape:
-            violations.append(f"their shape is {list(routes.experts.shape)}, the micro-batch's {list(shape)}")
-        if violations:
-            raise JobFailed("These routes are not of this micro-batch:", violations)
+            found.append(f"they are of layers {list(routes.layers)}, the model's are {list(self.layers)}")
+        if list(routes.experts.shape) != shape or routes.experts.dtype != self.dtype:
+            of = f"{routes.experts.dtype} {list(routes.experts.shape)}"
+            found.append(f"they are {of}, the micro-batch's would be {self.dtype} {shape}")
+        if routes.free is not None and list(routes.free.shape) != [tokens]:
+            found.append(f"free is {list(routes.free.shape)}, the micro-batch has [{tokens}] tokens")
+        return found
 
     def _wrong_layers(self, layers: Sequence[int]) -> list[str]:
         kinds = {

@@ -81,15 +81,14 @@ def test_experts_that_a_narrow_type_has_cut_off_are_refused():
     assert (routes.experts.dtype, routes.experts.item()) == (torch.int16, 299)
 
 
-def test_routes_of_another_micro_batch_or_model_are_refused():
-    routes = Routes((1, 2), torch.zeros(4, 2, 2, dtype=torch.uint8))
-    with pytest.raises(JobFailed) as caught:
-        ROUTING.check(routes, tokens=5)
-    assert caught.value.violations == (
+def test_routes_of_another_micro_batch_or_model_do_not_fit():
+    routes = Routes((1, 2), torch.zeros(4, 2, 2, dtype=torch.int16), torch.zeros(4, dtype=torch.bool))
+    assert ROUTING.misfits(routes, tokens=5) == [
         "they are of layers [1, 2], the model's are [1, 3]",
-        "their shape is [4, 2, 2], the micro-batch's [5, 2, 2]",
-    )
-    ROUTING.check(Routes((1, 3), routes.experts), tokens=4)
+        "they are torch.int16 [4, 2, 2], the micro-batch's would be torch.uint8 [5, 2, 2]",
+        "free is [4], the micro-batch has [5] tokens",
+    ]
+    assert ROUTING.misfits(Routes((1, 3), routes.experts.to(torch.uint8), routes.free), tokens=4) == []
 
 
 def test_sequences_are_taken_apart_and_joined():

@@ -1,0 +1,131 @@
+"""Records what routers choose while the engine runs, and has them choose what micro-batches bring along."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from bundle.engine.microbatch import MicroBatch
+from bundle.engine.replay.collecting import Stages, collect
+from bundle.engine.replay.routes import Routes, Routing
+from bundle.engine.replay.rows import forced
+from bundle.errors import JobFailed, UsageError
+from bundle.mcore import context, experts
+from bundle.mcore.groups import Groups
+from bundle.recipe import Recipe
+from bundle.sequences.alignment import Alignment
+from bundle.sequences.packing import Packing
+
+
+@dataclass
+class _Run:
+    """One run of a schedule: its routers' choices, and what each model chunk chose, by micro-batch."""
+
+    choices: context.Choices
+    packings: dict[int, Packing]  # by id of the micro-batch
+    chosen: list[list[Tensor]] = field(default_factory=list)
+
+
+class RouterReplay:
+    """The routers of one engine's model chunks; nothing of a run outlives it, whether it ends or raises."""
+
+    def __init__(self, recipe: Recipe, models: Sequence[torch.nn.Module], groups: Groups) -> None:
+        """`models` are the bare chunks of this rank. Every rank must call it."""
+        self._groups, self._routing = groups, None
+        self._tp = groups.tp if recipe.parallel.sequence_parallel else None
+        self._run: _Run | None = None
+        self._recorded: list[Routes] | None = None
+        if recipe.model.router_replay:
+            self._routing = Routing.of(recipe.architecture)
+            self._routers = [experts.routers_of_layers(model) for model in models]
+            here = [layer for routers in self._routers for layer in routers.values()]
+            self._stages = Stages.of(here, groups.pp, self._routing)
+
+    @property
+    def routing(self) -> Routing:
+        """What routes of this model are; UsageError if the recipe has no router replay."""
+        if self._routing is None:
+            raise UsageError("Routes are recorded and replayed only with `model.router_replay: true`.")
+        return self._routing
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Routes]]:
+        """A list that gets the routes of each micro-batch that is run inside, in this order."""
+        _ = self.routing
+        before, self._recorded = self._recorded, []
+        try:
+            yield self._recorded
+        finally:
+            self._recorded = before
+
+    @contextmanager
+    def of_run(self, micro_batches: Sequence[MicroBatch], *, backward: bool) -> Iterator[None]:
+        """Around one run of a schedule, which all ranks enter with the same micro-batches."""
+        if self._recorded is None and all(one.routes is None for one in micro_batches):
+            yield
+            return
+        routing = self.routing
+        packings = [self._packing(one) for one in micro_batches]
+        _check(routing, micro_batches, packings)
+        layers = {router: layer for routers in self._routers for router, layer in routers.items()}
+        self._run = _Run(
+            context.Choices(layers, routing.dtype, backward=backward),
+            {id(one): packing for one, packing in zip(micro_batches, packings, strict=True)},
+            [[] for _ in self._routers],
+        )
+        try:
+            with context.choices.set(self._run.choices):
+                yield
+            if self._recorded is not None:
+                seen = [torch.cat(chunks, dim=1) for chunks in zip(*self._run.chosen, strict=True)]
+                self._recorded += collect(seen, packings, routing, self._stages, self._groups, self._tp)
+        finally:
+            self._run = None
+
+    @contextmanager
+    def of_forward(self, chunk: int, micro_batch: MicroBatch) -> Iterator[None]:
+        """Around one forward pass of model chunk number `chunk` of this rank."""
+        run = self._run
+        if run is None:
+            yield
+            return
+        layers = tuple(self._routers[chunk].values())
+        part, parts = (self._tp.rank, self._tp.size) if self._tp else (0, 1)
+        packing = run.packings[id(micro_batch)]
+        given = forced(micro_batch.routes, packing, self.routing, layers, part=part, parts=parts)
+        with run.choices.of_forward(given) as made:
+            yield
+        if silent := [layer for layer in layers if layer not in made]:
+            raise JobFailed(
+                f"Router replay: the routers of layers {silent} choose their experts without asking. Set"
+                " moe_router_fusion=False, use a load balancing type other than sinkhorn, and see"
+                " `mcore-bundle patches list` for what was not applied."
+            )
+        if self._recorded is not None:
+            rows = packing.shape[0] * packing.shape[1] // parts
+            none = torch.empty(rows, 0, self.routing.topk, dtype=self.routing.dtype, device=packing.device)
+            run.chosen[chunk].append(torch.stack([made[layer] for layer in layers], 1) if layers else none)
+
+    def _packing(self, micro_batch: MicroBatch) -> Packing:
+        """How a micro-batch was packed; rows of equal length are a bshd pack without padding."""
+        if micro_batch.packing is not None:
+            return micro_batch.packing
+        return Packing.of(
+            [micro_batch.sequence_length] * micro_batch.rows,
+            Alignment("bshd", cp=self._groups.cp.size),
+            rank=self._groups.cp.rank,
+            device=micro_batch.ids.device,
+        )
+
+
+def _check(routing: Routing, micro_batches: Sequence[MicroBatch], packings: Sequence[Packing]) -> None:
+    violations = [
+        f"micro-batch {number}: {misfit}"
+        for number, (one, packing) in enumerate(zip(micro_batches, packings, strict=True))
+        if one.routes is not None
+        for misfit in routing.misfits(one.routes, packing.padding.tokens)
+    ]
+    if violations:
+        raise JobFailed("Routes that were given do not fit:", violations)

@@ -1,0 +1,170 @@
+"""One rank that records and replays routes in each case and says what it saw.
+
+python -m tests.engine.replay.rank NAME...   (of a case; `reference:NAME`: of a case's reference)
+"""
+
+import importlib
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tests import world
+from tests.engine.replay.cases import CASES, LENGTHS, MICRO_BATCHES, VOCABULARY, Case
+from tests.matrix.rank import patches
+
+
+def main(names: list[str]) -> None:
+    from bundle.patches import applying
+
+    torch.set_num_threads(1)
+    by_name = {case.name: case for case in CASES} | {
+        f"reference:{c.reference.name}": c.reference for c in CASES
+    }
+    cases = [by_name[name] for name in names]
+    applying.apply(patches(cases))
+    runtime = importlib.import_module("bundle.backends.cpu.runtime").prepare()
+    world.join()
+    print(json.dumps({case.name: seen(case, runtime) for case in cases}))
+    torch.distributed.destroy_process_group()
+
+
+def seen(case: Case, runtime: Any) -> dict[str, Any]:
+    """Loss and gradient norm with the router's own and with foreign routes, and the first recorded routes.
+
+    What must hold on one rank by itself is asserted here.
+    """
+    from bundle.engine import Engine
+    from bundle.mcore import context, groups
+
+    class Stages:
+        """The runtime, with a first pipeline stage of its own size."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(runtime, name)
+
+        def options(self, recipe: Any) -> dict[str, Any]:
+            first = {"num_layers_in_first_pipeline_stage": case.first_stage} if case.first_stage else {}
+            return runtime.options(recipe) | first
+
+    recipe = case.recipe()
+    sizes = recipe.parallel
+    with runtime.megatron():
+        state = groups.initialize(
+            tp=sizes.tp, pp=sizes.pp, vpp=sizes.vpp, cp=sizes.cp, ep=sizes.ep, etp=sizes.etp, seed=1,
+            timeout_seconds=60,
+        )  # fmt: skip
+    engine = Engine(recipe, Stages(), state, torch.device("cpu"))
+    each = MICRO_BATCHES // state.dp.size
+    mine = range(state.dp.rank * each, (state.dp.rank + 1) * each)
+    batches = [micro_batch(case, state, number) for number in mine]
+
+    with engine.replay.recording() as own:
+        first = step(engine, batches)
+    with engine.replay.recording() as again:
+        second = step(engine, with_routes(batches, own))
+    assert second == first, (second, first)
+    assert len(own) == len(batches) and all(map(same, own, again))
+    if not case.parallel:
+        interrupt(engine, with_routes(batches, again[::-1]))
+        assert context.choices.get() is None
+        with engine.replay.recording() as afterwards:
+            assert step(engine, batches) == first
+        assert all(map(same, own, afterwards))
+
+    disturb(engine.models)
+    with engine.replay.recording() as other:
+        step(engine, batches)
+    moved = sum(float((a.experts != b.experts).float().mean()) for a, b in zip(own, other, strict=True))
+    assert moved / len(own) > 0.1, "replaying proves nothing if the routers would choose the same"
+    with engine.replay.recording() as replayed:
+        step(engine, with_routes(batches, own))
+    assert all(map(same, own, replayed))
+
+    foreign = [routes(engine.replay.routing, number) for number in mine]
+    with engine.replay.recording() as taken:
+        last = step(engine, with_routes(batches, foreign))
+    for asked, got in zip(foreign, taken, strict=True):
+        assert torch.equal(got.experts[~asked.free], asked.experts[~asked.free])
+        assert (got.experts[asked.free] != asked.experts[asked.free]).any()
+    assert context.choices.get() is None
+    groups.destroy()
+    return {"own": first, "foreign": last, "routes": own[0].experts.tolist()}
+
+
+def micro_batch(case: Case, state: Any, number: int) -> Any:
+    """Micro-batch `number` of the step, the same tokens in every layout."""
+    from bundle.engine.microbatch import from_packing, from_rows
+    from bundle.sequences.packing import Packing
+
+    generator = torch.Generator().manual_seed(number)
+    depths, cp = int(case.mtp), state.cp
+    ids = torch.randint(0, VOCABULARY, (sum(LENGTHS),), generator=generator)
+    labels = torch.randint(0, VOCABULARY, (sum(LENGTHS),), generator=generator)
+    mask = torch.ones(sum(LENGTHS))
+    if case.layout == "rows":
+        whole = (x.view(2, -1) for x in (ids, labels, mask))
+        return from_rows(*whole, cp=cp.size, rank=cp.rank, mtp_layers=depths)
+    return from_packing(
+        ids, labels, mask, Packing.of(LENGTHS, case.alignment, rank=cp.rank), mtp_layers=depths
+    )
+
+
+def routes(routing: Any, number: int) -> Any:
+    """Distinct experts for every token and layer of micro-batch `number`; a third of the tokens are free."""
+    generator = torch.Generator().manual_seed(100 + number)
+    layers = routing.layers[::-1]
+    choice = torch.rand(sum(LENGTHS), len(layers), routing.experts, generator=generator)
+    experts = choice.topk(routing.topk).indices
+    return routing.routes(experts, layers, free=torch.arange(sum(LENGTHS)) % 3 == 2)
+
+
+def with_routes(batches: list[Any], given: list[Any]) -> list[Any]:
+    return [replace(one, routes=routes) for one, routes in zip(batches, given, strict=True)]
+
+
+def step(engine: Any, batches: list[Any]) -> list[float]:
+    """[main loss, MTP losses.., gradient norm] of a step that changes no weight."""
+    engine.forward_backward(batches)
+    with engine.runtime.megatron():
+        engine.optimizer.prepare_grads()
+        norm = float(engine.optimizer.get_grad_norm())
+    losses = engine.take_losses()
+    return [losses.main, *losses.mtp, norm]
+
+
+def interrupt(engine: Any, batches: list[Any]) -> None:
+    """A step that ends with an exception after its second micro-batch has gone through half of the model."""
+    runs = iter(range(10))
+
+    def fail(*_: Any) -> None:
+        if next(runs) == 1:
+            raise ZeroDivisionError
+
+    hook = engine.models[0].decoder.layers[2].register_forward_pre_hook(fail)
+    try:
+        with engine.replay.recording():
+            engine.forward_backward(batches)
+        raise AssertionError("the step should not have ended")
+    except ZeroDivisionError:
+        hook.remove()
+
+
+def disturb(models: list[torch.nn.Module]) -> None:
+    """Has the routers choose other experts: the same change in every layout."""
+    from bundle.mcore import experts
+
+    with torch.no_grad():
+        for model in models:
+            for router in experts.routers(model):
+                router.weight.copy_(router.weight.roll(1, dims=1))
+
+
+def same(a: Any, b: Any) -> bool:
+    return a.layers == b.layers and torch.equal(a.experts, b.experts)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
