@@ -50,7 +50,7 @@ def unseen(x: Tensor, packing: Packing) -> Tensor:
     """The concatenated [tokens, ...] of what all ranks' routers saw: [cp, tp, t, ...], tp 1 without SP."""
     rows, columns = packing.shape
     cp = packing.alignment.cp
-    by_position = x.view(cp, columns, rows, *x.shape[3:])
+    by_position = x.reshape(cp, columns, rows, *x.shape[3:])
     return packing.unpack(by_position.transpose(1, 2).flatten(0, 1))
 
 

@@ -51,8 +51,12 @@ class Case:
     def alignment(self) -> Alignment:
         """How its sequences are padded."""
         sizes = self.recipe().parallel
-        layout = "thd" if self.layout == "thd" else "bshd"
-        return Alignment(layout, tp=sizes.tp, cp=sizes.cp, sequence_parallel=sizes.sequence_parallel)
+        return Alignment(
+            "thd" if self.layout == "thd" else "bshd",
+            tp=sizes.tp,
+            cp=sizes.cp,
+            sequence_parallel=sizes.sequence_parallel,
+        )
 
     def recipe(self) -> Recipe:
         """The job of this case."""
