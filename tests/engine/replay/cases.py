@@ -6,7 +6,7 @@ from typing import Any
 from bundle.recipe import Recipe
 from bundle.sequences.alignment import Alignment
 
-LENGTHS = (17, 9, 6)
+LENGTHS = (17, 9, 2)
 MICRO_BATCHES, VOCABULARY = 4, 64
 FULL = {"granularity": "full"}
 
@@ -40,6 +40,7 @@ class Case:
     first_stage: int | None = None  # layers of the first pipeline stage, where stages are not equal
     mtp: bool = False
     recompute: bool = False
+    scaling: str | None = None  # of FP8
 
     @property
     def reference(self) -> "Case":
@@ -56,6 +57,7 @@ class Case:
             tp=sizes.tp,
             cp=sizes.cp,
             sequence_parallel=sizes.sequence_parallel,
+            scaling=self.scaling,
         )
 
     def recipe(self) -> Recipe:
@@ -82,14 +84,11 @@ class Case:
 
 CASES = (
     Case("tp2 ep2 rows", {"tp": 2, "ep": 2, "etp": 1}, layout="rows"),
-    Case("tp2 ep2 packed", {"tp": 2, "ep": 2, "etp": 1}),
-    Case("tp2 cp1 padded rows", {"tp": 2}, layout="bshd"),
     Case("cp2 packed, recomputed", {"cp": 2}, recompute=True),
-    Case("cp2 padded rows", {"cp": 2}, layout="bshd"),
+    Case("cp2 padded rows with mtp", {"cp": 2}, layout="bshd", mtp=True),
     Case("ep2 packed, recomputed", {"ep": 2}, recompute=True),
-    Case("pp2 packed, recomputed", {"pp": 2}, recompute=True),
     Case(
-        "pp2 vpp2 padded rows, recomputed, with mtp",
+        "pp2 vpp2 padded rows with mtp, recomputed",
         {"pp": 2, "vpp": 2},
         layout="bshd",
         mtp=True,
@@ -102,4 +101,9 @@ CASES = (
         first_stage=2,
         recompute=True,
     ),
+)
+MORE = (
+    Case("tp2 ep2 packed", {"tp": 2, "ep": 2, "etp": 1}),
+    Case("tp2 padded rows", {"tp": 2, "ep": 2, "etp": 1}, layout="bshd"),
+    Case("pp2 packed, recomputed", {"pp": 2}, recompute=True),
 )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tests import world
-from tests.engine.replay.cases import CASES, LENGTHS, MICRO_BATCHES, VOCABULARY, Case
+from tests.engine.replay.cases import CASES, LENGTHS, MICRO_BATCHES, MORE, VOCABULARY, Case
 from tests.matrix.rank import patches
 
 
@@ -20,9 +20,8 @@ def main(names: list[str]) -> None:
     from bundle.patches import applying
 
     torch.set_num_threads(1)
-    by_name: dict[str, Any] = {case.name: case for case in CASES} | {
-        f"reference:{c.reference.name}": c.reference for c in CASES
-    }
+    by_name: dict[str, Any] = {case.name: case for case in CASES + MORE}
+    by_name |= {f"reference:{case.reference.name}": case.reference for case in CASES + MORE}
     cases = [by_name[name] for name in names]
     applying.apply(patches(cases))
     runtime = importlib.import_module("bundle.backends.cpu.runtime").prepare()
@@ -154,6 +153,7 @@ def interrupt(engine: Any, batches: list[Any]) -> None:
         raise AssertionError("the step should not have ended")
     except ZeroDivisionError:
         hook.remove()
+    engine.take_losses()  # those of the first micro-batch
 
 
 def disturb(models: list[torch.nn.Module]) -> None:

@@ -1,0 +1,99 @@
+"""One of two tensor-parallel ranks that replays routes over a pack that FP8 has padded.
+
+python -m tests.seeds.router_replay_fp8; see tests.world.
+"""
+
+import importlib
+import json
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tests import world
+from tests.engine.replay.cases import LENGTHS, MICRO_BATCHES, Case
+from tests.engine.replay.rank import micro_batch, same, step, with_routes
+from tests.matrix.rank import patches
+
+CASE: Any = Case("tp2 ep2 fp8", {"tp": 2, "ep": 2, "etp": 1}, scaling="blockwise")
+
+
+class Seen(Exception):
+    """Ends a forward pass at the first router, with the experts [t, k] of every row, -1 where it has none."""
+
+    def __init__(self, chosen: torch.Tensor) -> None:
+        self.experts = chosen.long().topk(2).indices.masked_fill(~chosen.any(-1, keepdim=True), -1)
+
+
+def main() -> None:
+    from bundle.patches import applying
+
+    torch.set_num_threads(1)
+    applying.apply(patches([CASE]))
+    runtime = importlib.import_module("bundle.backends.cpu.runtime").prepare()
+    rank = world.join()
+    from bundle.engine import Engine
+    from bundle.engine.replay.rows import forced
+    from bundle.errors import JobFailed
+    from bundle.mcore import context, experts, groups
+    from bundle.sequences.packing import Packing
+
+    sizes = CASE.recipe().parallel
+    with runtime.megatron():
+        state = groups.initialize(
+            tp=sizes.tp, pp=1, vpp=None, cp=1, ep=sizes.ep, etp=sizes.etp, seed=1, timeout_seconds=60
+        )
+    engine = Engine(CASE.recipe(), runtime, state, torch.device("cpu"))
+    batches = [micro_batch(CASE, state, number) for number in range(MICRO_BATCHES)]
+    routing = engine.replay.routing
+
+    # With the padding: what is replayed is what was recorded.
+    with engine.replay.recording() as recorded:
+        first = step(engine, batches)
+    with engine.replay.recording() as replayed:
+        second = step(engine, with_routes(batches, recorded))
+    said: dict[str, Any] = {"equal": second == first and all(map(same, recorded, replayed))}
+
+    # Without: the tokens lie as FP8 wants them, their routes as they would lie without it.
+    part = {"part": rank, "parts": 2}
+    plain = Packing.of(LENGTHS, replace(CASE.alignment, scaling=None))
+    unpadded = forced(recorded[0], plain, routing, routing.layers, **part)
+    padded = forced(recorded[0], batches[0].packing, routing, routing.layers, **part)
+    assert unpadded is not None and padded is not None
+    model, layer = engine.models[0], routing.layers[0]
+    said["rows"] = [len(one.experts[layer]) for one in (unpadded, padded)]
+    choices = context.Choices(experts.routers_of_layers(model), routing.dtype, backward=False)
+    with context.choices.set(choices), choices.of_forward(unpadded):
+        try:
+            forward(engine, batches[0])
+        except JobFailed as error:
+            said["refused"] = str(error)
+    router = experts.routers(model)[0]
+    if getattr(router, "router_replay", None):
+        # Megatron's own replay takes the rows as they come.
+        experts.give_native_routes(router, unpadded.experts[layer].long())
+        router.register_forward_hook(see)
+        try:
+            forward(engine, batches[0])
+        except Seen as seen:
+            asked = padded.experts[layer].long()
+            wrong = (seen.experts.sort(-1).values != asked.sort(-1).values).any(-1)
+            real = batches[0].packing.valid[0].chunk(2)[rank]
+            said["misrouted"] = float(wrong[real].float().mean())
+    print(json.dumps(said))
+    torch.distributed.destroy_process_group()
+
+
+def see(_router: Any, _args: Any, output: Any) -> None:
+    raise Seen(output[1])
+
+
+def forward(engine: Any, batch: Any) -> None:
+    with engine.runtime.megatron(), torch.no_grad():
+        engine.models[0](
+            batch.ids, batch.position_ids, None, labels=batch.labels, packed_seq_params=batch.packed
+        )
+
+
+if __name__ == "__main__":
+    main()
