@@ -79,7 +79,7 @@ def seen(case: Case, runtime: Any) -> dict[str, Any]:
 
     disturb(engine.models)
     with engine.replay.recording() as other:
-        step(engine, batches)
+        engine.log_probs(batches)
     moved = sum(float((a.experts != b.experts).float().mean()) for a, b in zip(own, other, strict=True))
     assert moved / len(own) > 0.1, "replaying proves nothing if the routers would choose the same"
     with engine.replay.recording() as replayed:

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from bundle.engine.replay.routes import Routes, Routing
 from bundle.engine.replay.rows import forced, unseen
+from bundle.mcore.context import Choices
 from bundle.sequences.alignment import Alignment
 from bundle.sequences.packing import Packing
 from tests.sequences.strategies import ALIGNMENTS, LENGTHS
@@ -110,3 +111,20 @@ def test_a_chunk_gets_the_routes_of_its_own_layers():
     assert torch.equal(found.experts[5], routes.experts[:, 2])
     assert torch.equal(found.experts[1], routes.experts[:, 0])
     assert forced(routes, packing, routing, (), part=0, parts=1) is None
+
+
+def test_nothing_is_read_back_from_the_device():
+    """Tensors of the meta device have no values: whatever asked for one would fail."""
+    routing = Routing(LAYERS, 16, 2)
+    packing = Packing.of([5, 3], Alignment(scaling="blockwise"), device="meta")
+    free = torch.zeros(8, dtype=torch.bool)
+    own = torch.empty(16, 2, dtype=torch.int64, device="meta")
+    routers = {torch.nn.Identity(): layer for layer in LAYERS}
+    choices = Choices(routers, routing.dtype, backward=True)
+    for routes in (None, drawn(routing, 8, 0), Routes(LAYERS, drawn(routing, 8, 0).experts, free)):
+        given = forced(routes, packing, routing, LAYERS, part=0, parts=1)
+        with choices.of_forward(given) as made, torch.no_grad():
+            for router in routers:
+                assert choices.choose(router, own).shape == own.shape
+        seen = torch.stack(list(made.values()), 1)[None, None]
+        assert unseen(seen, packing).shape == (8, 3, 2)
