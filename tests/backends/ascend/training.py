@@ -1,0 +1,72 @@
+"""One step of tiny models with ascend's core attention over the emulated operator, and with the cpu's.
+
+python -m tests.backends.ascend.training prints [losses.., gradient norm] by case and attention as JSON.
+"""
+
+import json
+from itertools import product
+
+import torch
+import torch.distributed as dist
+
+from bundle.backends import preparation
+from bundle.planning.planned import planned
+from bundle.sequences.alignment import Alignment
+from bundle.sequences.packing import Packing
+from tests import world
+from tests.backends.ascend.contract import registered
+from tests.backends.cpu.smoke import MODELS, VOCABULARY, recipe
+
+LENGTHS = (11, 1, 20)
+
+
+def batch(packed: bool, depths: int):
+    """Packed sequences, or two rows."""
+    from bundle.engine.microbatch import from_packing, from_rows
+
+    generator = torch.Generator().manual_seed(7)
+    if packed:
+        ids, labels = torch.randint(0, VOCABULARY, (2, sum(LENGTHS)), generator=generator)
+        packing = Packing.of(LENGTHS, Alignment())
+        return from_packing(ids, labels, torch.ones(len(ids)), packing, mtp_layers=depths)
+    tokens = torch.randint(0, VOCABULARY, (2, 33), generator=generator)
+    return from_rows(tokens[:, :-1], tokens[:, 1:], torch.ones(2, 32), cp=1, rank=0, mtp_layers=depths)
+
+
+def step(model: str, packed: bool, runtime) -> list[float]:
+    """[main loss, MTP losses.., gradient norm]."""
+    from bundle.engine import Engine
+    from bundle.mcore import groups
+
+    job = recipe(model)
+    with runtime.megatron():
+        state = groups.initialize(tp=1, pp=1, vpp=None, cp=1, ep=1, etp=1, seed=job.seed, timeout_seconds=60)
+    engine = Engine(job, runtime, state, torch.device("cpu"))
+    engine.forward_backward([batch(packed, job.architecture.mtp_layers)])
+    norm, losses = engine.step().grad_norm, engine.take_losses()
+    with runtime.megatron():
+        groups.destroy()
+    return [losses.main, *losses.mtp, norm]
+
+
+def main() -> None:
+    runtime = preparation.prepare(planned(recipe("latent"), backend="cpu"))
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    from bundle.backends.ascend.runtime.attention import CoreAttention
+    from bundle.backends.cpu.runtime import specs
+
+    registered()
+    world.join()
+    seen: dict[str, dict[str, list[float]]] = {}
+    for attention in (specs._CLASSES[DotProductAttention], CoreAttention):
+        specs._CLASSES[DotProductAttention] = attention
+        for model, packed in product(MODELS, (False, True)):
+            name = attention.__module__.split(".")[2]
+            seen.setdefault(f"{model} {'thd' if packed else 'bshd'}", {})[name] = step(model, packed, runtime)
+    print(json.dumps(seen))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""A vision-language model around megatron's GPTModel, fed as upstream feeds it on NPUs and as we do.
+
+python -m tests.seeds.vision prints what happened by case as JSON: the error, or what reached the kernel.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bundle.backends import preparation
+from bundle.backends.ascend.capabilities import ASCEND
+from bundle.errors import BundleError
+from bundle.planning.planned import planned
+from bundle.sequences.alignment import Alignment
+from bundle.sequences.packing import Packing, masks
+from tests import world
+from tests.backends.ascend.contract import registered
+from tests.backends.cpu.smoke import recipe
+from tests.seeds.mindspeed import Attention as MindSpeedAttention
+
+LENGTHS, LONGEST = (9, 4, 6), 9
+FIRST_IMAGE = 250
+TOKENS = torch.randint(0, 200, (sum(LENGTHS),), generator=torch.Generator().manual_seed(3))
+TOKENS[[2, 3, 10, 14]] = torch.arange(FIRST_IMAGE, FIRST_IMAGE + 4)
+
+
+class Vision:
+    """Finds its image tokens in whole rows [b, s], as the models of the bridges do, and calls megatron."""
+
+    def __init__(self, language: torch.nn.Module) -> None:
+        self.language = language
+        self.images = torch.randn(4, language.config.hidden_size, generator=torch.Generator().manual_seed(5))
+
+    def __call__(
+        self, ids: Tensor, mask: Tensor | None, *, hands_on: bool, packing: Packing | None = None
+    ) -> Tensor:
+        """Logits [b, s, v], or of its own pack [1, t, v]; `hands_on`: attention gets the mask as well."""
+        from bundle.mcore.packed import packed_seq_params
+
+        embedded = self.language.embedding.word_embeddings(ids)
+        found = ids >= FIRST_IMAGE
+        if mask is not None and mask.dim() == 2:
+            found &= mask
+        embedded[found] = self.images[ids[found] - FIRST_IMAGE]
+        if packing is not None:
+            ids, embedded = ids[mask].unsqueeze(0), embedded[mask].unsqueeze(0)
+        logits: Tensor = self.language(
+            ids,
+            torch.arange(ids.shape[1]).expand_as(ids),
+            mask if hands_on else None,
+            decoder_input=embedded.transpose(0, 1).contiguous(),
+            packed_seq_params=None if packing is None else packed_seq_params(packing),
+        )
+        return logits
+
+
+def outcome(act: Callable[[], Any]) -> str:
+    """The error, or "computed"."""
+    try:
+        act()
+    except (RuntimeError, BundleError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "computed"
+
+
+def upstream(make: Callable[[], Vision]) -> dict[str, str]:
+    """What comes of the masks that upstream gives, or gave, to such models on NPUs."""
+    rows, pack = (Packing.of(LENGTHS, Alignment(layout)) for layout in ("bshd", "thd"))
+    ids, valid = rows.pack(TOKENS), rows.valid
+    future = torch.ones(LONGEST, LONGEST, dtype=torch.bool).triu(1)
+    square = ~(valid[:, None, :, None] & valid[:, None, None, :]) | future
+    used = make()
+    return {
+        "bshd valid": outcome(lambda: make()(ids, valid, hands_on=True)),
+        "thd valid": outcome(lambda: make()(ids, valid, hands_on=True, packing=pack)),
+        "square": outcome(lambda: make()(ids, square, hands_on=True)),
+        "none": outcome(lambda: used(ids, None, hands_on=True)),
+        "square after none": outcome(lambda: used(ids, square, hands_on=True)),
+    }
+
+
+def ours(model: Vision, reached: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the model and the kernel were given in each layout, and how far real tokens are from those of each
+    sequence alone."""
+    alone = torch.cat([model(ids[None], None, hands_on=True)[0] for ids in TOKENS.split(LENGTHS)])
+    seen: dict[str, Any] = {}
+    for layout in ("bshd", "thd"):
+        packing = Packing.of(LENGTHS, Alignment(layout))
+        of = masks(packing, ASCEND.mask("vlm", layout))
+        reached.clear()
+        packs = packing if layout == "thd" else None
+        logits = model(packing.uncut.pack(TOKENS), of.model, hands_on=packs is None, packing=packs)
+        seen[layout] = {
+            "model": None if of.model is None else list(of.model.shape),
+            "kernel": reached[0],
+            "all layers alike": all(call == reached[0] for call in reached),
+            "by mask": (logits[of.valid] - alone).abs().max().item(),
+            "unpacked": (packing.unpack(logits) - alone).abs().max().item(),
+        }
+    valid = Packing.of(LENGTHS, Alignment("bshd")).valid
+    seen["handed on"] = outcome(lambda: model(packing.uncut.pack(TOKENS), valid, hands_on=True))
+    return seen
+
+
+def main() -> None:
+    job = recipe("dense")
+    runtime = preparation.prepare(planned(job, backend="cpu"))
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    from bundle.backends.ascend.runtime import attention, fusion
+    from bundle.backends.cpu.runtime import specs
+    from bundle.mcore import groups
+    from bundle.mcore.config import transformer_config
+    from bundle.models import gpt
+
+    registered()
+    world.join()
+    with runtime.megatron(), torch.no_grad():
+        state = groups.initialize(tp=1, pp=1, vpp=None, cp=1, ep=1, etp=1, seed=job.seed, timeout_seconds=60)
+
+        def make(core: type) -> Vision:
+            specs._CLASSES[DotProductAttention] = core
+            config = transformer_config(job, runtime.options(job))
+            return Vision(gpt.build(job, config, runtime, state)[0].eval())
+
+        reached: list[dict[str, Any]] = []
+
+        def noted(query: Tensor, key: Tensor, value: Tensor, inputs: Any, **options: Any) -> Tensor:
+            given = inputs.keywords()
+            given["atten_mask"] = None if inputs.atten_mask is None else list(inputs.atten_mask.shape)
+            reached.append(given)
+            return fusion.attend(query, key, value, inputs, **options)
+
+        with patch.object(attention, "attend", noted):
+            seen = {
+                "upstream": upstream(lambda: make(MindSpeedAttention)),
+                "ours": ours(make(attention.CoreAttention), reached),
+            }
+        groups.destroy()
+    print(json.dumps(seen))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
