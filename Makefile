@@ -1,8 +1,9 @@
 # Everything a newcomer needs. Each target does its own set-up on a bare machine.
 PYTHON      ?= python3
 VENV        ?= .venv
-TORCH       ?= torch==2.13.0
-MCORE       ?= megatron-core==0.16.1
+# Instead of what images/locks/cpu.txt has, e.g. TORCH=torch==2.12.0.
+TORCH       ?=
+MCORE       ?=
 # megatron-core from 0.18 imports triton even on a cpu; only the tests over several releases need it.
 TRITON      ?= triton==3.9.0
 # Another index for torch, e.g. the vendor's CPU or CUDA builds; empty: pip's own.
@@ -14,14 +15,16 @@ RUN     := $(VENV)/.run
 DEVELOP := $(VENV)/.develop
 export BUNDLE_RELEASES = $(abspath $(RELEASES))
 
-.PHONY: demo lint test matrix matrix-new bench images clean
+.PHONY: demo lint test matrix matrix-new bench images locks clean
 
-$(RUN): pyproject.toml
+# Exactly what is locked, with its hash; then torch, whose build, and what that needs, differs by machine.
+$(RUN): pyproject.toml images/locks/cpu.txt images/locks/cpu.torch.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) '$(TORCH)' $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(PIP) --no-deps --require-hashes --requirement images/locks/cpu.txt
+	$(PIP) $(or $(TORCH),--requirement images/locks/cpu.torch.txt) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	# Releases from 0.17 declare Python 3.12 and run on 3.11; only this one package may ignore that.
-	$(PIP) --no-deps --ignore-requires-python '$(MCORE)'
-	$(PIP) --editable '.[cpu]'
+	$(if $(MCORE),$(PIP) --no-deps --ignore-requires-python '$(MCORE)')
+	$(PIP) --no-deps --editable .
 	touch $@
 
 $(DEVELOP): $(RUN)
@@ -56,6 +59,11 @@ bench: $(DEVELOP)  ## packing against per-sequence loops, and training against a
 
 images: $(DEVELOP)  ## builds the images with BuildKit, as far as this machine can, and runs the CPU image
 	$(VENV)/bin/python -m pytest -m images -rs --capture=tee-sys tests/images
+
+locks: $(DEVELOP)  ## resolves images/locks anew from docker-bake.json; STACK=cpu: one of them
+	$(PIP) uv
+	PATH=$(abspath $(VENV))/bin:$$PATH mcore-bundle images lock $(STACK)
+	$(VENV)/bin/mcore-bundle images page
 
 clean:
 	rm -rf $(VENV) .cache build

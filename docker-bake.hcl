@@ -23,6 +23,10 @@ variable "FABRIC" {
     error_message = "FABRIC must be ib, efa or none."
   }
 }
+variable "TORCH_INDEX" {
+  description = "Where the CPU builds of torch are, for the images without CUDA; empty: pip's own index."
+  default     = "https://download.pytorch.org/whl/cpu"
+}
 variable "CACHE" {
   description = "Where layers are cached between machines, a repository of a registry; empty: nowhere."
   default     = ""
@@ -99,7 +103,7 @@ target "_image" {
 target "cpu" {
   inherits   = ["_image"]
   dockerfile = "images/cpu/Dockerfile"
-  args       = args("cpu", "cpu", "cpu")
+  args       = merge(args("cpu", "cpu", "cpu"), { TORCH_INDEX = TORCH_INDEX })
   labels     = labels("cpu", "cpu", "cpu")
   tags       = tags("cpu", "cpu", "")
   platforms  = CI ? BASES.cpu.platforms : null
@@ -153,8 +157,8 @@ target "ascend" {
   inherits   = ["_image"]
   dockerfile = "images/ascend/Dockerfile"
   args = merge(args(dashed(replace(stack, "ascend", chip)), stack, chip), {
+    TORCH_INDEX     = TORCH_INDEX
     SOURCE          = "${SOURCES[STACKS[stack].source].archive}/${SOURCES[STACKS[stack].source].commit}.tar.gz"
-    SOURCE_COMMIT   = SOURCES[STACKS[stack].source].commit
     SOURCE_CHECKSUM = SOURCES[STACKS[stack].source].checksum
   })
   labels     = labels(dashed(replace(stack, "ascend", chip)), stack, chip)

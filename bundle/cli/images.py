@@ -38,11 +38,12 @@ def print_matrix(
 ) -> None:
     """The jobs of the build workflow: one for each image and platform."""
     from bundle.images import matrix
+    from bundle.images import plan as planning
 
     images = definition.load(root)
     now = {target.name: fingerprint(root, images, target) for target in chosen(images, ())}
     then = matrix.digests(_read(before), str(before)) if before else {}
-    jobs = matrix.matrix(_read(plan), now, then)
+    jobs = matrix.matrix(planning.read(_read(plan)), now, then)
     if as_json:
         print(json.dumps({"include": jobs}))
     else:
@@ -63,6 +64,38 @@ def stamp(
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(made.text())
     print(output)
+
+
+@app.command()
+def check(
+    root: Path = ROOT,
+    plan: Path = typer.Option(
+        None, metavar="FILE", help="Also what bake --print all wrote; - for standard input."
+    ),
+    release: bool = typer.Option(False, help="Also fail for a digest or hash that is not filled."),
+) -> None:
+    """Name every place that does not follow docker-bake.json; ends with 2 if there is one."""
+    from bundle.images import agreement, project
+    from bundle.images import plan as planning
+
+    images, own = definition.load(root), project.read(root)
+    found = [*agreement.disagreements(root, images, own)]
+    if plan:
+        found += agreement.of_plan(planning.read(_read(plan)), root, images, own)
+    if release:
+        found += agreement.unfilled(images)
+    if found:
+        raise UsageError(f"{len(found)} to put right", found)
+    print("Everything follows docker-bake.json.")
+
+
+@app.command("page")
+def write_page(root: Path = ROOT) -> None:
+    """Write docs/images.md."""
+    from bundle.images import page
+
+    (root / page.FILE).write_text(page.markdown(definition.load(root)))
+    print(root / page.FILE)
 
 
 @app.command("lock")

@@ -36,6 +36,7 @@ def here(engine: Engine, target: Target, passed: Passed) -> Target:
     made["args"] = {**made["args"], **_bases(engine, made["args"])}
     made["contexts"] = dict(made.get("contexts", {}))
     if passed.wheelhouse:
+        made["args"] |= {"TORCH_INDEX": ""} if "TORCH_INDEX" in made["args"] else {}
         made["contexts"].setdefault("wheelhouse", str(passed.wheelhouse))
     made["secret"] = [{"type": "file", "id": name, "src": str(path)} for name, path in passed.secrets.items()]
     made["output"] = [{"type": "cacheonly"}]

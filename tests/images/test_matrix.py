@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bundle.errors import UsageError
-from bundle.images.matrix import digests, matrix
+from bundle.images.matrix import digests
+from bundle.images.matrix import matrix as jobs_of
+from bundle.images.plan import read
 
 PLAN = {
     "target": {
@@ -16,6 +18,12 @@ PLAN = {
         "wheels-cuda-mcore0-16": {"output": ["type=cacheonly"]},
     }
 }
+
+
+def matrix(plan, now, before):
+    return jobs_of(read(plan), now, before)
+
+
 NOW = {"cpu": "sha256:1", "cuda-mcore0-16": "sha256:2"}
 
 
@@ -39,10 +47,16 @@ def test_a_target_without_a_digest_is_built():
 
 @pytest.mark.parametrize("name", ["cpu; rm -rf /", "${{ secrets.TOKEN }}", "CPU", "", "a\nb", "x" * 80])
 def test_a_name_that_is_no_word_is_refused(name):
-    plan = {"target": {name: {"tags": ["x"]}, "gpu": {"tags": ["x"], "platforms": ["linux/s390x"]}}}
+    plan = {"target": {name: {"tags": ["x"]}, "gpu": {"tags": "x"}}}
     with pytest.raises(UsageError) as error:
         matrix(json.dumps(plan), {}, {})
     assert len(error.value.violations) == 2
+
+
+def test_a_platform_that_nobody_can_build_for_is_named():
+    plan = {"target": {"gpu": {"tags": ["x"], "platforms": ["linux/s390x"]}}}
+    with pytest.raises(UsageError, match="gpu: 'linux/s390x'"):
+        matrix(json.dumps(plan), {}, {})
 
 
 LEAF = st.none() | st.booleans() | st.integers() | st.text(max_size=6)

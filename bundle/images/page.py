@@ -1,0 +1,111 @@
+"""docs/images.md, made from docker-bake.json: `mcore-bundle images page`."""
+
+from collections.abc import Iterable, Iterator
+
+from bundle.images.definition import Definition
+from bundle.images.targets import targets
+
+FILE = "docs/images.md"
+
+_INTRODUCTION = """\
+# Images
+
+Made from `docker-bake.json` by `mcore-bundle images page`; a test compares. That file is the one place of
+every version, each with its reason: bake reads it beside `docker-bake.hcl`, and so do the locks, the labels
+and this page.
+
+| group | builds |
+|---|---|
+| `docker buildx bake` | the CPU image |
+| `docker buildx bake cuda`, `ascend`, `all` | the images of a backend, or every one |
+| `CI=true docker buildx bake ...` | for every platform, with provenance and SBOM; writes to `CACHE` |
+
+`FABRIC=ib|efa|none` chooses the RDMA user libraries of the CUDA images; an NPU has its own network.
+`TORCH_INDEX` is where the CPU builds of torch come from, in the images without CUDA.
+"""
+
+_CHANGING = """\
+## Changing a version
+
+Edit `docker-bake.json`, then:
+
+```console
+$ make locks    # images/locks/*.in and, with a hash for every file, *.txt; one stack: make locks STACK=cpu
+$ mcore-bundle images --help
+```
+
+`mcore-bundle images check` names every place that does not follow; `mcore-bundle images check --release` also
+fails until each digest, checksum and hash is filled that nobody could read where this was written.
+No index is named in a lock: the one that pip and uv are configured for is asked. `make demo` installs from
+the lock of the stack `cpu`; only torch, whose build differs by machine, is taken there without a hash.
+
+## Running
+
+```
+docker run --rm IMAGE doctor
+docker run --rm --gpus all --shm-size 16g --ulimit memlock=-1 -v runs:/home/bundle IMAGE train demo
+docker run --rm --group-add "$(stat -c %g /dev/davinci0)" --device ... -v runs:/home/bundle IMAGE train demo
+```
+
+The user is 10001 in group 0; any other works too (OpenShift gives one), because group 0 may write to `HOME`,
+`/home/bundle`, and nothing else is written: the root file system may be read-only, with `/tmp` and `HOME`
+mounted.
+On Ascend the device nodes belong to a group of the host: `--group-add`, in Kubernetes `supplementalGroups`.
+The launcher is the entrypoint, under tini, and a signal reaches every process that it started.
+
+## An image knows itself
+
+`mcore-bundle images fingerprint` is the digest of everything that an image is made from: its part of
+`docker-bake.json`, its Dockerfile, its locks, the package. It is the label `mcore-bundle.inputs`, given to
+bake as `INPUTS="$(mcore-bundle images fingerprint --json)"`. The build ends with `images stamp`, which fails
+unless the versions installed are those of the stack, and writes `/opt/bundle/build-info.json`.
+`mcore-bundle doctor` compares that record with what is installed now, and names every drift.
+
+## Wheels that take hours
+
+Transformer Engine's extension and flash-attn are published as source. The targets `wheels-STACK` compile
+them, and bake hands them to the image as the context `wheelhouse`. Whoever has them gives them instead:
+`--set cuda-mcore0-16.contexts.wheelhouse=DIRECTORY`.
+"""
+
+
+def markdown(definition: Definition) -> str:
+    """The text of docs/images.md."""
+    rows = (
+        (f"`{t.name}`", f"`{t.stack}`", f"`{definition.bases[t.base].image}`", *_main(definition, t.stack))
+        for t in targets(definition)
+    )
+    parts = [
+        _INTRODUCTION,
+        "## Targets\n",
+        _table(("target", "stack", "base", "torch", "megatron-core"), rows),
+        _CHANGING,
+        "## Stacks\n",
+    ]
+    for name, stack in definition.stacks.items():
+        parts += [f"### {name}\n", _table(("package", "version", "why"), _pins(definition, name))]
+        if stack.backend == "ascend" and stack.source:
+            source = definition.sources[stack.source]
+            parts.append(f"MindSpeed at `{source.commit[:12]}`: {source.why}.\n")
+    parts += [
+        "## Bases\n",
+        _table(("base", "image", "Python", "why"),
+               ((n, f"`{b.image}`", b.python, b.why) for n, b in definition.bases.items())),
+    ]  # fmt: skip
+    return "\n".join(parts)
+
+
+def _main(definition: Definition, stack: str) -> Iterator[str]:
+    for package in ("torch", "megatron-core"):
+        yield definition.stacks[stack].pins[package].version
+
+
+def _pins(definition: Definition, stack: str) -> Iterator[tuple[str, ...]]:
+    for package, pin in definition.stacks[stack].pins.items():
+        yield package, pin.version, pin.why
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = list(head)
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
