@@ -5,13 +5,14 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic_core import ValidationError
 
 from bundle.architectures import from_config, read_config
 from bundle.errors import UsageError
 from bundle.recipe import builtin, rules
 from bundle.recipe.document import LARGEST_TEXT, Document, Path, parse, parse_value
 from bundle.recipe.recipe import Recipe
+from bundle.recipe.validation import UNKNOWN, validated
 from bundle.recipe.violations import explained, located
 
 
@@ -92,13 +93,13 @@ def _checked(document: Document, origin: str) -> Recipe:
 def _validated(document: Document, violations: list[str]) -> Recipe | None:
     """The recipe as far as the schema goes, without its unknown keys; None where the rest is no recipe."""
     try:
-        return Recipe.model_validate(document.values)
+        return validated(Recipe, document.values)
     except ValidationError as error:
         violations += explained(error, document, Recipe)
-        unknown = [found["loc"] for found in error.errors() if found["type"] == "extra_forbidden"]
+        unknown = [found["loc"] for found in error.errors() if found["type"] == UNKNOWN]
         if len(unknown) < error.error_count():
             return None
-        return Recipe.model_validate(_without(document.values, set(unknown)))
+        return validated(Recipe, _without(document.values, set(unknown)))
 
 
 def _without(values: dict[str, Any], paths: set[Path], at: Path = ()) -> dict[str, Any]:

@@ -1,51 +1,51 @@
 """The model of a recipe: whose architecture, in which arithmetic, recomputed how."""
 
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
-
-from bundle.recipe.section import Count, Names, NotNegative, Section
+from bundle.recipe.section import Count, Names, NotNegative, key, section
 
 
-class FP8(Section):
+@section
+class FP8:
     """FP8 matrix products: Transformer Engine's on GPUs, emulated on the cpu backend."""
 
-    scaling: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = Field(
+    scaling: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = key(
         description="How scales are found: past steps, per tensor, per block, per 32 values (Blackwell)."
     )
-    format: Literal["e4m3", "hybrid"] = Field(
+    format: Literal["e4m3", "hybrid"] = key(
         default="hybrid",
         description="Number format; hybrid takes e5m2 for gradients. Left out: e4m3 for blockwise and mxfp8.",
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fine_scales_need_no_wide_gradients(cls, given: Any) -> Any:
+    @staticmethod
+    def complete(given: Any) -> Any:
+        """Fine scales need no wide gradients."""
         if isinstance(given, dict) and given.get("format") is None:
             fine = given.get("scaling") in ("blockwise", "mxfp8")
             return given | {"format": "e4m3" if fine else "hybrid"}
         return given
 
 
-class Recompute(Section):
+@section
+class Recompute:
     """Activations computed again in the backward pass instead of being kept."""
 
-    granularity: Literal["full", "selective"] = Field(description="Whole layers, or only the named modules.")
-    method: Literal["uniform", "block"] | None = Field(
+    granularity: Literal["full", "selective"] = key(description="Whole layers, or only the named modules.")
+    method: Literal["uniform", "block"] | None = key(
         default=None,
         description="full: uniform chunks of layers, or the first layers of a stage. Default uniform.",
     )
-    layers: Count | None = Field(
+    layers: Count | None = key(
         default=None, description="full: layers per chunk (uniform) or per stage (block). Default 1."
     )
-    modules: Names = Field(
+    modules: Names = key(
         default=(),
         description="selective: core_attn, layernorm, mla_up_proj, mlp, moe, moe_act, shared_experts.",
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _defaults(cls, given: Any) -> Any:
+    @staticmethod
+    def complete(given: Any) -> Any:
+        """What each granularity recomputes where nobody says."""
         if not isinstance(given, dict):
             return given
         full = given.get("granularity") == "full"
@@ -53,49 +53,49 @@ class Recompute(Section):
         return given | {name: value for name, value in defaults.items() if given.get(name) is None}
 
 
-class MTP(Section):
+@section
+class MTP:
     """Multi-token prediction: extra layers that predict tokens further ahead."""
 
-    layers: int | None = Field(
+    layers: int | None = key(
         default=None,
         ge=0,
         le=64,
         description="Prediction depth; null: num_nextn_predict_layers of the config.",
     )
-    loss_scale: NotNegative = Field(
+    loss_scale: NotNegative = key(
         default=0.1, description="Weight of the MTP losses in the total (shared by the depths)."
     )
-    detach: bool = Field(
+    detach: bool = key(
         default=False, description="Keep the MTP loss out of the trunk, the embedding and the output layer."
     )
 
 
-class Model(Section):
+@section
+class Model:
     """What is trained."""
 
-    path: str | None = Field(
+    path: str | None = key(
         default=None,
         description="Directory with a Hugging Face config.json; keys of `config` override its keys.",
     )
-    config: dict[str, Any] = Field(
+    config: dict[str, Any] = key(
         default_factory=dict, description="Keys of a Hugging Face config.json; model_type names the family."
     )
-    dtype: Literal["bf16", "fp32"] = Field(
+    dtype: Literal["bf16", "fp32"] = key(
         default="bf16", description="Arithmetic; master weights are fp32 either way."
     )
-    attention: Literal["auto", "flash", "fused", "unfused"] = Field(
+    attention: Literal["auto", "flash", "fused", "unfused"] = key(
         default="auto", description="Attention kernel; auto: the backend's choice."
     )
-    fp8: FP8 | None = Field(default=None, description="FP8 matrix products; null: none.")
-    recompute: Recompute | None = Field(default=None, description="Activation recomputation; null: none.")
-    router_replay: bool = Field(
+    fp8: FP8 | None = key(default=None, description="FP8 matrix products; null: none.")
+    recompute: Recompute | None = key(default=None, description="Activation recomputation; null: none.")
+    router_replay: bool = key(
         default=False,
         description="Experts that routers chose can be recorded and given back (RL: rollout and training).",
     )
-    mtp: MTP = Field(default_factory=MTP, description="Multi-token prediction.")
+    mtp: MTP = key(default_factory=MTP, description="Multi-token prediction.")
 
-    @model_validator(mode="after")
-    def _says_which(self) -> Self:
+    def __post_init__(self) -> None:
         if self.path is None and not self.config:
             raise ValueError("give model.path or model.config")
-        return self

@@ -4,9 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import Field, model_validator
-
-from bundle.recipe.section import Count, Section
+from bundle.recipe.section import Count, key, section
 
 
 @dataclass(frozen=True)
@@ -19,24 +17,25 @@ class Layout:
     microbatches: int
 
 
-class Parallel(Section):
+@section
+class Parallel:
     """Sizes of the parallel groups: pp x dp x cp x tp ranks, for experts pp x expert dp x ep x etp."""
 
-    tp: Count = Field(default=1, description="Tensor parallel size.")
-    pp: Count = Field(default=1, description="Pipeline stages.")
-    vpp: Count | None = Field(
+    tp: Count = key(default=1, description="Tensor parallel size.")
+    pp: Count = key(default=1, description="Pipeline stages.")
+    vpp: Count | None = key(
         default=None, description="Model chunks per pipeline stage (interleaved); null: 1."
     )
-    cp: Count = Field(default=1, description="Context parallel size: ranks that share one sequence.")
-    ep: Count = Field(default=1, description="Expert parallel size: ranks that divide the experts.")
-    etp: Count = Field(default=1, description="Tensor parallel size of experts; null or left out: tp.")
-    sequence_parallel: bool = Field(
+    cp: Count = key(default=1, description="Context parallel size: ranks that share one sequence.")
+    ep: Count = key(default=1, description="Expert parallel size: ranks that divide the experts.")
+    etp: Count = key(default=1, description="Tensor parallel size of experts; null or left out: tp.")
+    sequence_parallel: bool = key(
         default=False, description="Divide activations between tp ranks; null or left out: tp > 1."
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _follow_tp(cls, given: Any) -> Any:
+    @staticmethod
+    def complete(given: Any) -> Any:
+        """Experts and sequences are divided like everything else where nobody says."""
         if not isinstance(given, dict):
             return given
         tp = given.get("tp", 1)

@@ -2,47 +2,47 @@
 
 from dataclasses import replace
 from functools import cached_property
-from typing import Annotated, Any, Literal
-
-from pydantic import Field
+from typing import Any, Literal
 
 from bundle.architectures import Architecture, from_config
 from bundle.errors import UsageError
 from bundle.recipe.features import features
 from bundle.recipe.model import Model
 from bundle.recipe.parallel import Layout, Parallel
-from bundle.recipe.section import Section
+from bundle.recipe.section import key, plain, section
 from bundle.recipe.sections import Checkpoint, Data, Devices, Distributed, Metrics, Optimizer, Train
 
 
-class Recipe(Section):
+@section
+class Recipe:
     """Everything a job is asked to do. `bundle.recipe.load` makes it and checks the rules."""
 
-    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")] = Field(
-        description="Names the run directory and the job; lower-case letters, digits, dots and dashes."
+    name: str = key(
+        pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$",
+        description="Names the run directory and the job; lower-case letters, digits, dots and dashes.",
     )
-    task: Literal["pretrain", "sft"] = Field(
+    task: Literal["pretrain", "sft"] = key(
         default="pretrain", description="Learn every token, or only the responses."
     )
-    backend: Literal["auto", "cpu", "cuda", "ascend"] = Field(
+    backend: Literal["auto", "cpu", "cuda", "ascend"] = key(
         default="auto", description="The accelerator; auto: what the machine has."
     )
-    seed: int = Field(
+    seed: int = key(
         default=1234, ge=0, le=2**31 - 1, description="Of the initial weights, the data order and dropout."
     )
-    devices: Devices = Field(default_factory=Devices, description="How many devices the job takes.")
-    model: Model = Field(description="What is trained.")
-    parallel: Parallel = Field(default_factory=Parallel, description="Sizes of the parallel groups.")
-    data: Data = Field(description="What is trained on.")
-    train: Train = Field(description="How long and in which portions.")
-    optimizer: Optimizer = Field(default_factory=Optimizer, description="The optimizer and its schedule.")
-    distributed: Distributed = Field(
+    devices: Devices = key(default_factory=Devices, description="How many devices the job takes.")
+    model: Model = key(description="What is trained.")
+    parallel: Parallel = key(default_factory=Parallel, description="Sizes of the parallel groups.")
+    data: Data = key(description="What is trained on.")
+    train: Train = key(description="How long and in which portions.")
+    optimizer: Optimizer = key(default_factory=Optimizer, description="The optimizer and its schedule.")
+    distributed: Distributed = key(
         default_factory=Distributed, description="How ranks exchange gradients and weights."
     )
-    checkpoint: Checkpoint = Field(
+    checkpoint: Checkpoint = key(
         default_factory=Checkpoint, description="When to save, and how much to keep."
     )
-    metrics: Metrics = Field(default_factory=Metrics, description="Where numbers go.")
+    metrics: Metrics = key(default_factory=Metrics, description="Where numbers go.")
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -86,4 +86,4 @@ class Recipe(Section):
 
     def dump(self) -> dict[str, Any]:
         """The resolved recipe as plain JSON values, every key present; loads to an equal Recipe."""
-        return self.model_dump(mode="json", by_alias=True)
+        return dict(plain(self))

@@ -2,12 +2,11 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
-
-from pydantic import BaseModel
+from dataclasses import MISSING
+from typing import Any, Literal, get_args, get_origin
 
 from bundle.recipe.recipe import Recipe
-from bundle.recipe.violations import section_of
+from bundle.recipe.section import Key, keys_of
 
 ABOUT = """# The recipe
 
@@ -25,46 +24,40 @@ def markdown() -> str:
     return "\n".join([ABOUT, *_section("", Recipe)])
 
 
-def _section(path: str, schema: type[BaseModel]) -> Iterator[str]:
+def _section(path: str, schema: type[Any]) -> Iterator[str]:
     yield f"## {path or 'Top level'}\n"
     if path:
         yield f"{(schema.__doc__ or '').strip()}\n"
     yield "| key | value | default | meaning |\n|---|---|---|---|"
-    properties = schema.model_json_schema(by_alias=True)
-    nested = []
-    for name, field in schema.model_fields.items():
-        key = field.alias or name
-        sections = section_of(field.annotation)
-        nested += [(f"{path}.{key}" if path else key, section) for section in sections]
-        value = "section" if sections else _value(properties["properties"][key])
-        default = "**required**" if field.is_required() else _default(properties["properties"][key], sections)
-        yield f"| `{key}` | {value} | {default} | {field.description} |"
+    keys = keys_of(schema)
+    for key in keys:
+        value = "section" if key.section else _value(key)
+        default = "**required**" if key.required else _default(key)
+        yield f"| `{key.name}` | {value} | {default} | {key.description} |"
     yield ""
-    for name, section in nested:
-        yield from _section(name, section)
+    for key in keys:
+        if key.section:
+            yield from _section(f"{path}.{key.name}" if path else key.name, key.section)
 
 
-def _value(said: dict[str, Any]) -> str:
-    if "anyOf" in said:
-        return " or ".join(_value(option) for option in said["anyOf"])
-    if "enum" in said:
-        return ", ".join(f"`{value}`" for value in said["enum"])
-    if "const" in said:
-        return f"`{said['const']}`"
-    kind = {"array": "list", "object": "mapping", "string": "text"}.get(said["type"], said["type"])
-    bounds = {
-        "minimum": "from",
-        "exclusiveMinimum": "above",
-        "maximum": "to",
-        "exclusiveMaximum": "below",
-    }
+_KINDS = {bool: "boolean", int: "integer", float: "number", str: "text", dict: "mapping", tuple: "list"}
+_BOUNDS = {"ge": "from", "gt": "above", "le": "to", "lt": "below"}
+
+
+def _value(key: Key) -> str:
+    options = get_args(key.kind) if get_origin(key.kind) is Literal else ()
+    kind = ", ".join(f"`{value}`" for value in options) or _KINDS[get_origin(key.kind) or key.kind]
     # 2 ** 31 - 1 is there to keep arithmetic sane, not to inform anybody.
-    limits = [f"{word} {said[name]:g}" for name, word in bounds.items() if abs(said.get(name, 2**31)) < 2**30]
-    return " ".join([kind, *limits])
+    limits = [f"{word} {key.limits[name]:g}" for name, word in _BOUNDS.items() if _informs(key, name)]
+    return " ".join([kind, *limits]) + (" or null" if key.nullable else "")
 
 
-def _default(said: dict[str, Any], sections: list[Any]) -> str:
-    return f"`{json.dumps(said['default'])}`" if "default" in said and not sections else ""
+def _informs(key: Key, limit: str) -> bool:
+    return limit in key.limits and abs(key.limits[limit]) < 2**30
+
+
+def _default(key: Key) -> str:
+    return "" if key.section or key.default is MISSING else f"`{json.dumps(key.default)}`"
 
 
 if __name__ == "__main__":

@@ -1,125 +1,132 @@
 """The other sections of a recipe: devices, data, training, optimizer, distribution, checkpoints, metrics."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from bundle.recipe.section import Count, CountOrZero, Names, NotNegative, Pair, Positive, Section
+from bundle.recipe.section import Count, CountOrZero, Names, NotNegative, Pair, Positive, key, section
 
 # 256 bytes, end of text, padding.
 BYTE_VOCABULARY = 258
 
 
-class Devices(Section):
+@section
+class Devices:
     """How many devices the job takes."""
 
-    nodes: Count = Field(default=1, description="Machines.")
-    per_node: Count | None = Field(
+    nodes: Count = key(default=1, description="Machines.")
+    per_node: Count | None = key(
         default=None,
         description="Devices of each machine; null: all it has (cpu: the smallest world that fits).",
     )
 
 
-class Fields(Section):
+@section
+class Fields:
     """Names of the fields of a JSONL or parquet row."""
 
-    text: str = Field(default="text", description="Pre-training: the document.")
-    prompt: str = Field(default="prompt", description="SFT: what the model is given.")
-    response: str = Field(default="response", description="SFT: what it should answer; only this has a loss.")
-    messages: str = Field(
+    text: str = key(default="text", description="Pre-training: the document.")
+    prompt: str = key(default="prompt", description="SFT: what the model is given.")
+    response: str = key(default="response", description="SFT: what it should answer; only this has a loss.")
+    messages: str = key(
         default="messages", description="SFT: a list of {role, content}; taken where a row has it."
     )
 
 
-class Data(Section):
+@section
+class Data:
     """What is trained on."""
 
-    source: Literal["text", "jsonl", "parquet"] = Field(description="Kind of the files.")
-    path: Names = Field(
+    source: Literal["text", "jsonl", "parquet"] = key(description="Kind of the files.")
+    path: Names = key(
         min_length=1,
         description="Files, directories, globs, or `stdlib`: the running Python's standard library.",
     )
-    separator: str | None = Field(
+    separator: str | None = key(
         default=None,
         min_length=1,
         description="text: divides a file into documents, such as a blank line; null: a file is a document.",
     )
-    tokenizer: Annotated[str, Field(pattern=r"^(bytes|hf:.+)$")] = Field(
+    tokenizer: str = key(
+        pattern=r"^(bytes|hf:.+)$",
         default="bytes",
         description="`bytes` (256 and two specials), or `hf:DIR`, a local Hugging Face tokenizer.",
     )
-    sequence_length: Count = Field(description="Tokens of a sample; packed: tokens of a pack.")
-    packed: bool = Field(
+    sequence_length: Count = key(description="Tokens of a sample; packed: tokens of a pack.")
+    packed: bool = key(
         default=False, description="Pack whole documents into each sample, without attention across."
     )
-    validation: float = Field(
+    validation: float = key(
         default=0.02, ge=0, lt=1, description="Share of the documents held out for evaluation; 0: none."
     )
-    on_error: Literal["stop", "skip"] = Field(
+    on_error: Literal["stop", "skip"] = key(
         default="stop", description="Corrupt rows and files: stop and list them, or skip and count them."
     )
-    fields: Fields = Field(default_factory=Fields, description="Names of the fields of a row.")
-    template: Literal["plain", "chat"] = Field(
+    fields: Fields = key(default_factory=Fields, description="Names of the fields of a row.")
+    template: Literal["plain", "chat"] = key(
         default="plain", description="SFT: roles as plain headings, or the tokenizer's own chat template."
     )
 
 
-class Train(Section):
+@section
+class Train:
     """How long and in which portions."""
 
-    steps: Count = Field(description="Optimizer steps.")
-    micro_batch_size: Count = Field(default=1, description="Samples of one forward pass on one rank.")
-    global_batch_size: Count = Field(description="Samples of one optimizer step over all ranks.")
-    eval_interval: CountOrZero = Field(
+    steps: Count = key(description="Optimizer steps.")
+    micro_batch_size: Count = key(default=1, description="Samples of one forward pass on one rank.")
+    global_batch_size: Count = key(description="Samples of one optimizer step over all ranks.")
+    eval_interval: CountOrZero = key(
         default=100, description="Steps between evaluations; 0: only at the end."
     )
-    eval_batches: Count = Field(default=8, description="Global batches of one evaluation.")
-    log_interval: Count = Field(default=10, description="Steps between reports.")
-    on_nan: Literal["stop", "skip"] = Field(
+    eval_batches: Count = key(default=8, description="Global batches of one evaluation.")
+    log_interval: Count = key(default=10, description="Steps between reports.")
+    on_nan: Literal["stop", "skip"] = key(
         default="stop", description="A gradient that is not finite: stop the job, or skip that update."
     )
 
 
-class Optimizer(Section):
+@section
+class Optimizer:
     """Adam with decoupled weight decay, its state divided between data-parallel ranks."""
 
-    name: Literal["adam"] = Field(default="adam", description="The algorithm.")
-    lr: Positive = Field(default=1e-3, description="Highest learning rate.")
-    min_lr: NotNegative = Field(default=0.0, description="Learning rate at the last step.")
-    warmup_steps: CountOrZero = Field(default=0, description="Steps from 0 to the highest learning rate.")
-    schedule: Literal["cosine", "linear", "constant"] = Field(
+    name: Literal["adam"] = key(default="adam", description="The algorithm.")
+    lr: Positive = key(default=1e-3, description="Highest learning rate.")
+    min_lr: NotNegative = key(default=0.0, description="Learning rate at the last step.")
+    warmup_steps: CountOrZero = key(default=0, description="Steps from 0 to the highest learning rate.")
+    schedule: Literal["cosine", "linear", "constant"] = key(
         default="cosine", description="How the learning rate falls after the warm-up."
     )
-    weight_decay: NotNegative = Field(default=0.1, description="Decoupled weight decay.")
-    betas: Pair = Field(default=(0.9, 0.95), description="Decay of the two moments.")
-    eps: Positive = Field(default=1e-8, description="Added to the denominator.")
-    clip_grad: NotNegative = Field(default=1.0, description="Largest gradient norm; 0: no clipping.")
+    weight_decay: NotNegative = key(default=0.1, description="Decoupled weight decay.")
+    betas: Pair = key(default=(0.9, 0.95), description="Decay of the two moments.")
+    eps: Positive = key(default=1e-8, description="Added to the denominator.")
+    clip_grad: NotNegative = key(default=1.0, description="Largest gradient norm; 0: no clipping.")
 
 
-class Distributed(Section):
+@section
+class Distributed:
     """How ranks exchange gradients and weights."""
 
-    overlap_grad_reduce: bool = Field(default=False, description="Reduce gradients during the backward pass.")
-    overlap_param_gather: bool = Field(default=False, description="Gather weights during the forward pass.")
-    bucket_size: Count | None = Field(
+    overlap_grad_reduce: bool = key(default=False, description="Reduce gradients during the backward pass.")
+    overlap_param_gather: bool = key(default=False, description="Gather weights during the forward pass.")
+    bucket_size: Count | None = key(
         default=None, description="Parameters per bucket of the reduction; null: megatron-core's choice."
     )
-    timeout_seconds: Count = Field(
+    timeout_seconds: Count = key(
         default=600, description="A collective that takes longer is a hang (exit code 6)."
     )
 
 
-class Checkpoint(Section):
+@section
+class Checkpoint:
     """When to save, and how much to keep."""
 
-    interval: CountOrZero = Field(default=100, description="Steps between checkpoints; 0: only at the end.")
-    keep: Count = Field(default=2, description="Newest checkpoints that stay.")
-    async_: bool = Field(
+    interval: CountOrZero = key(default=100, description="Steps between checkpoints; 0: only at the end.")
+    keep: Count = key(default=2, description="Newest checkpoints that stay.")
+    async_: bool = key(
         default=False, alias="async", description="Write in the background while training goes on."
     )
 
 
-class Metrics(Section):
+@section
+class Metrics:
     """Where numbers go besides metrics.jsonl and the terminal."""
 
-    tensorboard: bool = Field(default=True, description="Write TensorBoard event files.")
+    tensorboard: bool = key(default=True, description="Write TensorBoard event files.")

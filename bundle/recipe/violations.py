@@ -3,9 +3,11 @@
 import difflib
 from collections.abc import Iterator
 
-from pydantic import BaseModel, ValidationError
+from pydantic_core import ValidationError
 
 from bundle.recipe.document import Document, Path
+from bundle.recipe.section import keys_of
+from bundle.recipe.validation import UNKNOWN
 
 
 def located(document: Document, path: Path, reason: str) -> str:
@@ -15,13 +17,13 @@ def located(document: Document, path: Path, reason: str) -> str:
     return f"{place}: {name}: {reason}" if place else f"{name}: {reason}"
 
 
-def explained(error: ValidationError, document: Document, schema: type[BaseModel]) -> list[str]:
+def explained(error: ValidationError, document: Document, schema: type) -> list[str]:
     """One line per violation."""
     known = list(keys(schema))
     lines = []
     for found in error.errors(include_url=False, include_context=False):
         path: Path = tuple(found["loc"])
-        if found["type"] == "extra_forbidden":
+        if found["type"] == UNKNOWN:
             reason = f"unknown key{meant('.'.join(map(str, path)), known)}"
         elif found["type"] == "missing":
             reason = "missing"
@@ -34,19 +36,12 @@ def explained(error: ValidationError, document: Document, schema: type[BaseModel
     return lines
 
 
-def keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
+def keys(schema: type, prefix: str = "") -> Iterator[str]:
     """Every dotted key of a schema, sections included."""
-    for name, field in schema.model_fields.items():
-        path = f"{prefix}{field.alias or name}"
-        yield path
-        for section in section_of(field.annotation):
-            yield from keys(section, f"{path}.")
-
-
-def section_of(annotation: object) -> list[type[BaseModel]]:
-    """The section that a field holds, alone or as `Section | None`; empty for a plain value."""
-    candidates = (annotation, *getattr(annotation, "__args__", ()))
-    return [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+    for key in keys_of(schema):
+        yield prefix + key.name
+        if key.section:
+            yield from keys(key.section, f"{prefix}{key.name}.")
 
 
 def meant(name: str, known: list[str]) -> str:

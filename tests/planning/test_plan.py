@@ -137,8 +137,8 @@ def test_fp32_leaves_auto_a_kernel_that_takes_it(attention, fails):
         model={"config": QWEN3, "dtype": "fp32", "attention": "auto"},
         train={"steps": 1, "global_batch_size": 16},
     )
-    model = recipe.model.model_copy(update={"attention": attention})
-    made = plan(recipe.model_copy(update={"model": model}), preset("h200"))
+    model = dataclasses.replace(recipe.model, attention=attention)
+    made = plan(dataclasses.replace(recipe, model=model), preset("h200"))
     assert problems(made) == ([(ExitCode.USAGE, "model.attention")] if fails else [])
 
 

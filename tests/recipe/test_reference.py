@@ -4,7 +4,8 @@ from pathlib import Path
 
 from bundle.recipe.recipe import Recipe
 from bundle.recipe.reference import markdown
-from bundle.recipe.violations import keys, section_of
+from bundle.recipe.section import keys_of
+from bundle.recipe.violations import keys
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipe.md"
 
@@ -20,9 +21,9 @@ def test_every_key_stands_in_the_page_with_its_meaning():
 
     def check(schema):
         assert schema.__doc__
-        for name, field in schema.model_fields.items():
-            assert field.description and field.description.endswith("."), name
-            for section in section_of(field.annotation):
-                check(section)
+        for key in keys_of(schema):
+            assert key.description.endswith("."), key.name
+            if key.section:
+                check(key.section)
 
     check(Recipe)

@@ -10,6 +10,7 @@ from bundle.engine import Engine
 from bundle.engine.microbatch import from_packing, from_rows
 from bundle.mcore import groups
 from bundle.recipe import Recipe
+from bundle.recipe.validation import validated
 from bundle.sequences.alignment import Alignment
 from bundle.sequences.packing import Packing
 from bundle.verification.bench import Bench
@@ -108,7 +109,8 @@ def _runs(bench, model, parallel, tweak=lambda _: None, **distributed) -> float:
 def _recipe(
     model: dict[str, Any], parallel: dict[str, int], *, packed: bool = False, **distributed
 ) -> Recipe:
-    return Recipe.model_validate(
+    return validated(
+        Recipe,
         {
             "name": "trap",
             "model": {"dtype": "fp32", **model},
@@ -117,7 +119,7 @@ def _recipe(
             "train": {"steps": STEPS, "micro_batch_size": 1 if packed else 2, "global_batch_size": ROWS},
             "optimizer": {"lr": 1e-2, "warmup_steps": 0},
             "distributed": distributed,
-        }
+        },
     )
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bundle.recipe import Recipe
+from bundle.recipe.validation import validated
 from bundle.sequences.alignment import Alignment
 
 LENGTHS = (17, 9, 2)
@@ -69,7 +70,8 @@ class Case:
             "recompute": FULL if self.recompute else None,
             "router_replay": True,
         }
-        return Recipe.model_validate(
+        return validated(
+            Recipe,
             {
                 "name": "replay",
                 "backend": "cpu",
@@ -78,7 +80,7 @@ class Case:
                 "data": {"source": "text", "path": ["none"], "sequence_length": 64, "packed": not self.mtp},
                 "train": {"steps": 1, "micro_batch_size": 1, "global_batch_size": MICRO_BATCHES},
                 "optimizer": {"warmup_steps": 0},
-            }
+            },
         )
 
 
