@@ -1,7 +1,7 @@
 # Everything a newcomer needs. Each target does its own set-up on a bare machine.
 PYTHON      ?= python3
 VENV        ?= .venv
-# Instead of what images/locks/cpu.txt has, e.g. TORCH=torch==2.12.0.
+# Instead of what images/locks/cpu.*.txt have, e.g. TORCH=torch==2.12.0.
 TORCH       ?=
 MCORE       ?=
 # megatron-core from 0.18 imports triton even on a cpu; only the tests over several releases need it.
@@ -18,9 +18,9 @@ export BUNDLE_RELEASES = $(abspath $(RELEASES))
 .PHONY: demo lint test matrix matrix-new bench images locks clean
 
 # Exactly what is locked, with its hash; then torch, whose build, and what that needs, differs by machine.
-$(RUN): pyproject.toml images/locks/cpu.txt images/locks/cpu.torch.txt
+$(RUN): pyproject.toml images/locks/cpu.demo.txt images/locks/cpu.torch.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --no-deps --require-hashes --requirement images/locks/cpu.txt
+	$(PIP) --no-deps --require-hashes --requirement images/locks/cpu.demo.txt
 	$(PIP) $(or $(TORCH),--requirement images/locks/cpu.torch.txt) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	# Releases from 0.17 declare Python 3.12 and run on 3.11; only this one package may ignore that.
 	$(if $(MCORE),$(PIP) --no-deps --ignore-requires-python '$(MCORE)')

@@ -43,6 +43,9 @@ def _of_lock(root: Path, definition: Definition, project: Project, name: str) ->
         if not versions or not all(wanted.specifier.contains(v, prereleases=True) for v in versions):
             has = _shown(locked, canonicalize_name(wanted.name))
             yield f"images/locks/{name}.txt has {has}, pyproject.toml asks for {wanted}: {remedy}"
+    for part, content in locking.part_texts(definition, project, name, kept).items():
+        if locking.read(root, part) != content:
+            yield f"images/locks/{part} is not the part of {name}.txt that it should be: {remedy}"
     for package, block in locking.blocks(kept):
         if "--hash=sha256:" not in block:
             yield f"images/locks/{name}.txt has no hash of {package}: {remedy}"

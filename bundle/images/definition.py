@@ -66,6 +66,12 @@ class Apart(_Record):
     packages: list[Name]
 
 
+class Part(_Record):
+    """A lock STACK.NAME.txt with what fewer extras need, in the versions of the whole one."""
+
+    extras: list[Name]
+
+
 class Backend(BaseModel):
     """What all stacks of a backend have in common."""
 
@@ -85,6 +91,7 @@ class Stack(BaseModel):
     extras: list[Name]
     pins: dict[Name, Pin]
     source: Name | None = None
+    parts: dict[Name, Part] = {}
 
 
 class Definition(BaseModel):

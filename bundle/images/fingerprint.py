@@ -35,7 +35,7 @@ def files(root: Path, target: Target) -> Iterator[Path]:
     """Every file that the target is made from, in a fixed order."""
     locks = root / "images/locks"
     found = [root / name for name in ALWAYS if (root / name).is_file()]
-    found += locks.glob(f"{target.stack}.*txt")
+    found += locks.glob(f"{target.stack}.*txt")  # also the part that only `make demo` reads: one rule for all
     found += [path for path in (root / "images" / target.backend).rglob("*") if path.is_file()]
     for folder in ("bundle", "launch/recipes"):
         found += [path for path in (root / folder).rglob("*") if path.suffix in PACKAGE and path.is_file()]

@@ -12,6 +12,9 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
 from bundle.errors import EnvironmentUnfit, UsageError
 from bundle.images.definition import Definition, Pin
 from bundle.images.project import Project
@@ -35,7 +38,7 @@ def input_text(definition: Definition, project: Project, name: str) -> str:
 
 
 def lock(root: Path, definition: Definition, project: Project, name: str) -> list[Path]:
-    """The files written: the input, the lock, and the lock of what stands apart.
+    """The files written: the input, the lock, the lock of what stands apart, and the lock's parts.
 
     Raises EnvironmentUnfit when uv is not installed and UsageError with uv's words when nothing resolves.
     """
@@ -47,7 +50,36 @@ def lock(root: Path, definition: Definition, project: Project, name: str) -> lis
     other = directory / f"{name}.{backend.apart.name}.txt"
     target.write_text(f"# Made from {source.name} by `mcore-bundle images lock {name}`.\n{kept}")
     other.write_text(f"# {', '.join(backend.apart.packages)}: {backend.apart.why}.\n{apart}")
-    return [source, target, other]
+    parts = part_texts(definition, project, name, kept)
+    for part, content in parts.items():
+        (directory / part).write_text(content)
+    return [source, target, other, *(directory / part for part in parts)]
+
+
+def part_texts(definition: Definition, project: Project, name: str, lock_text: str) -> dict[str, str]:
+    """File name -> text of every part of a lock: the entries that its extras lead to."""
+    stack = definition.stack(name)
+    found = {}
+    for part, entry in stack.parts.items():
+        wanted = [Requirement(line).name for line in project.requirements(entry.extras)]
+        chosen = _reachable(lock_text, {*stack.pins, *map(canonicalize_name, wanted)})
+        body = "".join(block for package, block in blocks(lock_text) if package in chosen)
+        found[f"{name}.{part}.txt"] = f"# Of {name}.txt: {entry.why}.\n{body}"
+    return found
+
+
+def _reachable(lock_text: str, roots: set[str]) -> set[str]:
+    """The roots and all that they require, as the lock's own comments say who wanted what."""
+    wanted_by = {
+        package: set(re.findall(r"^ +#(?: via)? +([a-z0-9][a-z0-9._-]*)$", block, re.MULTILINE))
+        for package, block in blocks(lock_text)
+    }
+    found: set[str] = set()
+    new = roots
+    while new:
+        found |= new
+        new = {package for package, parents in wanted_by.items() if parents & found} - found
+    return found
 
 
 def _compiled(root: Path, definition: Definition, name: str) -> str:

@@ -37,7 +37,8 @@ $ mcore-bundle images --help
 `mcore-bundle images check` names every place that does not follow; `mcore-bundle images check --release` also
 fails until each digest, checksum and hash is filled that nobody could read where this was written.
 No index is named in a lock: the one that pip and uv are configured for is asked. `make demo` installs from
-the lock of the stack `cpu`; only torch, whose build differs by machine, is taken there without a hash.
+a part of the lock of the stack `cpu`; only torch, whose build differs by machine, is taken there without a
+hash.
 
 ## Running
 

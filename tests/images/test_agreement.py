@@ -68,6 +68,25 @@ def test_a_lock_without_a_hash(root):
     assert [line for line in found(root) if "no hash of einops" in line]
 
 
+def test_a_part_is_what_its_extras_lead_to(root):
+    images, own = definition.load(root), project.read(root)
+    whole = "".join(f"{head} \\\n    --hash=sha256:0\n{via}" for head, via in [
+        ("typer==1", "    # via -r cpu.in\n"),
+        ("click==1", "    # via typer\n"),
+        ("tqdm==1", "    # via\n    #   -r cpu.in\n    #   transformers\n"),
+        ("filelock==1", "    # via\n    #   tqdm\n    #   torch\n"),
+        ("transformers==1", "    # via -r cpu.in\n"),
+    ])  # fmt: skip
+    part = locking.part_texts(images, own, "cpu", whole)["cpu.demo.txt"]
+    assert set(locking.versions(part)) == {"typer", "click", "filelock"}
+
+
+def test_a_part_that_is_not_of_its_lock_is_named(root):
+    file = root / "images/locks/cpu.demo.txt"
+    file.write_text(file.read_text().replace("einops==", "einops==9.", 1))
+    assert [line for line in found(root) if "cpu.demo.txt is not the part" in line]
+
+
 @pytest.mark.parametrize(
     ("before", "after", "told"),
     [
