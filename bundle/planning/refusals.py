@@ -1,6 +1,5 @@
 """What a backend or a release of megatron-core cannot do for a recipe, before anything is started."""
 
-import re
 from collections.abc import Iterator
 
 from packaging.version import Version
@@ -9,17 +8,13 @@ from bundle.backends.attention import AttentionKernel
 from bundle.backends.capabilities import Capabilities
 from bundle.hardware import Hardware
 from bundle.planning.buffers import breaks_before_0_13
+from bundle.planning.fp8 import fp8_problems
 from bundle.planning.parameters import parameters
 from bundle.planning.placement import Placement
 from bundle.planning.problem import Problem, hardware_problem, recipe_problem
 from bundle.recipe import Recipe
-from bundle.sequences.alignment import FP8_ROWS
 
 BF16_FROM = (8, 0)  # Transformer Engine's support matrix
-
-# Weights of the layers that multiply in FP8: not the embedding, the output layer, routers and norms.
-_MULTIPLIED = re.compile(r"(linear_\w+|eh_proj)\.weight\d*$")
-_NUMBERS = re.compile(r"\.\d+|\d+$")
 
 
 def refusals(
@@ -31,7 +26,7 @@ def refusals(
     yield from _recomputation(recipe, can, release)
     if placement is None:
         return
-    yield from _fp8_sizes(recipe, can, placement)
+    yield from fp8_problems(recipe, placement, can.layers)
     if release < Version("0.13"):
         yield from _shared_embedding(recipe, can, placement)
 
@@ -74,25 +69,6 @@ def _arithmetic(recipe: Recipe, can: Capabilities, hardware: Hardware) -> Iterat
         why = can.fp8_refusal(model.fp8.scaling, model.fp8.format, hardware.generation.value)
         if why is not None:
             yield hardware_problem(f"model.fp8: {why}")
-
-
-def _fp8_sizes(recipe: Recipe, can: Capabilities, placement: Placement) -> Iterator[Problem]:
-    """The weights whose parts on one rank no FP8 product takes, each once, however many layers have it."""
-    if recipe.model.fp8 is None:
-        return
-    scaling = recipe.model.fp8.scaling
-    multiple = FP8_ROWS[scaling].rows
-    refused = {
-        (_NUMBERS.sub("", tensor.name), tensor.shape)
-        for chunk in (chunk for chunks in placement.stages for chunk in chunks)
-        for tensor in parameters(recipe.architecture, recipe.parallel, chunk, can.layers)
-        if _MULTIPLIED.search(tensor.name) and any(size % multiple for size in tensor.shape)
-    }
-    for name, shape in sorted(refused):
-        yield recipe_problem(
-            f"model.fp8: {scaling} FP8 multiplies in multiples of {multiple}, and on each rank {name} is"
-            f" {list(shape)}: change that size of the model, or tp and etp ({FP8_ROWS[scaling].source})"
-        )
 
 
 def _recomputation(recipe: Recipe, can: Capabilities, release: Version) -> Iterator[Problem]:

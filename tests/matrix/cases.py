@@ -1,6 +1,6 @@
 """The layouts that every release is trained in, and the tiny model that has everything: MLA, experts, MTP."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from bundle.recipe import Recipe, from_mapping
@@ -21,7 +21,7 @@ _MODEL = {
     "q_lora_rank": 32,
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
+    "qk_rope_head_dim": 16,  # with the 32 beside it a multiple of 16, for FP8
     "v_head_dim": 16,
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
@@ -44,6 +44,7 @@ class Case:
     name: str
     parallel: dict[str, Any]
     mtp: bool = True
+    arithmetic: dict[str, Any] = field(default_factory=lambda: {"dtype": "fp32"})
 
     @property
     def reference(self) -> "Case":
@@ -56,7 +57,7 @@ class Case:
             {
                 "name": "layouts",
                 "backend": "cpu",
-                "model": {"config": _MODEL, "dtype": "fp32", "mtp": {"layers": int(self.mtp)}},
+                "model": {"config": _MODEL, **self.arithmetic, "mtp": {"layers": int(self.mtp)}},
                 "parallel": self.parallel,
                 "data": {"source": "text", "path": ["stdlib"], "sequence_length": LENGTH},
                 "train": {"steps": STEPS, "micro_batch_size": 2, "global_batch_size": ROWS},

@@ -85,3 +85,38 @@ def test_latent_attention_experts_and_mtp_layers_are_looked_at():
     assert any(".experts." in name for name in names) and any(".shared_experts." in name for name in names)
     assert not any("router" in name or "embedding" in name or "output_layer" in name for name in names)
     assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("scaling", "length", "rows", "parallel", "packed", "multiple"),
+    [
+        ("blockwise", 40, 2, {}, False, None),
+        ("blockwise", 40, 1, {}, False, 16),
+        ("blockwise", 40, 1, {}, True, None),
+        ("mxfp8", 40, 2, {}, False, 32),
+        ("delayed", 48, 1, {"cp": 2}, False, 32),
+        ("delayed", 48, 2, {"cp": 2}, False, None),
+        ("tensorwise", 48, 1, {"tp": 2}, False, 32),
+        ("tensorwise", 48, 1, {"tp": 2, "sequence_parallel": False}, False, None),
+        (None, 40, 1, {}, False, None),
+    ],
+)
+def test_rows_of_equal_length_fill_the_products_of_every_rank(
+    scaling, length, rows, parallel, packed, multiple
+):
+    recipe = job(
+        QWEN3,
+        model={"config": QWEN3, "fp8": scaling and {"scaling": scaling}},
+        parallel=parallel,
+        data={"sequence_length": length, "packed": packed},
+        train={"micro_batch_size": rows, "global_batch_size": 16},
+    )
+    hardware = detect("cpu", recorded("cgroup-v1"))
+    made = make(recipe, hardware, capabilities("cpu"), Target("0.16.1", "a test"), [])
+    found = [problem.text.partition(": change")[0] for problem in made.problems]
+    if multiple is None:
+        assert found == []
+        return
+    (text,) = found
+    assert text.startswith(f"data.sequence_length: {scaling} FP8")
+    assert text.endswith(f"{rows} x {length} must be a multiple of {multiple}")

@@ -1,7 +1,7 @@
 """Ranks that train stretches of a run, each at a layout of its own, with checkpoints between them."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ class Stretch:
     save: str | None = None
     every: int = 2
     background: bool = False
+    arithmetic: dict[str, Any] = field(default_factory=lambda: {"dtype": "fp32"})
 
     def case(self) -> Case:
-        return Case("stretch", self.parallel)
+        return Case("stretch", self.parallel, arithmetic=self.arithmetic)
 
 
 def run(runtime: Any, folder: Path, plan: dict[str, dict[str, Any]]) -> dict[str, Any]:

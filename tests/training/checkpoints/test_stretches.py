@@ -27,6 +27,23 @@ PLAN = {
     "pp2 vpp2": {"parallel": VPP2, "steps": 2, "save": "vpp2"},
     "pp2 vpp2 as tp2": {"parallel": TP2, "steps": 2, "load": "vpp2"},
 }
+BF16: dict[str, Any] = {"dtype": "bf16"}
+FP8: dict[str, Any] = {**BF16, "fp8": {"scaling": "delayed"}}
+SCALES = {
+    "fp8 whole": {"parallel": EP2, "steps": 4, "arithmetic": FP8},
+    "fp8": {"parallel": EP2, "steps": 2, "save": "fp8", "arithmetic": FP8},
+    "fp8 resumed": {"parallel": EP2, "steps": 2, "load": "fp8", "arithmetic": FP8},
+    "fp8 as pp2": {"parallel": PP2, "steps": 2, "load": "fp8", "arithmetic": FP8},
+    "fp8 as bf16": {
+        "parallel": EP2,
+        "steps": 1,
+        "load": "fp8",
+        "save": "bf16",
+        "every": 3,
+        "arithmetic": BF16,
+    },
+    "bf16 as fp8": {"parallel": EP2, "steps": 1, "load": "bf16", "arithmetic": FP8},
+}
 BACKGROUND = {
     "whole": {"parallel": EP2, "steps": 4},
     "written while training": {"parallel": EP2, "steps": 3, "save": "ep2", "background": True},
@@ -44,7 +61,7 @@ def far(seen: list[list[float]], expected: list[list[float]]) -> float:
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pytest.importorskip("megatron.core")
     folder = tmp_path_factory.mktemp("stretches")
-    found: dict[str, Any] = launch("tests.training.checkpoints.stretches", folder, 2, PLAN)
+    found: dict[str, Any] = launch("tests.training.checkpoints.stretches", folder, 2, PLAN | SCALES)
     return found
 
 
@@ -62,6 +79,13 @@ def test_any_layout_loads_any_other_and_the_losses_go_on(seen, name):
     assert far(losses, [step[:-1] for step in seen["whole"]["losses"][2:]]) < 1e-5
     assert far(seen[name]["losses"], seen["whole"]["losses"][2:]) < 1e-4
     assert "random states begin anew" in seen[name]["notes"][0]
+
+
+def test_delayed_scales_go_on_too(seen):
+    assert seen["fp8 resumed"]["losses"] == seen["fp8 whole"]["losses"][2:]
+    assert far(seen["fp8 as pp2"]["losses"], seen["fp8 whole"]["losses"][2:]) < 0.005
+    # With and without FP8 the same weights load; its scales begin anew where there were none.
+    assert seen["bf16 as fp8"]["step"] == 3 and len(seen["bf16 as fp8"]["losses"]) == 1
 
 
 def test_a_checkpoint_written_in_the_background_is_the_state_of_its_step(tmp_path: Path):

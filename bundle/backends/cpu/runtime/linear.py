@@ -47,6 +47,12 @@ class DuplicatedLinear(torch.nn.Module):
         """The product, under the name that megatron's other linear layers have for it."""
         return F.linear(input, weight)
 
+    def get_extra_state(self) -> None:
+        """Nothing; megatron's linear layers keep this place in checkpoints for FP8, and ours uses it."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """Ignores what a layer with FP8 has left."""
+
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:

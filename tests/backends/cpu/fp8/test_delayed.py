@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from bundle.backends.cpu.runtime.fp8.delayed import HISTORY, DelayedScale, Phase, phase_of
+from bundle.backends.cpu.runtime.fp8.delayed import HISTORY, Delayed, Phase, phase_of
+from bundle.backends.cpu.runtime.fp8.operands import operands
 from bundle.backends.cpu.runtime.fp8.scales import E4M3
+from bundle.recipe.model import FP8
 
 
 def full(value: float) -> torch.Tensor:
@@ -13,8 +15,14 @@ def full(value: float) -> torch.Tensor:
 
 
 def scales(values, phase=Phase.TRAINED, of=None):
-    delayed = of or DelayedScale(E4M3, None)
-    return [delayed.of(full(value), phase).item() for value in values]
+    """The scale of each call."""
+    delayed = of or Delayed(E4M3, None)
+    return [scale_of(delayed(full(value), phase)) for value in values]
+
+
+def scale_of(rounding):
+    """A rounding's scale: the largest FP8 number is what everything beyond the range becomes."""
+    return 448 / rounding(full(3e38), 1)[0, 0].item()
 
 
 def test_a_call_is_scaled_by_the_largest_value_of_the_calls_before():
@@ -27,23 +35,47 @@ def test_zeros_and_infinities_leave_the_scale_as_it_was():
 
 
 def test_a_value_is_forgotten_after_the_history():
-    delayed = DelayedScale(E4M3, None)
+    delayed = Delayed(E4M3, None)
     scales([448.0] + [7.0] * (HISTORY - 1), of=delayed)
     assert scales([7.0, 7.0], of=delayed) == [1, 64]
 
 
 def test_evaluation_changes_nothing():
-    delayed = DelayedScale(E4M3, None)
+    delayed = Delayed(E4M3, None)
     assert scales([7.0, 14.0], of=delayed) == [1, 64]
-    assert scales([1e6, 1e6], Phase.EVALUATED, of=delayed) == [64, 64]
+    assert scales([1e6, 1e6], Phase.EVALUATED, of=delayed) == [32, 32]
     assert scales([7.0], of=delayed) == [32]
 
 
 def test_recomputation_repeats_the_scales_in_order():
-    delayed = DelayedScale(E4M3, None)
+    delayed = Delayed(E4M3, None)
     first = scales([7.0, 14.0], Phase.CHECKPOINTED, of=delayed)
     assert scales([7.0, 14.0], Phase.RECOMPUTED, of=delayed) == first == [1, 64]
     assert scales([1.0], of=delayed) == [32]
+
+
+def test_both_products_of_a_matrix_have_one_scale_whatever_comes_in_between():
+    delayed = Delayed(E4M3, None)
+    scales([7.0], of=delayed)
+    rounding = delayed(full(7.0), Phase.TRAINED)
+    before = scale_of(rounding)
+    scales([448.0, 448.0], of=delayed)
+    assert scale_of(rounding) == before == 64
+
+
+def test_a_checkpoint_goes_on_alike():
+    fp8 = FP8(scaling="delayed")
+    first, second, bf16 = (operands(fp8, None) for _ in range(3))
+    for each in (first.input, first.weight, first.gradient):
+        each(full(7.0), Phase.TRAINED), each(full(3.0), Phase.TRAINED)
+    second.restore(first.state())
+    for a, b in zip((first.input, first.weight), (second.input, second.weight), strict=True):
+        for value in (0.5, 14.0, 1.0):
+            now = scale_of(a(full(value), Phase.TRAINED))
+            assert scale_of(b(full(value), Phase.TRAINED)) == now > 1
+    bf16.restore([])
+    assert scale_of(bf16.input(full(7.0), Phase.TRAINED)) == 1
+    assert operands(FP8(scaling="blockwise"), None).state() == []
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -1,13 +1,14 @@
 """Delayed scaling: the scale of one operand of one layer, from the largest values of its past calls."""
 
 from collections import deque
+from collections.abc import Callable
 from enum import Enum, auto
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bundle.backends.cpu.runtime.fp8.scales import exact_scale, largest
+from bundle.backends.cpu.runtime.fp8.scales import exact_scale, largest, rounded
 
 HISTORY = 1024  # amax_history_len of transformer_engine's DelayedScaling; its margin is 0
 
@@ -33,40 +34,33 @@ def phase_of(*, training: bool) -> Phase:
     return Phase.TRAINED if torch.is_grad_enabled() else Phase.CHECKPOINTED
 
 
-class DelayedScale:
-    """The scale of this call from the calls before: 1 at first, then by the largest of the last 1024 values.
+class Delayed:
+    """The quantiser of one operand: scale 1 at first, then by the largest value of the last 1024 calls.
 
-    As Transformer Engine's: `group` (megatron's amax reduction group) shares the largest value, recomputation
-    uses the scale of the pass that it repeats, and evaluation changes nothing. The value of a call is taken
-    into account when the next one comes, so that it costs no collective at the end of a step.
+    As Transformer Engine's: `group` (megatron's amax reduction group) shares each call's largest value, a
+    call with nothing but zeros or with an infinity leaves the scale as it was, recomputation uses the scale
+    of the pass that it repeats, and evaluation changes nothing.
     """
 
     def __init__(self, dtype: torch.dtype, group: dist.ProcessGroup | None) -> None:
         self.dtype, self.group = dtype, group
         self.scale = torch.ones(())
         self.history: deque[float] = deque(maxlen=HISTORY)
-        self._pending: Tensor | None = None
         self._promised: deque[Tensor] = deque()
 
-    def of(self, x: Tensor, phase: Phase) -> Tensor:
-        """The scale for `x`, whose largest value is remembered for later calls; float32, no dimensions."""
-        if phase is Phase.RECOMPUTED:
-            return self._promised.popleft()
-        if phase is Phase.EVALUATED:
-            return self.scale
-        self._update()
-        self._pending = largest(x)
+    def __call__(self, x: Tensor, phase: Phase) -> Callable[[Tensor, int], Tensor]:
+        """Rounds `x` by this call's scale in both of its products, whatever calls come in between."""
+        scale = self._promised.popleft() if phase is Phase.RECOMPUTED else self.scale
         if phase is Phase.CHECKPOINTED:
-            self._promised.append(self.scale)
-        return self.scale
+            self._promised.append(scale)
+        if phase in (Phase.CHECKPOINTED, Phase.TRAINED):
+            self._remember(largest(x))
+        return lambda x, contracted: rounded(x, scale, self.dtype)
 
-    def _update(self) -> None:
-        if self._pending is None:
-            return
+    def _remember(self, amax: Tensor) -> None:
         if self.group is not None and self.group.size() > 1:
-            dist.all_reduce(self._pending, op=dist.ReduceOp.MAX, group=self.group)
-        self.history.append(float(self._pending))
-        amax = torch.tensor(max(self.history))
-        if 0 < amax < torch.inf:
-            self.scale = exact_scale(amax, self.dtype)
-        self._pending = None
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
+        self.history.append(float(amax))
+        latest = torch.tensor(max(self.history))
+        if 0 < latest < torch.inf:
+            self.scale = exact_scale(latest, self.dtype)

@@ -56,6 +56,14 @@ class _Products:
     def _forward_impl(self, theirs: Any) -> None:
         """0.12 and 0.13 choose between two functions here, in every forward pass."""
 
+    def get_extra_state(self) -> Any:
+        """What checkpoints keep beside the weights (megatron's and Transformer Engine's name for it)."""
+        return self._operands.state()
+
+    def set_extra_state(self, state: Any) -> None:
+        """Takes that up; a checkpoint of a model without FP8 has None here."""
+        self._operands.restore(state or [])
+
     def _multiply(
         self,
         input: Tensor,

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bundle.backends.cpu.runtime.fp8.delayed import DelayedScale, Phase
+from bundle.backends.cpu.runtime.fp8.delayed import Delayed, Phase
 from bundle.backends.cpu.runtime.fp8.scales import (
     E4M3,
     E5M2,
@@ -36,13 +36,26 @@ class Operands:
     weight: Quantiser
     gradient: Quantiser
 
+    def state(self) -> list[tuple[Tensor, list[float]]]:
+        """What a checkpoint must keep to go on alike: scale and history of every delayed operand."""
+        return [(operand.scale, list(operand.history)) for operand in self._delayed()]
+
+    def restore(self, state: list[tuple[Tensor, list[float]]]) -> None:
+        """Takes up what `state` gave; that of a model without delayed scaling is empty."""
+        for operand, (scale, history) in zip(self._delayed(), state, strict=False):
+            operand.scale = scale
+            operand.history.extend(history)
+
+    def _delayed(self) -> list[Delayed]:
+        return [each for each in (self.input, self.weight, self.gradient) if isinstance(each, Delayed)]
+
 
 def operands(fp8: FP8, amax_group: dist.ProcessGroup | None) -> Operands:
     """The quantisers of one layer under a recipe; delayed ones remember, and share amaxes in `amax_group`."""
     backward = E5M2 if fp8.format == "hybrid" else E4M3
     dtypes = (E4M3, E4M3, backward)
     if fp8.scaling == "delayed":
-        return Operands(*(partial(_delayed, DelayedScale(dtype, amax_group)) for dtype in dtypes))
+        return Operands(*(Delayed(dtype, amax_group) for dtype in dtypes))
     if fp8.scaling == "tensorwise":
         return Operands(*(partial(_current, dtype) for dtype in dtypes))
     if fp8.scaling == "blockwise":
@@ -52,12 +65,6 @@ def operands(fp8: FP8, amax_group: dist.ProcessGroup | None) -> Operands:
     return Operands(
         *(partial(_blocks, dtype, scale, along, wide) for dtype, wide in zip(dtypes, across, strict=True))
     )
-
-
-def _delayed(scale: DelayedScale, x: Tensor, phase: Phase) -> Rounding:
-    """Both products of a matrix use the scale of its own pass, whatever comes in between."""
-    now = scale.of(x, phase)
-    return lambda x, contracted: rounded(x, now, scale.dtype)
 
 
 def _current(dtype: torch.dtype, x: Tensor, phase: Phase) -> Rounding:
