@@ -1,6 +1,6 @@
 """The engine, and the images that several tests run; without them the tests are skipped, and say why."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -29,21 +29,25 @@ def passed(tmp_path_factory: pytest.TempPathFactory) -> Passed:
 
 
 @pytest.fixture(scope="session")
-def targets(engine: Engine, passed: Passed) -> dict[str, baking.Target]:
-    """Every target of the bake file, as it can be built here."""
-    try:
-        return {
-            name: baking.here(engine, target, passed)
-            for name, target in baking.resolved(engine, "all").items()
-        }
-    except Missing as missing:
-        pytest.skip(f"not on this machine: {missing}")
+def target(engine: Engine, passed: Passed) -> Callable[[str], baking.Target]:
+    """Finds a target of the bake file by its name, changed to what can be built here."""
+    resolved = baking.resolved(engine, "all")
+
+    def find(name: str) -> baking.Target:
+        try:
+            return baking.here(engine, resolved[name], passed)
+        except Missing as missing:
+            pytest.skip(f"not on this machine: {missing}")
+
+    return find
 
 
 @pytest.fixture(scope="session")
-def cpu(engine: Engine, targets: dict[str, baking.Target], tmp_path_factory: pytest.TempPathFactory) -> str:
+def cpu(
+    engine: Engine, target: Callable[[str], baking.Target], tmp_path_factory: pytest.TempPathFactory
+) -> str:
     """The name of the CPU image, built from this checkout."""
     name = "mcore-bundle:test-cpu"
-    image = targets["cpu"] | {"tags": [name], "output": [{"type": "docker"}]}
+    image = target("cpu") | {"tags": [name], "output": [{"type": "docker"}]}
     baking.build(engine, tmp_path_factory.mktemp("bake"), {"cpu": image})
     return name

@@ -16,10 +16,11 @@ from tests.images import tools
 from tests.images.tools import CACHE, Missing
 
 _PR_SET_PDEATHSIG = 1
-# With the containerd store an image can hold attestations; the build cache outlives the tests, up to a limit.
+# The containerd store would hold attestations too, but compresses and unpacks every image: minutes with torch.
+# The build cache outlives the tests, up to a limit.
 _CONFIGURATION = {
-    "features": {"containerd-snapshotter": True},
-    "builder": {"gc": {"enabled": True, "defaultKeepStorage": "12GB"}},
+    "features": {"containerd-snapshotter": False},
+    "builder": {"gc": {"enabled": True, "defaultKeepStorage": "15GB"}},
 }
 
 

@@ -6,24 +6,34 @@ from tests.images import baking
 
 pytestmark = pytest.mark.images
 
-# What no compiler and no driver is needed for: all but flash-attn and Transformer Engine's extension for torch.
+# All that needs neither compiler nor driver; flash-attn and Transformer Engine's extension need both.
 IMPORTS = "torch, torch.distributed, megatron.core, transformers, safetensors, pyarrow, triton, tensorboard"
 
 
-def stage(target: baking.Target, name: str) -> baking.Target:
+def stage(whole: baking.Target, name: str) -> baking.Target:
     """One stage of a target, without what only other stages take from elsewhere."""
-    return target | {"target": name, "contexts": {}}
+    return whole | {"target": name, "contexts": {}}
 
 
-def then(target: baking.Target, command: str) -> baking.Target:
+def then(before: baking.Target, command: str) -> baking.Target:
     """A target that runs `command` on top of what the target `before` made."""
-    kept = {key: target[key] for key in ("context", "network", "output") if key in target}
-    return kept | {"dockerfile-inline": f"FROM before\nRUN {command}\n", "contexts": {"before": "target:before"}}
+    kept = {key: before[key] for key in ("context", "network", "output") if key in before}
+    return kept | {
+        "dockerfile-inline": f"FROM before\nRUN {command}\n",
+        "contexts": {"before": "target:before"},
+    }
 
 
-@pytest.mark.parametrize("name", ["cuda-mcore0-16", "cuda-mcore0-19"])
-def test_the_cuda_lock_installs_on_a_stand_in_and_imports_without_a_driver(engine, targets, tmp_path, name):
-    deps = stage(targets[name], "deps")
+def test_the_cuda_lock_installs_on_a_stand_in_and_imports_without_a_driver(engine, target, tmp_path):
+    deps = stage(target("cuda-mcore0-16"), "deps")
     imports = then(deps, f"python -c 'import {IMPORTS}; print(torch.version.cuda)'")
     said = baking.build(engine, tmp_path, {"before": deps, "imports": imports}, seconds=3600)
     assert " 13.0\n" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("cuda-mcore0-16", "fabric-none"), ("cuda-mcore0-16", "fabric-ib"), ("ascend-a2-mcore0-12", "base")],
+)
+def test_a_stage_of_system_packages_builds_on_a_stand_in(engine, target, tmp_path, name, what):
+    baking.build(engine, tmp_path, {name: stage(target(name), what)})
