@@ -16,7 +16,7 @@ from tests.images import tools
 from tests.images.tools import CACHE, Missing
 
 _PR_SET_PDEATHSIG = 1
-# The containerd store would hold attestations too, but compresses and unpacks every image: minutes with torch.
+# The containerd store would hold attestations too, but compresses and unpacks every image: minutes.
 # The build cache outlives the tests, up to a limit.
 _CONFIGURATION = {
     "features": {"containerd-snapshotter": False},
