@@ -31,6 +31,10 @@ variable "CACHE" {
   description = "Where layers are cached between machines, a repository of a registry; empty: nowhere."
   default     = ""
 }
+variable "PLATFORM" {
+  description = "Where each platform is built by itself, this one: its tags say so until an index joins them."
+  default     = ""
+}
 variable "CI" {
   description = "Adds the attestations and writes the cache: for builders that can, and may."
   default     = false
@@ -40,6 +44,10 @@ variable "CI" {
 function "dashed" {
   params = [name]
   result = replace(name, ".", "-")
+}
+function "platform" {
+  params = []
+  result = replace(PLATFORM, "linux/", "-")
 }
 function "pin" {
   params = [stack, package]
@@ -52,7 +60,7 @@ function "of" {
 // What a tag says: the version of the bundle, the backend or chip, torch and megatron-core. None of them moves.
 function "tags" {
   params = [kind, stack, suffix]
-  result = ["${REGISTRY}/${split("-", kind)[0]}:${VERSION}-${kind}-torch${pin(stack, "torch")}-mcore${pin(stack, "megatron-core")}${suffix}"]
+  result = ["${REGISTRY}/${split("-", kind)[0]}:${VERSION}-${kind}-torch${pin(stack, "torch")}-mcore${pin(stack, "megatron-core")}${suffix}${platform()}"]
 }
 function "labels" {
   params = [target, stack, base]
@@ -80,11 +88,11 @@ function "args" {
 }
 function "cache" {
   params = [target]
-  result = CACHE == "" ? [] : ["type=registry,ref=${CACHE}:${target}"]
+  result = CACHE == "" ? [] : ["type=registry,ref=${CACHE}:${target}${platform()}"]
 }
 function "store" {
   params = [target]
-  result = CACHE == "" || !CI ? [] : ["type=registry,ref=${CACHE}:${target},mode=max,compression=zstd"]
+  result = CACHE == "" || !CI ? [] : ["type=registry,ref=${CACHE}:${target}${platform()},mode=max,compression=zstd"]
 }
 
 group "default" {

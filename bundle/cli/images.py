@@ -8,7 +8,7 @@ import typer
 
 from bundle import stack
 from bundle.errors import UsageError
-from bundle.images import definition, record
+from bundle.images import RECORD, definition, record
 from bundle.images.fingerprint import fingerprint
 from bundle.images.targets import chosen
 
@@ -55,7 +55,7 @@ def stamp(
     stack_name: str = typer.Option(..., "--stack", help="A stack of docker-bake.json."),
     revision: str = typer.Option("", help="The commit that the image is built from."),
     inputs: str = typer.Option("", help="The digest of its inputs, as `images fingerprint` says."),
-    output: Path = typer.Option(Path(record.FILE), help="Where the record goes."),
+    output: Path = typer.Option(Path(RECORD), help="Where the record goes."),
     root: Path = ROOT,
 ) -> None:
     """Write what this image is, once it is built; fails when it is not what was defined."""

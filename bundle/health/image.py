@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from bundle.errors import BundleError
 from bundle.hardware import Machine
 from bundle.health.finding import Finding, ok, warn
-from bundle.images import record
+from bundle.images import RECORD
 from bundle.stack import Stack
 
 _FIX = "start from the image again, or build one that has the change: what was tested is what was built"
@@ -13,13 +13,17 @@ _FIX = "start from the image again, or build one that has the change: what was t
 
 def image_findings(machine: Machine, installed: Stack) -> Iterator[Finding]:
     """Findings about the image this runs in; none outside of our images."""
-    document = machine.read(record.FILE)
+    document = machine.read(RECORD)
     if document.value is None:
         return
+    from bundle.images import (
+        record,
+    )  # pydantic is half of what a verb may take, and most machines are no image
+
     try:
         built = record.parse(document.value)
     except BundleError as error:
-        yield warn("image", f"{record.FILE} cannot be understood: {error}", _FIX)
+        yield warn("image", f"{RECORD} cannot be understood: {error}", _FIX)
         return
     drifted = list(record.drift(built, record.python_version(), record.installed_packages(installed)))
     if not drifted:

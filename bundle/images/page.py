@@ -62,6 +62,12 @@ bake as `INPUTS="$(mcore-bundle images fingerprint --json)"`. The build ends wit
 unless the versions installed are those of the stack, and writes `/opt/bundle/build-info.json`.
 `mcore-bundle doctor` compares that record with what is installed now, and names every drift.
 
+## Built in CI
+
+`.github/workflows/images.yml` makes its jobs of bake's plan (`mcore-bundle images matrix`): one for each
+image whose fingerprint is not that of the commit before, and each platform, on a machine of that platform. A
+pull request pushes nothing; a tag is refused while `images check --release` finds something to fill.
+
 ## Wheels that take hours
 
 Transformer Engine's extension and flash-attn are published as source. The targets `wheels-STACK` compile

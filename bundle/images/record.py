@@ -12,7 +12,6 @@ from bundle.errors import BundleError, EnvironmentUnfit
 from bundle.images.definition import Definition
 from bundle.stack import PACKAGES, Stack, metadata, versions
 
-FILE = "/opt/bundle/build-info.json"
 LARGEST = 1 << 20
 
 Text = Annotated[str, Field(max_length=200, pattern=r"^[ -~]*$")]
