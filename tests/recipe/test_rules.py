@@ -15,6 +15,7 @@ BROKEN = [
     ("qwen3-tp2-sp", ["data.sequence_length=127"], "multiple of 2, which is tp"),
     ("qwen3-tp2-sp", ["parallel.ep=2"], "but the model has none"),
     ("qwen3-tp2-sp", ["parallel.etp=1"], "but the model has none"),
+    ("qwen3-tp2-sp", ["model.router_replay=true"], "but the model has none"),
     ("qwen3-cp2-packed", ["data.sequence_length=510"], "multiple of 4, which is 2 x cp"),
     ("qwen3-cp2-packed", ["train.micro_batch_size=2"], "must be 1"),
     ("qwen3-pp2-vpp2", ["parallel.vpp=1"], "use null"),

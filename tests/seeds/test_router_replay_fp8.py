@@ -1,7 +1,7 @@
 """Router replay and FP8: the padding that FP8 wants must be that of the routes, too.
 
 verl (#5989, 9bda8b9ac) packed the tokens to FP8's multiple and the routes without it. The rows of a rank are
-then those of other tokens; megatron's own replay takes them without a word.
+then those of other tokens; megatron's own replay takes them without a word. Here one Packing lays out both.
 """
 
 import json
@@ -23,6 +23,7 @@ def check(version: str, tree: Path | None) -> None:
     for rank in (first, second):
         assert rank["rows"] == [14, 16]
         assert "[14, 2] for a micro-batch of shape [16, 2]" in rank["refused"]
+        assert "28 rows on this rank" in rank["tokens"]
         assert rank["equal"]
     if Version(version) >= Version("0.16"):
         assert 0 < first["misrouted"] < 0.2  # its last tokens have no experts at all

@@ -65,7 +65,8 @@ class Case:
         """The job of this case."""
         model = {
             "config": _MODEL | {"num_hidden_layers": self.layers},
-            "dtype": "fp32",
+            "dtype": "bf16" if self.scaling else "fp32",
+            "fp8": {"scaling": self.scaling} if self.scaling else None,
             "mtp": {"layers": int(self.mtp)},
             "recompute": FULL if self.recompute else None,
             "router_replay": True,

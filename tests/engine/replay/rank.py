@@ -71,6 +71,10 @@ def seen(case: Case, runtime: Any) -> dict[str, Any]:
     assert second == first, (second, first)
     assert len(own) == len(batches) and all(map(same, own, again))
     if not case.parallel:
+        elsewhere = replace(own[0], layers=tuple(layer + 1 for layer in own[0].layers))
+        short = replace(own[-1], experts=own[-1].experts[1:])
+        said = refused(engine, with_routes(batches, [elsewhere, *own[1:-1], short]))
+        assert [text[:13] for text in said] == ["micro-batch 0", "micro-batch 3"], said
         interrupt(engine, with_routes(batches, again[::-1]))
         assert context.choices.get() is None
         with engine.replay.recording() as afterwards:
@@ -136,6 +140,17 @@ def step(engine: Any, batches: list[Any]) -> list[float]:
         norm = float(engine.optimizer.get_grad_norm())
     losses = engine.take_losses()
     return [losses.main, *losses.mtp, norm]
+
+
+def refused(engine: Any, batches: list[Any]) -> tuple[str, ...]:
+    """What is wrong with the routes of these micro-batches."""
+    from bundle.errors import JobFailed
+
+    try:
+        engine.forward_backward(batches)
+    except JobFailed as error:
+        return error.violations
+    raise AssertionError("these routes do not fit")
 
 
 def interrupt(engine: Any, batches: list[Any]) -> None:

@@ -1,0 +1,40 @@
+"""Router replay is asked for by the recipe."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from bundle.engine.microbatch import from_rows
+from bundle.engine.replay import Routes
+from bundle.engine.replay.replay import RouterReplay
+from bundle.errors import UsageError
+from bundle.mcore.groups import Axis, Groups
+from tests.matrix.cases import Case
+
+_ALONE: Any = Axis(1, 0, None)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def replay():
+    groups = Groups(_ALONE, _ALONE, _ALONE, _ALONE, _ALONE, _ALONE, vpp=1)
+    return RouterReplay(Case("", {}).recipe(), [], groups)
+
+
+def test_without_it_nothing_is_recorded(replay):
+    with pytest.raises(UsageError, match=r"model\.router_replay: true"), replay.recording():
+        pass
+
+
+def test_without_it_no_routes_are_taken(replay):
+    x = torch.zeros(1, 4, dtype=torch.int64)
+    batch = from_rows(x, x, x.float(), cp=1, rank=0, mtp_layers=0)
+    with replay.of_run([batch], backward=False):
+        pass
+    given = replace(batch, routes=Routes((1,), torch.zeros(4, 1, 2, dtype=torch.uint8)))
+    with (
+        pytest.raises(UsageError, match=r"model\.router_replay: true"),
+        replay.of_run([given], backward=False),
+    ):
+        pass
