@@ -37,7 +37,7 @@ def forced(
         experts = seen(spread)[:, None].expand(-1, len(layers), -1)
     else:
         columns = [routes.layers.index(layer) for layer in layers]
-        chosen = routes.experts.to(packing.device, non_blocking=True)[:, columns]
+        chosen = routes.experts[:, columns].to(packing.device, non_blocking=True)
         experts = seen(packing.pack(chosen, fill=spread[:, :, None]))
         rows = None
         if routes.free is not None:
