@@ -35,8 +35,8 @@ class StepResult:
 class Engine:
     """One model with its optimizer on this rank's process groups.
 
-    All ranks call every method, in the same order. `replay.recording()` gives the experts that routers choose,
-    `MicroBatch.routes` gives them back.
+    All ranks call every method, in the same order. `replay.recording()` gives the experts that routers
+    choose, `MicroBatch.routes` gives them back.
     """
 
     def __init__(self, recipe: Recipe, runtime: Runtime, groups: Groups, device: torch.device) -> None:
