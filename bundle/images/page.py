@@ -48,11 +48,8 @@ docker run --rm --gpus all --shm-size 16g --ulimit memlock=-1 -v runs:/home/bund
 docker run --rm --group-add "$(stat -c %g /dev/davinci0)" --device ... -v runs:/home/bundle IMAGE train demo
 ```
 
-The user is 10001 in group 0; any other works too (OpenShift gives one), because group 0 may write to `HOME`,
-`/home/bundle`, and nothing else is written: the root file system may be read-only, with `/tmp` and `HOME`
-mounted.
-On Ascend the device nodes belong to a group of the host: `--group-add`, in Kubernetes `supplementalGroups`.
-The launcher is the entrypoint, under tini, and a signal reaches every process that it started.
+What every image promises: [images/README.md](../images/README.md). On Ascend the device nodes belong to a
+group of the host, which the user of the image is not in: `--group-add`, in Kubernetes `supplementalGroups`.
 
 ## An image knows itself
 
