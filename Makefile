@@ -9,13 +9,17 @@ TRITON      ?= triton==3.9.0
 # Another index for torch, e.g. the vendor's CPU or CUDA builds; empty: pip's own.
 TORCH_INDEX ?=
 RELEASES    ?= .cache/releases
+# torch-npu breaks `import torch` on a machine without CANN: it never goes into the environment above.
+NPU_VENV    ?= .cache/npu
 
 PIP     := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 RUN     := $(VENV)/.run
 DEVELOP := $(VENV)/.develop
+NPU     := $(NPU_VENV)/.run
+NPU_PIP := $(NPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 export BUNDLE_RELEASES = $(abspath $(RELEASES))
 
-.PHONY: demo lint test matrix matrix-new bench images locks clean
+.PHONY: demo lint test matrix matrix-new npu-contract bench images locks clean
 
 # Exactly what is locked, with its hash; then torch, whose build, and what that needs, differs by machine.
 $(RUN): pyproject.toml images/locks/cpu.demo.txt images/locks/cpu.torch.txt
@@ -31,6 +35,13 @@ $(DEVELOP): $(RUN)
 	$(PIP) --editable '.[cpu,dev]' '$(TRITON)'
 	touch $@
 
+$(NPU): pyproject.toml
+	test -x $(NPU_VENV)/bin/python || $(PYTHON) -m venv $(NPU_VENV)
+	$(NPU_PIP) 'torch==2.13.0' $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	# protobuf and attrs: what MindSpeed imports and does not declare.
+	$(NPU_PIP) 'torch-npu==2.13.0' numpy pytest hypothesis einops protobuf attrs --editable .
+	touch $@
+
 demo: $(RUN)  ## train the demo recipe on this machine's CPU
 	$(VENV)/bin/mcore-bundle train demo --fresh
 
@@ -42,7 +53,7 @@ lint: $(DEVELOP)  ## formatting, lint, types, and who may import whom
 
 test: $(DEVELOP)  ## the default release in full, the oldest and the newest minor in four layouts
 	$(VENV)/bin/python -m tests.matrix.fetch $(RELEASES) oldest newest
-	$(VENV)/bin/python -m pytest -m 'not matrix and not images'
+	$(VENV)/bin/python -m pytest -m 'not matrix and not images and not npu'
 
 matrix: $(DEVELOP)  ## every supported minor: all layouts, and every patch proven
 	$(VENV)/bin/python -m tests.matrix.fetch $(RELEASES)
@@ -52,6 +63,9 @@ matrix-new: $(DEVELOP)  ## the same for releases that nobody has reviewed yet
 	$(VENV)/bin/python -m tests.matrix.fetch $(RELEASES)-later later
 	test ! -d $(RELEASES)-later || \
 	  BUNDLE_RELEASES=$(abspath $(RELEASES)-later) $(VENV)/bin/python -m pytest -m matrix
+
+npu-contract: $(NPU)  ## the real torch-npu over stand-ins for CANN: what can be told without an NPU
+	$(NPU_VENV)/bin/python -m tests.npu
 
 bench: $(DEVELOP)  ## packing against per-sequence loops, and training against a bare megatron-core loop
 	$(VENV)/bin/python -m benchmarks.sequences

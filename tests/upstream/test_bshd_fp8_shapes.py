@@ -4,20 +4,33 @@ verl (1dda039b9) pads ids and mask in build_vlm_attn_mask_bshd without FP8, labe
 with it: [2, 38] against [2, 128].
 """
 
+import pytest
 import torch
 
+from bundle.backends.ascend.capabilities import ASCEND
+from bundle.backends.cuda.capabilities import CUDA
 from bundle.sequences.alignment import Alignment
-from bundle.sequences.packing import Packing
+from bundle.sequences.packing import Packing, masks
+
+LENGTHS = [38, 21]
 
 
-def test_ids_labels_and_mask_have_one_shape():
-    lengths = [38, 21]
+def test_two_rules_give_two_shapes():
+    """What upstream does, with our least padding."""
     by_each_builder = [
-        Alignment("bshd", scaling=scaling).pad(lengths).longest for scaling in (None, "blockwise")
+        Alignment("bshd", scaling=scaling).pad(LENGTHS).longest for scaling in (None, "blockwise")
     ]
-    assert by_each_builder == [38, 40]  # two rules: what upstream does, with our least padding
+    assert by_each_builder == [38, 40]
+    ids, labels = (torch.zeros(2, rows) for rows in by_each_builder)
+    with pytest.raises(RuntimeError, match="must match the size"):
+        ids + labels
 
-    packing = Packing.of(lengths, Alignment("bshd", scaling="blockwise"))
-    ids = torch.arange(sum(lengths))
-    shapes = {packing.pack(ids).shape, packing.pack(ids, roll=1).shape, packing.valid.shape}
-    assert shapes == {(2, 40)}
+
+@pytest.mark.parametrize("backend", [CUDA, ASCEND], ids=lambda backend: backend.backend)
+def test_ids_labels_and_masks_have_one_shape(backend):
+    packing = Packing.of(LENGTHS, Alignment("bshd", scaling="blockwise"))
+    ids = torch.arange(sum(LENGTHS))
+    of = masks(packing, backend.mask("vlm", "bshd"))
+    built = [packing.uncut.pack(ids), packing.pack(ids, roll=1), packing.valid, of.valid]
+    built += [of.model] if of.model is not None else []
+    assert {tuple(x.shape) for x in built} == {(2, 40)}

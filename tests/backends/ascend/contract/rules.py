@@ -36,8 +36,6 @@ def tensors(query: Tensor, key: Tensor, value: Tensor, heads: int, layout: str) 
         "op",
         f"input_layout is {layout!r}: it knows {', '.join(LAYOUTS)}, in any case",
     )
-    # The check of the list ignores case; the branch for packed input compares the text as it is.
-    need(layout == "TND" or layout.upper() != "TND", "op", f"input_layout is {layout!r}: write TND")
     dims = len(layout)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         need(tensor.dim() == dims, "op", f"{name} has {tensor.dim()} dimensions, {layout} has {dims}")

@@ -1,0 +1,50 @@
+"""A process of its own for each look at torch-npu: the order of imports counts, and a refusal may end it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def child(
+    program: str,
+    *arguments: str,
+    devices: int = 2,
+    libraries: bool = True,
+    autoload: bool = True,
+    path: Sequence[str] = (),
+    timeout: float = 300,
+) -> Ended:
+    """Runs a program text with the stand-in libraries, or without; `path` goes in front of sys.path."""
+    environ = {k: v for k, v in os.environ.items() if k != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+    environ |= {
+        "STAND_IN_DEVICES": str(devices),
+        "STAND_IN_SOC": "Ascend910B3",
+        "TASK_QUEUE_ENABLE": "0",  # a refusal in the queue's own thread would end the process
+        "PYTHONPATH": os.pathsep.join([*path, str(Path.cwd()), os.environ.get("PYTHONPATH", "")]),
+    }
+    if libraries:
+        environ["LD_LIBRARY_PATH"] = os.environ["STAND_IN_LIBRARIES"]
+    if not autoload:
+        environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    command = [sys.executable, "-W", "ignore", "-c", program, *arguments]
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout)
+    return Ended(ended.returncode, ended.stdout, ended.stderr)
+
+
+def answer(program: str, *arguments: str, **options) -> str:
+    """The last line that the program printed; fails with its errors."""
+    ended = child(program, *arguments, **options)
+    assert ended.code == 0, ended.err[-4000:]
+    return ended.out.splitlines()[-1]
