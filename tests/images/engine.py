@@ -78,6 +78,8 @@ def _private(programs: Path, folder: Path) -> Iterator[Engine]:
     path = f"{programs}/usr/bin:{programs}/usr/sbin:{os.environ['PATH']}"
     socket = f"unix://{folder}/engine.sock"
     variables = {"PATH": path, "DOCKER_HOST": socket, "DOCKER_CONFIG": str(folder / "client")}
+    (libraries,) = (programs / "usr/lib").glob("*-linux-gnu*")
+    own = {"LD_LIBRARY_PATH": str(libraries), "XTABLES_LIBDIR": str(libraries / "xtables")}
     command = [
         *("dockerd", "--host", socket, "--config-file", str(configuration)),
         *("--data-root", str(CACHE / "engine"), "--exec-root", str(folder / "exec")),
@@ -86,7 +88,7 @@ def _private(programs: Path, folder: Path) -> Iterator[Engine]:
     log = CACHE / "engine.log"
     with log.open("wb") as output:
         daemon = subprocess.Popen(
-            command, env=os.environ | variables, stdout=output, stderr=output, preexec_fn=_end_with_us
+            command, env=os.environ | variables | own, stdout=output, stderr=output, preexec_fn=_end_with_us
         )
     try:
         made = Engine({**os.environ, **variables}, private=True)

@@ -68,15 +68,15 @@ def test_an_unknown_user_trains_too(engine, cpu):
 
 
 def test_sigterm_leaves_a_checkpoint_and_75_and_the_same_command_goes_on(engine, cpu):
+    sizes = ("--set=train.steps=60", "--set=train.micro_batch_size=2", "--set=train.global_batch_size=4")
+    command = ("train", "demo", *SHORT, *sizes)
     with containers.volume(engine) as home:
         options = ("--network=none", f"--volume={home}:{containers.HOME}")
-        with containers.started(
-            engine, cpu, "train", "demo", *SHORT, name="stopped", options=options
-        ) as trains:
-            trains.wait_for("step  3/20")
+        with containers.started(engine, cpu, *command, name="stopped", options=options) as trains:
+            trains.wait_for("step  3/60")
             engine.docker("stop", "--time=60", "stopped", seconds=90)
             assert trains.wait() == 75, trains.logs()
-        result = containers.run(engine, cpu, "train", "demo", *SHORT, options=options[1:])
+        result = containers.run(engine, cpu, *command, options=options[1:])
     assert result.code == 0, result.err
     assert "goes on after step" in result.out
-    assert "step 20/20" in result.out
+    assert "step 60/60" in result.out

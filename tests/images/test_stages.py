@@ -6,8 +6,11 @@ from tests.images import baking
 
 pytestmark = pytest.mark.images
 
-# All that needs neither compiler nor driver; flash-attn and Transformer Engine's extension need both.
-IMPORTS = "torch, torch.distributed, megatron.core, transformers, safetensors, pyarrow, triton, tensorboard"
+# What needs neither a driver nor what nvcc compiles: not flash-attn, nor Transformer Engine's extension for
+# torch, without which megatron.core does not import beside the rest of Transformer Engine.
+IMPORTS = (
+    "torch.distributed, transformer_engine, transformers, sglang, safetensors, pyarrow, triton, tensorboard"
+)
 
 
 def stage(whole: baking.Target, name: str) -> baking.Target:
@@ -26,7 +29,7 @@ def then(before: baking.Target, command: str) -> baking.Target:
 
 def test_the_cuda_lock_installs_on_a_stand_in_and_imports_without_a_driver(engine, target, tmp_path):
     deps = stage(target("cuda-mcore0-16"), "deps")
-    imports = then(deps, f"python -c 'import {IMPORTS}; print(torch.version.cuda)'")
+    imports = then(deps, f"python -c 'import torch, {IMPORTS}; print(torch.version.cuda)'")
     said = baking.build(engine, tmp_path, {"before": deps, "imports": imports}, seconds=3600)
     assert " 13.0\n" in said
 

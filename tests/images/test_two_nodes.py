@@ -11,7 +11,7 @@ from tests.images.containers import HOME, Container
 
 pytestmark = pytest.mark.images
 
-SETS = ("train.steps=12", "optimizer.warmup_steps=5", "train.eval_batches=1", "train.eval_interval=0",
+SETS = ("train.steps=40", "optimizer.warmup_steps=5", "train.eval_batches=1", "train.eval_interval=0",
         "train.log_interval=1", "checkpoint.interval=5", "train.micro_batch_size=2",
         "train.global_batch_size=4")  # fmt: skip
 JOB = ("train", "demo", *(f"--set={override}" for override in SETS))
@@ -60,7 +60,7 @@ def test_two_nodes_learn_what_one_does(engine, cpu, alone):
 def test_a_lost_node_ends_the_other_and_the_set_goes_on_from_the_checkpoint(engine, cpu, alone):
     with containers.volume(engine) as home:
         with two_nodes(engine, cpu, home) as (first, second):
-            first.wait_for("step  7/12")
+            first.wait_for("step  7/40")
             engine.docker("kill", second.name)
             assert first.wait(60) == 1, first.logs()
         with two_nodes(engine, cpu, home) as nodes:
@@ -72,7 +72,7 @@ def test_a_lost_node_ends_the_other_and_the_set_goes_on_from_the_checkpoint(engi
 def test_sigterm_of_one_node_ends_both_with_75(engine, cpu, alone):
     with containers.volume(engine) as home:
         with two_nodes(engine, cpu, home) as (first, second):
-            first.wait_for("step  3/12")
+            first.wait_for("step  3/40")
             engine.docker("stop", "--time=60", second.name, seconds=90)
             assert [node.wait(60) for node in (first, second)] == [75, 75], first.logs() + second.logs()
         with two_nodes(engine, cpu, home) as nodes:

