@@ -57,7 +57,8 @@ group of the host, which the user of the image is not in: `--group-add`, in Kube
 `docker-bake.json`, its Dockerfile, its locks, the package. It is the label `mcore-bundle.inputs`, given to
 bake as `INPUTS="$(mcore-bundle images fingerprint --json)"`. The build ends with `images stamp`, which fails
 unless the versions installed are those of the stack, and writes `/opt/bundle/build-info.json`.
-`mcore-bundle doctor` compares that record with what is installed now, and names every drift.
+`mcore-bundle doctor` compares that record with what is installed now, and names every drift. The ranks of a
+job agree on the digest of the inputs before they start: nodes with different images are told apart.
 
 ## Built in CI
 

@@ -4,13 +4,14 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bundle.errors import BundleError, EnvironmentUnfit
 from bundle.images.definition import Definition
-from bundle.stack import PACKAGES, Stack, metadata, versions
+from bundle.stack import PACKAGES, Stack, metadata, text, versions
 
 LARGEST = 1 << 20
 
@@ -80,6 +81,15 @@ def parse(document: str) -> BuildInfo:
     except ValidationError as error:
         found = [f"{'.'.join(map(str, e['loc']))[:80]}: {e['msg']}" for e in error.errors(include_url=False)]
         raise BundleError("; ".join(found[:3])[:400]) from error
+
+
+def inputs_of(file: Path) -> str:
+    """The digest of an image's inputs, by its record: "" without one, and where nobody said at the build."""
+    document = text.read(file, LARGEST)
+    try:
+        return parse(document).inputs if document is not None else ""
+    except BundleError:
+        return "a record that cannot be understood"
 
 
 def drift(record: BuildInfo, python: str, packages: Mapping[str, str]) -> Iterator[str]:

@@ -3,12 +3,14 @@
 import hashlib
 import json
 from datetime import timedelta
+from pathlib import Path
 
 from bundle import stack
 from bundle.backends import preparation
 from bundle.distributed import parent, store, watchdog, world
 from bundle.distributed.agreement import agree
 from bundle.errors import ExitCode, Preempted
+from bundle.images import RECORD, record
 from bundle.launchers import outcomes
 from bundle.patches import plan as patch_plan
 from bundle.planning import document
@@ -67,4 +69,5 @@ def _identity(recipe: Recipe, made: Planned) -> dict[str, str]:
     """What all ranks must have in common: a name and a short value each; no paths, no host names."""
     digest = hashlib.sha256(json.dumps(recipe.dump(), sort_keys=True).encode()).hexdigest()[:16]
     backend = made.plan.hardware.backend
-    return {"recipe": digest, "backend": backend, **patch_plan.make(made.survey).fields()}
+    image = record.inputs_of(Path(RECORD))
+    return {"recipe": digest, "backend": backend, "image": image, **patch_plan.make(made.survey).fields()}

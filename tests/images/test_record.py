@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bundle.distributed.agreement import disagreements
 from bundle.errors import BundleError, EnvironmentUnfit
 from bundle.health import Level, examine
 from bundle.images import definition, record
-from bundle.images.record import BuildInfo, Origin, drift, installed_packages, parse, stamp
+from bundle.images.record import BuildInfo, Origin, drift, inputs_of, installed_packages, parse, stamp
 from tests.hardware.machines import machine_at
 from tests.health.trees import stack_of
 from tests.images.checkouts import ROOT
@@ -97,6 +98,18 @@ def test_a_second_megatron_in_front_is_drift(site, tmp_path):
     install(front, "megatron-core", "0.17.1")
     packages = installed_packages(stack_of(front, site))
     assert list(drift(made, "3.11.2", packages)) == ["megatron-core: 0.16.1 in the image, 0.17.1 now"]
+
+
+def test_nodes_with_different_images_are_told_apart(site, tmp_path):
+    file = tmp_path / "build-info.json"
+    assert inputs_of(file) == ""
+    one = built(site)
+    file.write_text(one.text())
+    assert inputs_of(file) == one.inputs
+    other = {"image": "sha256:" + "e" * 64}
+    assert disagreements([{"image": inputs_of(file)}, other])[0].startswith("image (rank 0: sha256:dddd")
+    file.write_text("{")
+    assert inputs_of(file) not in ("", one.inputs)
 
 
 NAMES = st.dictionaries(st.sampled_from(["a", "b", "c"]), st.sampled_from(["1", "2"]))
