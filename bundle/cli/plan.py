@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from bundle import hardware, planning
-from bundle.launchers import local, process
+from bundle.launchers import local, outcomes
 from bundle.planning.planned import planned
 from bundle.recipe import load
 from bundle.rendezvous import LOOPBACK, Rendezvous
@@ -72,7 +72,7 @@ def _commands(made: planning.Plan, recipe: str, overrides: Sequence[str]) -> tup
         arguments=tuple(arguments),
         rendezvous=meeting,
         per_node=made.per_node,
-        logs=process.next_logs(Path("runs") / made.recipe.name, 0),
+        logs=outcomes.next_logs(Path("runs") / made.recipe.name, 0),
         environment={variable.name: variable.value for variable in made.environment},
     )
     return shown, local.command(launch, {}).shell()

@@ -8,11 +8,12 @@ from pathlib import Path
 import typer
 
 from bundle import hardware
-from bundle.launchers import local, process
+from bundle.launchers import local, outcomes, process
 from bundle.planning import Plan
 from bundle.planning.planned import planned
 from bundle.recipe import load
-from bundle.rendezvous import Rendezvous, discover
+from bundle.rendezvous import Rendezvous
+from bundle.rendezvous.discovery import discover
 from bundle.training.job import Job
 from bundle.training.run_directory import RunDirectory
 
@@ -79,6 +80,6 @@ def _launch(plan: Plan, where: Rendezvous, directory: Path, words: Sequence[str]
         arguments=tuple(words),
         rendezvous=where,
         per_node=plan.per_node,
-        logs=process.next_logs(directory, where.node_rank),
+        logs=outcomes.next_logs(directory, where.node_rank),
         environment={variable.name: variable.value for variable in plan.environment},
     )

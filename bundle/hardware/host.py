@@ -113,7 +113,8 @@ def _shared_memory(machine: Machine, total: Fact[float]) -> Fact[float]:
 
 
 def _limit(limits: Fact[str], name: str) -> Fact[float]:
-    match = re.search(rf"^{name}\s+(unlimited|\d+)", limits.value or "", re.MULTILINE)
-    if match is None:
-        return Fact(None, limits.reason)
-    return Fact(math.inf if match[1] == "unlimited" else float(match[1]), f"/proc/self/limits {name}")
+    for line in (limits.value or "").splitlines():
+        soft = line.removeprefix(name).split()[:1]
+        if line.startswith(name) and soft and (soft[0] == "unlimited" or soft[0].isdecimal()):
+            return Fact(math.inf if soft[0] == "unlimited" else float(soft[0]), f"/proc/self/limits {name}")
+    return Fact(None, limits.reason)

@@ -9,7 +9,7 @@ from bundle.hardware.machine import Machine
 
 # From the weakest up, as both tools' legends define them; NV<n> (NVLink lanes) ranks above by n.
 _RANKS = ("NA", "SYS", "NODE", "PHB", "PXB", "PIX", "HCCS_SW", "HCCS", "SIO")
-_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+_ESCAPES = r"\x1b\[[0-9;]*m"
 
 
 def weakest(matrix: Fact[str], prefix: str, numbers: Sequence[int]) -> Fact[str]:
@@ -29,7 +29,7 @@ def weakest(matrix: Fact[str], prefix: str, numbers: Sequence[int]) -> Fact[str]
 def _table(text: str, prefix: str) -> dict[tuple[int, int], str]:
     columns: list[int] = []
     links: dict[tuple[int, int], str] = {}
-    for line in _ESCAPES.sub("", text).splitlines():
+    for line in re.sub(_ESCAPES, "", text).splitlines():
         words = line.split()
         numbers = [int(word[len(prefix) :]) for word in words if re.fullmatch(prefix + r"\d+", word)]
         if len(numbers) > 1:

@@ -7,7 +7,7 @@ the second without power), and 310 cards (`Device` instead of `Phy-ID`, no HBM c
 import re
 from dataclasses import dataclass
 
-_USAGE = re.compile(r"(\d+)\s*/\s*(\d+)")
+_USAGE = r"(\d+)\s*/\s*(\d+)"
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def _pair(above: list[str], below: list[str], numbered: bool) -> Row | None:
         return None
     number = int(ids[1]) if numbered and len(ids) > 1 and ids[1].isdecimal() else None
     # DDR comes before HBM; 310 cards have the first only. The last pair is the memory that tensors live in.
-    usage = _USAGE.findall(below[2])
+    usage = re.findall(_USAGE, below[2])
     memory = int(usage[-1][1]) if usage else None
     return Row(int(npu), int(ids[0]), number, name, above[1], below[1], memory or None)
 

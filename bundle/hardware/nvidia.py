@@ -15,7 +15,7 @@ QUERY = ("nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader
 TOPOLOGY = ("nvidia-smi", "topo", "-m")
 LIST = ("nvidia-smi", "-L")
 
-_MIG_LINE = re.compile(r"^\s+MIG (?P<profile>\S+)\s+Device\s+\d+:\s+\(UUID:\s*(?P<uuid>MIG-[^)\s]+)\)")
+_MIG_LINE = r"^\s+MIG (?P<profile>\S+)\s+Device\s+\d+:\s+\(UUID:\s*(?P<uuid>MIG-[^)\s]+)\)"
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def _mig_instances(machine: Machine, gpus: list[_Gpu]) -> list[Device]:
     for line in (machine.run(LIST).value or "").splitlines():
         if match := re.match(r"GPU (\d+):", line):
             parent = next((gpu.device for gpu in gpus if gpu.device.number == int(match[1])), parent)
-        elif match := _MIG_LINE.match(line):
+        elif match := re.match(_MIG_LINE, line):
             profile = match["profile"]
             size = re.search(r"(\d+)gb", profile)
             memory = Fact(int(size[1]) * 10**9 if size else None, f"the MIG profile's name, {profile}")

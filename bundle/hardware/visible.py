@@ -14,7 +14,7 @@ CUDA = "CUDA_VISIBLE_DEVICES"
 ASCEND = "ASCEND_RT_VISIBLE_DEVICES"
 
 # The driver reads an index as strtol does: blanks, a sign, digits; whatever follows the digits is ignored.
-_LEADING_INTEGER = re.compile(r"[ \t\n\v\f\r]*([+-]?[0-9]+)")
+_LEADING_INTEGER = r"[ \t\n\v\f\r]*([+-]?[0-9]+)"
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def cuda(value: str | None, uuids: Sequence[str], instances: Sequence[str] = ())
 
 
 def _by_index(entry: str, count: int) -> int | None:
-    match = _LEADING_INTEGER.match(entry)
+    match = re.match(_LEADING_INTEGER, entry)
     if match is None or not 0 <= int(match[1]) < count:
         return None
     return int(match[1])

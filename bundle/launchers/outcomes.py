@@ -34,6 +34,13 @@ class Outcome:
     explained: bool = False
 
 
+def next_logs(run: Path, node_rank: int) -> Path:
+    """Returns the log folder of the next launch of this node in a run directory; makes nothing."""
+    here = run / "logs" / f"node-{node_rank}"
+    taken = [int(path.name) for path in here.glob("*") if path.name.isdecimal()]
+    return here / str(max(taken, default=0) + 1)
+
+
 def directory() -> Path | None:
     """Returns the folder of this launch, or None for a rank that somebody else started."""
     named = os.environ.get(DIRECTORY)

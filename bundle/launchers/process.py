@@ -59,13 +59,6 @@ def run(launch: local.Launch, inherited: Mapping[str, str]) -> None:
         raise Ended(ending)
 
 
-def next_logs(run: Path, node_rank: int) -> Path:
-    """Returns the log folder of the next launch of this node in a run directory; makes nothing."""
-    here = run / "logs" / f"node-{node_rank}"
-    taken = [int(path.name) for path in here.glob("*") if path.name.isdecimal()]
-    return here / str(max(taken, default=0) + 1)
-
-
 def _bind_to(parent: int, folder: Path) -> Any:
     """Returns what the agent does before it becomes torchrun: it dies with us, and leaves SIGTERM to us."""
     prctl = ctypes.CDLL(None).prctl

@@ -11,8 +11,8 @@ from bundle.recipe import Recipe
 from bundle.sequences.alignment import FP8_ROWS, Alignment
 
 # Weights of the layers that multiply in FP8: not the embedding, the output layer, routers and norms.
-_MULTIPLIED = re.compile(r"(linear_\w+|eh_proj)\.weight\d*$")
-_NUMBERS = re.compile(r"\.\d+|\d+$")
+_MULTIPLIED = r"(linear_\w+|eh_proj)\.weight\d*$"
+_NUMBERS = r"\.\d+|\d+$"
 
 
 def fp8_problems(recipe: Recipe, placement: Placement, layers: Layers) -> Iterator[Problem]:
@@ -29,10 +29,10 @@ def _weights(recipe: Recipe, placement: Placement, layers: Layers, scaling: str)
     """A weight of several layers is named once."""
     multiple = FP8_ROWS[scaling]
     refused = {
-        (_NUMBERS.sub("", tensor.name), tensor.shape)
+        (re.sub(_NUMBERS, "", tensor.name), tensor.shape)
         for chunk in (chunk for chunks in placement.stages for chunk in chunks)
         for tensor in parameters(recipe.architecture, recipe.parallel, chunk, layers)
-        if _MULTIPLIED.search(tensor.name) and any(size % multiple.rows for size in tensor.shape)
+        if re.search(_MULTIPLIED, tensor.name) and any(size % multiple.rows for size in tensor.shape)
     }
     for name, shape in sorted(refused):
         yield recipe_problem(

@@ -1,6 +1,8 @@
-"""Who started us: which node and which rank this process is, and where the ranks meet."""
+"""Who started us: which node and which rank this process is, and where the ranks meet.
 
-from bundle.rendezvous.discovery import Rendezvous, discover
-from bundle.rendezvous.hosts import LOOPBACK
+`discovery.discover` finds out; what only draws a plan needs no more than the answer's type.
+"""
 
-__all__ = ["LOOPBACK", "Rendezvous", "discover"]
+from bundle.rendezvous.place import LOOPBACK, Rendezvous
+
+__all__ = ["LOOPBACK", "Rendezvous"]

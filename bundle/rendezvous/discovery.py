@@ -1,39 +1,15 @@
 """The one answer made of what the environment and the flags say; anything that cannot be true is refused."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from bundle.errors import UsageError
 from bundle.rendezvous import hosts
 from bundle.rendezvous.claims import Claim, Fact, Variables
+from bundle.rendezvous.place import LOOPBACK, Rendezvous
 from bundle.rendezvous.starters import STARTERS
 
 ALONE = "nobody set a rank or a node in the environment: one node, this machine"
-
-
-@dataclass(frozen=True)
-class Rendezvous:
-    """Where this process stands, where the ranks meet, and who said so.
-
-    A process that stands for a node starts that node's ranks; its `rank`, `local_rank` and `world_size` are
-    None. `per_node` is None where nobody fixed the ranks of a node, `port` where a free one is to be taken.
-    """
-
-    nodes: int
-    node_rank: int
-    address: str
-    port: int | None
-    source: str
-    reason: str
-    per_node: int | None = None
-    rank: int | None = None
-    local_rank: int | None = None
-    world_size: int | None = None
-
-    @property
-    def is_rank(self) -> bool:
-        """Whether this process is one rank, rather than the starter of a node's ranks."""
-        return self.rank is not None
 
 
 def discover(
@@ -132,7 +108,7 @@ def _settle(answer: Claim) -> Rendezvous:
         nodes=answer.nodes.value,
         node_rank=answer.node_rank.value,
         # One node needs nobody from outside: its ranks meet where only this machine can reach them.
-        address=hosts.LOOPBACK if alone or not answer.address else answer.address.value,
+        address=LOOPBACK if alone or not answer.address else answer.address.value,
         port=None if alone or not answer.port else answer.port.value,
         source=answer.source,
         reason=answer.reason,

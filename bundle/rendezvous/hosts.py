@@ -3,7 +3,6 @@
 import ipaddress
 import re
 
-LOOPBACK = "127.0.0.1"
 # torchrun's own default, which is what PET_MASTER_PORT means when it is not set.
 DEFAULT_PORT = 29500
 

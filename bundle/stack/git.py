@@ -5,7 +5,7 @@ from pathlib import Path
 
 from bundle.stack import text
 
-_SHA = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
+_SHA = r"[0-9a-f]{40}([0-9a-f]{24})?"
 
 
 def commit(directory: Path) -> str | None:
@@ -55,7 +55,7 @@ def _packed(path: Path, name: str) -> str | None:
 
 
 def _hash(line: str | None) -> str | None:
-    return line if line is not None and _SHA.fullmatch(line) else None
+    return line if line is not None and re.fullmatch(_SHA, line) else None
 
 
 def _line(path: Path) -> str | None:

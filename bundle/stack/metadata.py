@@ -5,6 +5,7 @@ are not installed, so whatever asks it after MindSpeed was imported is told a st
 """
 
 import json
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -35,12 +36,12 @@ def distributions(paths: Iterable[Path]) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for path in paths:
         try:
-            entries = sorted(path.iterdir())
+            names = sorted(os.listdir(path))  # noqa: PTH208 - a Path of each of thousands of names is slow
         except OSError:
             continue
-        for entry in entries:
-            if entry.suffix in (".dist-info", ".egg-info"):
-                found.setdefault(normalised(entry.stem.partition("-")[0]), entry)
+        for name in names:
+            if name.endswith((".dist-info", ".egg-info")):
+                found.setdefault(normalised(name[: -len(".dist-info")].partition("-")[0]), path / name)
     return found
 
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from bundle.distributed import parent, stopping, store, watchdog, world
 from bundle.errors import Preempted
 from bundle.launchers import outcomes
-from bundle.rendezvous import Rendezvous, discover
+from bundle.rendezvous import Rendezvous
+from bundle.rendezvous.discovery import discover
 
 
 def listeners() -> str:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from bundle.launchers import local, process
-from bundle.rendezvous import discover
+from bundle.rendezvous.discovery import discover
 
 if __name__ == "__main__":
     logs, module, *arguments = sys.argv[1:]

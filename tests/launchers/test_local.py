@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from bundle.launchers import local
 from bundle.launchers.command import Command
-from bundle.rendezvous import Rendezvous, discover
+from bundle.rendezvous import Rendezvous
+from bundle.rendezvous.discovery import discover
 
 GOLDEN = Path(__file__).parent / "golden"
 ONE = discover({})

@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from packaging.specifiers import SpecifierSet
 
 from bundle.stack import Stack, detect, search_path, versions
 
@@ -98,3 +101,22 @@ def test_a_lie_through_importlib_metadata_is_not_believed(tmp_path: Path, monkey
 )
 def test_ranges_are_read_on_the_base_version(version: str, specifier: str, inside: bool | None):
     assert versions.within(version, specifier) is inside
+
+
+NUMBERS = st.lists(st.integers(0, 3), min_size=1, max_size=4).map(lambda parts: ".".join(map(str, parts)))
+CLAUSES = st.one_of(
+    st.tuples(st.sampled_from(["<", "<=", ">", ">=", "==", "!="]), NUMBERS),
+    st.tuples(st.sampled_from(["==", "!="]), NUMBERS.map("{}.*".format)),
+).map("".join)
+
+
+@given(number=NUMBERS, clauses=st.lists(CLAUSES, max_size=3))
+def test_ranges_mean_what_packaging_says(number: str, clauses: list[str]):
+    specifier = ", ".join(clauses)
+    assert versions.within(number, specifier) is SpecifierSet(specifier).contains(number)
+
+
+@pytest.mark.parametrize("specifier", ["~=0.17", "0.17", ">=new"])
+def test_a_range_that_is_not_read_is_not_passed_over(specifier: str):
+    with pytest.raises(ValueError, match="is no range that we read"):
+        versions.within("0.17.0", specifier)
