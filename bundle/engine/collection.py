@@ -19,7 +19,7 @@ def collect(
     number of micro-batches: the context-parallel ranks exchange their parts, the last stage tells the others.
     """
     sizes = [micro_batch.ids.numel() for micro_batch in micro_batches]
-    both = torch.empty(groups.cp.size, 2, sum(sizes), device=device)
+    both = torch.empty(groups.cp.size * 2, sum(sizes), device=device)
     if seen:
         parts = [torch.stack((one.log_probs, one.entropy)).flatten(1) for one in seen]
         dist.all_gather_into_tensor(both.flatten(0, 1), torch.cat(parts, 1), group=groups.cp.group)
@@ -30,7 +30,7 @@ def collect(
     found = []
     for micro_batch, part in zip(micro_batches, both.split(sizes, -1), strict=True):
         rows, columns = micro_batch.ids.shape
-        log_probs, entropy = part.unbind(1)
+        log_probs, entropy = part.unflatten(0, (-1, 2)).unbind(1)
         shape = groups.cp.size * rows, columns
         found.append(
             Scores(micro_batch.whole(log_probs.reshape(shape)), micro_batch.whole(entropy.reshape(shape)))

@@ -48,10 +48,13 @@ class Engine:
             self.optimizer = optimization.optimizer(recipe, self.chunks)
             self.scheduler = optimization.schedule(recipe, self.optimizer)
         self.replay = RouterReplay(recipe, self.models, groups)
+        mtp = recipe.model.mtp
+        if mtp.detached:
+            prediction.detach(self.models[-1], trunk=mtp.detach_trunk, embeddings=mtp.detach_embeddings)
         self._tap = LossTap(
             self.models[-1],
             depths=recipe.architecture.mtp_layers,
-            scale=recipe.model.mtp.loss_scale,
+            scale=mtp.loss_scale,
             tp_group=groups.tp.group,
             device=device,
         )

@@ -1,9 +1,11 @@
-"""Multi-token prediction on a bare GPTModel: leaving it out of a forward pass."""
+"""Multi-token prediction of a bare GPTModel: left out of a forward pass, or detached from the rest."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor
 
 
 @contextmanager
@@ -19,3 +21,86 @@ def left_out(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         model.mtp_process, config.mtp_num_layers = before
+
+
+def detach(model: torch.nn.Module, *, trunk: bool, embeddings: bool) -> None:
+    """Keeps the gradient of the MTP losses out of the trunk below, or of both embeddings (input and output).
+
+    In every release (0.19 has an option for both at once). On stages without MTP there is nothing to do.
+    """
+    block = getattr(model, "mtp", None)
+    if block is None:
+        return
+    forward, later = block.forward, _LaterRows()
+
+    def detached(*args: Any, hidden_states: Tensor, embedding: Any, **keywords: Any) -> Tensor:
+        given = {"hidden_states": hidden_states, "embedding": embedding, **keywords}
+        if embeddings:
+            given["embedding"] = lambda *a, **k: _Still.apply(embedding(*a, **k))
+            if "output_layer" in given:  # to 0.13 the block itself calls the head
+                given["output_weight"] = _fixed(given["output_layer"], given.get("output_weight"))
+        if trunk:
+            given["hidden_states"] = _Still.apply(hidden_states)
+        result: Tensor = forward(*args, **given)
+        if trunk:
+            result = _Joined.apply(hidden_states, result)
+        later.remember(result, hidden_states.numel())
+        return result
+
+    def head(layer: torch.nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        if not later.contain(args[0]):
+            return None
+        return args, {**keywords, "weight": _fixed(layer, keywords.get("weight"))}
+
+    block.forward = detached
+    if embeddings:
+        model.output_layer.register_forward_pre_hook(head, with_kwargs=True)
+
+
+def _fixed(layer: torch.nn.Module, weight: Tensor | None) -> Tensor:
+    """The head's weight (its own, or the embedding's if tied) as a constant."""
+    fixed: Tensor = (layer.weight if weight is None else weight).detach()
+    return fixed
+
+
+class _LaterRows:
+    """What the block returns from 0.14 on: rows of the trunk, then those of each depth, cut by the model."""
+
+    def __init__(self) -> None:
+        self._storage, self._first = -1, 0
+
+    def remember(self, result: Tensor, first: int) -> None:
+        self._storage, self._first = result.untyped_storage().data_ptr(), first
+
+    def contain(self, rows: Tensor) -> bool:
+        here = rows.untyped_storage().data_ptr() == self._storage
+        return bool(here and rows.storage_offset() >= self._first)
+
+
+class _Still(torch.autograd.Function):
+    """The same tensor; its gradient is zero.
+
+    Not `detach`: a recomputed layer needs an input with a gradient, and megatron's data-parallel wrapper
+    waits for one of every weight, also of the last stage's copy of the embedding, which only MTP reads.
+    """
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.zeros_like(gradient)
+
+
+class _Joined(torch.autograd.Function):
+    """`result`, whose first rows are `hidden`: the gradient of those goes to `hidden` too."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, result: Tensor) -> Tensor:
+        ctx.rows = hidden.shape[0]
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient[: ctx.rows], gradient

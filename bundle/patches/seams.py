@@ -25,9 +25,23 @@ SEAMS = (
     Seam(
         id="mtp-block",
         targets=(f"{_MTP}:MultiTokenPredictionBlock.forward",),
-        use="wrapped on the model where MTP is detached from the trunk",
+        use="wrapped on the model by mcore where MTP is detached from the rest",
         why="It takes hidden states and an embedding by keyword, in every release.",
         when=frozenset({"mtp", "mtp-detached"}),
+    ),
+    Seam(
+        id="mtp-head",
+        targets=("megatron.core.tensor_parallel.layers:ColumnParallelLinear.forward",),
+        use="hooked on the model's output layer by mcore where MTP is detached from the embeddings",
+        why="It takes a weight by keyword, also where it has its own.",
+        when=frozenset({"mtp", "mtp-detached"}),
+    ),
+    Seam(
+        id="mtp-switch",
+        targets=(f"{_GPT}.__init__",),
+        use="its attribute mtp_process is set by mcore for a forward pass without MTP",
+        why="With config.mtp_num_layers it decides whether MTP layers run.",
+        when=frozenset({"mtp"}),
     ),
     Seam(
         id="mtp-tracker",

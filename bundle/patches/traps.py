@@ -46,14 +46,6 @@ TRAPS = (
         instead="Use overlap_p2p_comm without batch_p2p_comm.",
     ),
     Trap(
-        id="overlap-detached-mtp",
-        range="<0.16",
-        when=frozenset({"overlap-grad-reduce", "mtp", "mtp-detached", "pp"}),
-        why="The last stage's copy of the embedding gets no gradient and its bucket is never sent: a hang.",
-        cause="param_and_grad_buffer.finish_grad_sync asserts that every bucket was issued; measured to 0.15",
-        instead="Set distributed.overlap_grad_reduce or model.mtp.detach to false, or use 0.16 or later.",
-    ),
-    Trap(
         id="overlap-tied-mtp",
         range="<0.16",
         when=frozenset({"overlap-grad-reduce", "mtp", "tied-embeddings", "pp"}),

@@ -28,7 +28,7 @@ def features(recipe: "Recipe") -> frozenset[str]:
         "router-replay": moe and model.router_replay,
         "expert-bias": architecture.moe is not None and architecture.moe.expert_bias,
         "mtp": mtp,
-        "mtp-detached": mtp and model.mtp.detach,
+        "mtp-detached": mtp and model.mtp.detached,
         "packed": recipe.data.packed,
         "tp": parallel.tp > 1,
         "sp": parallel.sequence_parallel,

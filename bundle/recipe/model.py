@@ -66,9 +66,17 @@ class MTP:
     loss_scale: NotNegative = key(
         default=0.1, description="Weight of the MTP losses in the total (shared by the depths)."
     )
-    detach: bool = key(
-        default=False, description="Keep the MTP loss out of the trunk, the embedding and the output layer."
+    detach_trunk: bool = key(
+        default=False, description="Keep the gradient of the MTP losses out of the layers below."
     )
+    detach_embeddings: bool = key(
+        default=False, description="Keep it out of the word embedding and the output layer."
+    )
+
+    @property
+    def detached(self) -> bool:
+        """Whether the MTP losses leave any part of the model alone."""
+        return self.detach_trunk or self.detach_embeddings
 
 
 @section

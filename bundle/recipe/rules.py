@@ -98,8 +98,9 @@ def _sequences(recipe: Recipe) -> Iterator[Violation]:
 
 def _prediction(recipe: Recipe) -> Iterator[Violation]:
     depth = recipe.architecture.mtp_layers
-    if recipe.model.mtp.detach and not depth:
-        yield "model.mtp.detach", "the model has no MTP layers to detach"
+    for key in ("detach_trunk", "detach_embeddings"):
+        if getattr(recipe.model.mtp, key) and not depth:
+            yield f"model.mtp.{key}", "the model has no MTP layers to detach"
     if depth >= recipe.data.sequence_length:
         yield (
             "model.mtp.layers",

@@ -24,7 +24,7 @@ BROKEN = [
     ("demo", ["parallel.tp=2", "parallel.sequence_parallel=false"], "megatron-core refuses"),
     ("demo", ["parallel.etp=3"], "does not divide moe_intermediate_size"),
     ("demo", ["model.config.vocab_size=257"], "at least 258"),
-    ("demo", ["model.mtp.detach=true", "model.mtp.layers=0"], "no MTP layers"),
+    ("demo", ["model.mtp.detach_trunk=true", "model.mtp.layers=0"], "no MTP layers"),
     ("demo", ["model.attention=flash"], "no fp32"),
     ("demo", ["data.template=chat"], "no chat template"),
     ("demo", ["optimizer.min_lr=1.0"], "exceeds lr"),
@@ -78,7 +78,7 @@ def test_features_name_what_patches_ask_for():
     assert {"tp", "sp"} <= load("qwen3-tp2-sp").features
     assert {"pp", "vpp"} <= load("qwen3-pp2-vpp2").features
     changed = load(
-        "demo", ["model.mtp.detach=true", "model.recompute={granularity: selective}", "parallel.tp=2"]
+        "demo", ["model.mtp.detach_trunk=true", "model.recompute={granularity: selective}", "parallel.tp=2"]
     )
     assert {"mtp-detached", "recompute-selective", "etp", "tp", "sp"} <= changed.features
     assert "mtp" not in load("demo", ["model.mtp.layers=0"]).features

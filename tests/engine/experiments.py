@@ -1,0 +1,155 @@
+"""How far an engine is from `reference` in one layout: losses, log-probs, entropies and every gradient."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bundle.engine import Engine, MicroBatch, Scores
+from bundle.engine.microbatch import from_packing, from_rows
+from bundle.mcore import groups
+from bundle.models import naming
+from bundle.recipe import Recipe
+from bundle.sequences.alignment import Alignment
+from bundle.sequences.packing import Packing
+from bundle.verification.bench import Bench
+from bundle.verification.numbers import Numbers, gap
+from bundle.verification.tiny import DENSE, EXPERTS, LATENT
+from tests.engine.reference import ENTROPY, Text, computed, texts
+
+UNEVEN, EVEN = (12, 23, 6, 17), (24, 24, 24, 24)
+MODELS = {
+    "dense": DENSE,
+    "gqa": DENSE | {"num_key_value_heads": 2},
+    "mla": LATENT,
+    "moe": EXPERTS,
+}
+
+
+def recipe(config: dict, parallel: dict[str, int], *, packed: bool, **mtp: Any) -> Recipe:
+    """The job of a tiny model."""
+    return Recipe.model_validate(
+        {
+            "name": "engine",
+            "model": {"config": config, "dtype": "fp32", "mtp": {"layers": 0, **mtp}},
+            "parallel": parallel,
+            "data": {"source": "text", "path": ["none"], "sequence_length": 128, "packed": packed},
+            "train": {"steps": 2, "global_batch_size": 8},
+            "optimizer": {"lr": 1e-2, "warmup_steps": 0},
+        }
+    )
+
+
+@contextlib.contextmanager
+def engine(bench: Bench, job: Recipe) -> Iterator[Engine]:
+    """An engine in the layout of the job, which is forgotten afterwards."""
+    sizes = job.parallel
+    made = groups.initialize(
+        tp=sizes.tp,
+        pp=sizes.pp,
+        vpp=sizes.vpp,
+        cp=sizes.cp,
+        ep=sizes.ep,
+        etp=sizes.etp,
+        seed=1,
+        timeout_seconds=bench.timeout_seconds,
+    )
+    try:
+        yield Engine(job, bench.runtime, made, bench.device)
+    finally:
+        groups.destroy()
+
+
+def micro_batches(of: Engine, sequences: list[Text], form: str, mean: str) -> list[MicroBatch]:
+    """Two sequences each: packed (thd), padded to rows (bshd), or rows as they are; this data rank's part."""
+    cp, dp = of.groups.cp, of.groups.dp
+    depths = of.recipe.architecture.mtp_layers
+    pairs = [sequences[i : i + 2] for i in range(0, len(sequences), 2)]
+    return [_micro_batch(of, pair, form, mean, depths, cp) for pair in pairs[dp.rank :: dp.size]]
+
+
+def _micro_batch(of: Engine, pair: list[Text], form: str, mean: str, depths: int, cp: Any) -> MicroBatch:
+    fields = (
+        [text.tokens[:-1] for text in pair],
+        [text.tokens[1:] for text in pair],
+        [text.mask for text in pair],
+        [text.advantages for text in pair],
+    )
+    temperatures = torch.tensor([text.temperature for text in pair])
+    options: dict[str, Any] = {"mtp_layers": depths, "mean": mean, "temperatures": temperatures}
+    if form == "rows":
+        ids, labels, mask, advantages = (torch.stack(each) for each in fields)
+        options |= {"cp": cp.size, "rank": cp.rank, "values": {"advantages": advantages}}
+        return from_rows(ids, labels, mask, **options)
+    ids, labels, mask, advantages = (torch.cat(each) for each in fields)
+    alignment = Alignment(
+        form, tp=of.groups.tp.size, cp=cp.size, sequence_parallel=of.recipe.parallel.sequence_parallel
+    )
+    # One length for all: pipeline stages exchange activations of one shape. There is a tail.
+    length = 64 if form == "thd" else 24
+    packing = Packing.of([len(text.mask) for text in pair], alignment, rank=cp.rank, length=length)
+    return from_packing(ids, labels, mask, packing, values={"advantages": advantages}, **options)
+
+
+def compare(
+    bench: Bench,
+    model: str,
+    parallel: dict[str, int],
+    *,
+    form: str = "thd",
+    mean: str = "token",
+    depths: int = 0,
+    objective: bool = False,
+) -> float:
+    """The largest relative distance of a forward and backward pass from the reference."""
+    sequences = texts(EVEN if form == "rows" else UNEVEN)
+    config = MODELS[model] | ({"num_hidden_layers": 4} if "vpp" in parallel else {})
+    wanted = computed(bench, config, sequences, depths=depths, mean=mean, objective=objective)
+    job = recipe(config, parallel, packed=form == "thd", layers=depths)
+
+    def loss(micro_batch: MicroBatch, scores: Scores) -> torch.Tensor:
+        return -micro_batch.values["advantages"] * scores.log_probs - ENTROPY * scores.entropy
+
+    with engine(bench, job) as made:
+        batches = micro_batches(made, sequences, form, mean)
+        seen = scored(made, batches, sequences) if objective else {}
+        made.forward_backward(batches, loss if objective else None)
+        losses = made.take_losses()
+        for k, value in enumerate((losses.main, *losses.mtp)):
+            seen[f"loss {k}"] = torch.tensor(value, dtype=torch.float64)
+        here = gradients(made)
+        expected = {
+            name: whole if name not in here else here[name][1](whole) for name, whole in wanted.items()
+        }
+        seen |= {name: gradient for name, (gradient, _) in here.items()}
+        return gap(seen, {name: expected[name] for name in seen})
+
+
+def scored(of: Engine, batches: list[MicroBatch], sequences: list[Text]) -> Numbers:
+    """What `log_probs` says of each of this data rank's sequences."""
+    dp, found = of.groups.dp, {}
+    for number, scores in enumerate(of.log_probs(batches)):
+        first = 2 * (dp.rank + number * dp.size)
+        sizes = [len(text.mask) for text in sequences[first : first + 2]]
+        for i, parts in enumerate(
+            zip(scores.log_probs.flatten().split(sizes), scores.entropy.flatten().split(sizes), strict=True)
+        ):
+            found |= {f"log-probs {first + i}": parts[0].double(), f"entropy {first + i}": parts[1].double()}
+    return found
+
+
+def gradients(of: Engine) -> dict[str, tuple[torch.Tensor, Any]]:
+    """This rank's gradients by name, after the reduction, and what takes this rank's part of a whole one."""
+    for part in of.chunks:
+        for buffer in (*part.buffers, *part.expert_parallel_buffers):
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:  # a rank has reduced its own share of each bucket only
+                share = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, share, group=group)
+    return {
+        named.name: (named.parameter.main_grad, named.shard.of if named.shard else lambda whole: whole)
+        for chunk in of.models
+        for named in naming.parameters(chunk, of.groups)
+    }
