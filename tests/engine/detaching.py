@@ -2,6 +2,7 @@
 
 import torch
 
+from bundle.recipe.model import Recompute
 from bundle.verification.bench import Bench
 from bundle.verification.numbers import Numbers, gap
 from bundle.verification.tiny import DENSE
@@ -46,3 +47,17 @@ def detached(
 
 def _differs(whole: Numbers, alone: Numbers, names: list[str]) -> bool:
     return all(not torch.allclose(whole[name], alone[name], rtol=1e-3, atol=0) for name in names)
+
+
+def everything(bench: Bench) -> float:
+    """Each option by itself, both, and both where the last stage holds a copy of the embedding."""
+    layouts: tuple[dict[str, int], ...] = ({"cp": 2}, {"pp": 2})
+    single = [detached(bench, {}, trunk=trunk, embeddings=not trunk) for trunk in (True, False)]
+    both = [detached(bench, layout) for layout in layouts]
+    tied = detached(bench, {"pp": 2}, tied=True)
+    return max(*single, *both, tied)
+
+
+def recomputed(bench: Bench) -> float:
+    """Under full recomputation, where a layer without an input that has a gradient gets none itself."""
+    return detached(bench, {}, recompute=Recompute(granularity="full", method="uniform", layers=1))

@@ -1,6 +1,7 @@
 """How far an engine is from `reference` in one layout: losses, log-probs, entropies and every gradient."""
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,11 +13,12 @@ from bundle.engine.microbatch import from_packing, from_rows
 from bundle.mcore import groups
 from bundle.models import naming
 from bundle.recipe import Recipe
-from bundle.sequences.alignment import Alignment
+from bundle.sequences.alignment import Alignment, Layout
 from bundle.sequences.packing import Packing
 from bundle.verification.bench import Bench
 from bundle.verification.numbers import Numbers, gap
 from bundle.verification.tiny import DENSE, EXPERTS, LATENT
+from tests.engine.cells import AGREES, GROUPS, Cell
 from tests.engine.reference import ENTROPY, Text, computed, texts
 
 UNEVEN, EVEN = (12, 23, 6, 17), (24, 24, 24, 24)
@@ -84,8 +86,9 @@ def _micro_batch(of: Engine, pair: list[Text], form: str, mean: str, depths: int
         options |= {"cp": cp.size, "rank": cp.rank, "values": {"advantages": advantages}}
         return from_rows(ids, labels, mask, **options)
     ids, labels, mask, advantages = (torch.cat(each) for each in fields)
+    layout: Layout = "thd" if form == "thd" else "bshd"
     alignment = Alignment(
-        form, tp=of.groups.tp.size, cp=cp.size, sequence_parallel=of.recipe.parallel.sequence_parallel
+        layout, tp=of.groups.tp.size, cp=cp.size, sequence_parallel=of.recipe.parallel.sequence_parallel
     )
     # One length for all: pipeline stages exchange activations of one shape. There is a tail.
     length = 64 if form == "thd" else 24
@@ -93,29 +96,20 @@ def _micro_batch(of: Engine, pair: list[Text], form: str, mean: str, depths: int
     return from_packing(ids, labels, mask, packing, values={"advantages": advantages}, **options)
 
 
-def compare(
-    bench: Bench,
-    model: str,
-    parallel: dict[str, int],
-    *,
-    form: str = "thd",
-    mean: str = "token",
-    depths: int = 0,
-    objective: bool = False,
-) -> float:
+def compare(bench: Bench, cell: Cell) -> float:
     """The largest relative distance of a forward and backward pass from the reference."""
-    sequences = texts(EVEN if form == "rows" else UNEVEN)
-    config = MODELS[model] | ({"num_hidden_layers": 4} if "vpp" in parallel else {})
-    wanted = computed(bench, config, sequences, depths=depths, mean=mean, objective=objective)
-    job = recipe(config, parallel, packed=form == "thd", layers=depths)
+    sequences = texts(EVEN if cell.form == "rows" else UNEVEN)
+    config = tuple((MODELS[cell.model] | ({"num_hidden_layers": 4} if "vpp" in cell.sizes else {})).items())
+    wanted = _reference(bench, config, cell.form == "rows", cell.depths, cell.mean, cell.objective)
+    job = recipe(dict(config), cell.sizes, packed=cell.form == "thd", layers=cell.depths)
 
     def loss(micro_batch: MicroBatch, scores: Scores) -> torch.Tensor:
         return -micro_batch.values["advantages"] * scores.log_probs - ENTROPY * scores.entropy
 
     with engine(bench, job) as made:
-        batches = micro_batches(made, sequences, form, mean)
-        seen = scored(made, batches, sequences) if objective else {}
-        made.forward_backward(batches, loss if objective else None)
+        batches = micro_batches(made, sequences, cell.form, cell.mean)
+        seen = scored(made, batches, sequences) if cell.objective else {}
+        made.forward_backward(batches, loss if cell.objective else None)
         losses = made.take_losses()
         for k, value in enumerate((losses.main, *losses.mtp)):
             seen[f"loss {k}"] = torch.tensor(value, dtype=torch.float64)
@@ -127,9 +121,19 @@ def compare(
         return gap(seen, {name: expected[name] for name in seen})
 
 
+@functools.cache
+def _reference(
+    bench: Bench, config: tuple[Any, ...], even: bool, depths: int, mean: str, objective: bool
+) -> Numbers:
+    """Computed once for all layouts that are compared with it in one process."""
+    sequences = texts(EVEN if even else UNEVEN)
+    return computed(bench, dict(config), sequences, depths=depths, mean=mean, objective=objective)
+
+
 def scored(of: Engine, batches: list[MicroBatch], sequences: list[Text]) -> Numbers:
     """What `log_probs` says of each of this data rank's sequences."""
-    dp, found = of.groups.dp, {}
+    dp = of.groups.dp
+    found: Numbers = {}
     for number, scores in enumerate(of.log_probs(batches)):
         first = 2 * (dp.rank + number * dp.size)
         sizes = [len(text.mask) for text in sequences[first : first + 2]]
@@ -148,8 +152,25 @@ def gradients(of: Engine) -> dict[str, tuple[torch.Tensor, Any]]:
             for bucket in buffer.buckets:  # a rank has reduced its own share of each bucket only
                 share = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, share, group=group)
-    return {
-        named.name: (named.parameter.main_grad, named.shard.of if named.shard else lambda whole: whole)
-        for chunk in of.models
-        for named in naming.parameters(chunk, of.groups)
-    }
+    found: dict[str, tuple[torch.Tensor, Any]] = {}
+    for chunk in of.models:
+        for named in naming.parameters(chunk, of.groups):
+            part = named.shard.of if named.shard else lambda whole: whole
+            # Of two with one name (tied, on the last stage) the second, the head's own, is not used.
+            found.setdefault(named.name, (named.parameter.main_grad, part))
+    return found
+
+
+def worst(bench: Bench, cells: tuple[Cell, ...]) -> float:
+    """The largest distance of these cells; an error that names them if some are too far."""
+    gaps = {cell: compare(bench, cell) for cell in cells}
+    wrong = [f"{cell}: {distance:.1e}" for cell, distance in gaps.items() if not distance <= AGREES]
+    assert not wrong, "; ".join(wrong)
+    return max(gaps.values())
+
+
+def __getattr__(name: str) -> Any:
+    """The measurement of a group of cells, by the group's name."""
+    if name in GROUPS:
+        return functools.partial(worst, cells=GROUPS[name])
+    raise AttributeError(name)

@@ -1,4 +1,4 @@
-"""What an engine should compute, written down plainly: one unpacked sequence at a time, one rank, float64 sums."""
+"""What an engine should compute, written plainly: one unpacked sequence at a time, on one rank."""
 
 from dataclasses import dataclass
 
@@ -58,7 +58,8 @@ def computed(
     """Losses, scores of each sequence and every gradient of the whole model."""
     sums = torch.zeros(1 + depths, dtype=torch.float64)
     weights = torch.zeros(1 + depths, dtype=torch.float64)
-    total, found = torch.zeros((), dtype=torch.float64), {}
+    total = torch.zeros((), dtype=torch.float64)
+    found: Numbers = {}
     learned = sum(float(text.mask.sum()) for text in sequences)
     divisor = learned if mean == "token" else sum(float(text.mask.any()) for text in sequences)
     with bench.layout() as groups:

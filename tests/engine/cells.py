@@ -1,0 +1,66 @@
+"""What is compared: a tiny model in a layout of two ranks, with its input in some form."""
+
+from dataclasses import dataclass
+
+AGREES = 1e-5  # relative to the largest number of each tensor
+
+
+@dataclass(frozen=True)
+class Cell:
+    """`model` names one of experiments.MODELS; without sizes the two ranks are data parallel.
+
+    `form`: thd (packed, with padding and a tail), bshd (padded to one length), rows (of one length).
+    """
+
+    model: str
+    layout: str = ""  # "tp", "cp", "pp vpp": each of size 2
+    form: str = "thd"
+    depths: int = 0
+    mean: str = "token"
+    objective: bool = False
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The recipe's section `parallel`."""
+        return dict.fromkeys(self.layout.split(), 2)
+
+
+def _cross(model: str, depths: int = 0) -> tuple[Cell, ...]:
+    return tuple(Cell(model, layout, depths=depths) for layout in ("", "tp", "cp"))
+
+
+GROUPS = {
+    # packed = unpacked: every model in every layout
+    "dense": _cross("dense"),
+    "gqa": _cross("gqa"),
+    "mla": _cross("mla"),
+    "moe": _cross("moe"),
+    "mtp": _cross("dense", depths=2),
+    # .. and each pair of a model and a layout once or more
+    "pairs": (
+        Cell("dense", "tp"),
+        Cell("dense", "cp"),
+        Cell("gqa", ""),
+        Cell("gqa", "cp"),
+        Cell("mla", "tp"),
+        Cell("mla", "cp"),
+        Cell("moe", ""),
+        Cell("moe", "tp"),
+    ),
+    "mtp pairs": (Cell("dense", "tp", depths=1), Cell("dense", "cp", depths=2)),
+    # multi-token prediction over ranks, for both means
+    "means": (
+        Cell("dense", "cp", "rows", depths=2),
+        Cell("dense", "cp", "rows", depths=2, mean="sequence"),
+        Cell("dense", "", "bshd", depths=2, mean="sequence"),
+    ),
+    "packed means": (Cell("dense", "cp", depths=2, mean="sequence"),),
+    # log-probs, entropies, and an objective in the place of the main loss, beside the MTP losses
+    "scores": (
+        Cell("dense", "tp", "bshd", depths=1, objective=True),
+        Cell("dense", "cp", "bshd", depths=1, mean="sequence", objective=True),
+        Cell("dense", "pp", "bshd", depths=1, objective=True),
+        Cell("dense", "pp vpp", "rows", depths=1, objective=True),
+    ),
+    "packed scores": (Cell("dense", "cp", depths=1, objective=True),),
+}

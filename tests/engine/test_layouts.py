@@ -1,0 +1,73 @@
+"""One engine in every layout, packed or not: the numbers of `reference`, here and in other releases."""
+
+from importlib.metadata import version as installed_version
+from pathlib import Path
+
+import pytest
+
+from bundle.stack import versions
+from bundle.verification.observing import observe
+from bundle.verification.orders import Order
+from bundle.verification.result import Observation
+from bundle.verification.verifying import decide, everything
+from tests.engine.cells import AGREES, GROUPS
+from tests.matrix.test_layouts import newest_of_each_minor
+
+CELLS, DETACHING = "tests.engine.experiments", "tests.engine.detaching"
+DEFAULT = (
+    *(f"{CELLS}:{name}" for name in GROUPS if "pairs" not in name),
+    f"{DETACHING}:everything",
+    f"{DETACHING}:recomputed",
+)
+OTHERS = (
+    *(
+        f"{CELLS}:{name}"
+        for name in ("pairs", "mtp pairs", "means", "packed means", "scores", "packed scores")
+    ),
+    f"{DETACHING}:everything",
+    f"{DETACHING}:recomputed",
+)
+PACKED_PREDICTION = ("mtp", "mtp pairs", "packed means", "packed scores")
+
+
+def measured(names: tuple[str, ...], tree: Path | None) -> dict[str, list[Observation]]:
+    """What both ranks saw of each measurement, with all patches that the release needs."""
+    found = decide("cpu", tree)
+    ids = tuple(decision.id for decision in found.applied)
+    orders = [Order(number, name, 2, 90, ids) for number, name in enumerate(names)]
+    seen = observe(orders, everything(found), backend="cpu", root=found.subject.root)
+    return dict(zip(names, seen, strict=True))
+
+
+def wrong(seen: dict[str, list[Observation]]) -> dict[str, list[str]]:
+    """The measurements in which a rank does not agree with the reference."""
+    return {
+        name: list(map(str, ranks))
+        for name, ranks in seen.items()
+        if not all(one.gap is not None and one.gap <= AGREES for one in ranks)
+    }
+
+
+def possible(names: tuple[str, ...], release: str) -> tuple[str, ...]:
+    """Without what the release has as a known trap: prediction in packs, and over tensor-parallel ranks."""
+    if versions.within(release, "<0.16"):
+        names = tuple(name for name in names if name.partition(":")[2] not in PACKED_PREDICTION)
+    if versions.within(release, "<0.13"):
+        names = tuple(name for name in names if name != f"{CELLS}:scores")
+    return names
+
+
+@pytest.mark.world
+def test_default_release():
+    pytest.importorskip("megatron.core")
+    assert not wrong(measured(possible(DEFAULT, installed_version("megatron-core")), None))
+
+
+@pytest.mark.matrix
+@pytest.mark.world
+def test_every_minor(release_trees):
+    found = {}
+    for release in newest_of_each_minor(release_trees):
+        if bad := wrong(measured(possible(OTHERS, release), release_trees[release])):
+            found[release] = bad
+    assert not found
