@@ -2,7 +2,6 @@
 
 import torch
 
-from bundle.recipe.model import Recompute
 from bundle.verification.bench import Bench
 from bundle.verification.numbers import Numbers, gap
 from bundle.verification.tiny import DENSE
@@ -13,20 +12,30 @@ DEPTHS = 2
 
 
 def detached(
-    bench: Bench, parallel: dict[str, int], *, trunk: bool = True, embeddings: bool = True, **model
+    bench: Bench,
+    parallel: dict[str, int],
+    *,
+    trunk: bool = True,
+    embeddings: bool = True,
+    tied: bool = False,
+    recompute: dict | None = None,
 ) -> float:
     """The largest distance of any gradient from what it should be; infinite if nothing was detached.
 
     Of the parts that are detached: from that of the main loss alone. Of the MTP layers: from that of all
     losses. The other parts are compared where their gradient does not pass through a detached one.
     """
-    tied = model.pop("tied", False)
     config = DENSE | {"tie_word_embeddings": tied}
     whole, alone = (computed(bench, config, texts(EVEN), depths=DEPTHS, scale=scale) for scale in (0.1, 0.0))
     job = recipe(
-        config, parallel, packed=False, layers=DEPTHS, detach_trunk=trunk, detach_embeddings=embeddings
+        config,
+        parallel,
+        packed=False,
+        recompute=recompute,
+        layers=DEPTHS,
+        detach_trunk=trunk,
+        detach_embeddings=embeddings,
     )
-    job = job.model_copy(update={"model": job.model.model_copy(update=model)})
     expected = {name: value for name, value in whole.items() if name.startswith("mtp.")}
     if trunk:
         expected |= {name: value for name, value in alone.items() if name.startswith("decoder.")}
@@ -60,4 +69,4 @@ def everything(bench: Bench) -> float:
 
 def recomputed(bench: Bench) -> float:
     """Under full recomputation, where a layer without an input that has a gradient gets none itself."""
-    return detached(bench, {}, recompute=Recompute(granularity="full", method="uniform", layers=1))
+    return detached(bench, {}, recompute={"granularity": "full"})

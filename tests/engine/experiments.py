@@ -13,6 +13,7 @@ from bundle.engine.microbatch import from_packing, from_rows
 from bundle.mcore import groups
 from bundle.models import naming
 from bundle.recipe import Recipe
+from bundle.recipe.validation import validated
 from bundle.sequences.alignment import Alignment, Layout
 from bundle.sequences.packing import Packing
 from bundle.verification.bench import Bench
@@ -30,17 +31,25 @@ MODELS = {
 }
 
 
-def recipe(config: dict, parallel: dict[str, int], *, packed: bool, **mtp: Any) -> Recipe:
+def recipe(
+    config: dict, parallel: dict[str, int], *, packed: bool, recompute: dict | None = None, **mtp: Any
+) -> Recipe:
     """The job of a tiny model."""
-    return Recipe.model_validate(
+    return validated(
+        Recipe,
         {
             "name": "engine",
-            "model": {"config": config, "dtype": "fp32", "mtp": {"layers": 0, **mtp}},
+            "model": {
+                "config": config,
+                "dtype": "fp32",
+                "recompute": recompute,
+                "mtp": {"layers": 0, **mtp},
+            },
             "parallel": parallel,
             "data": {"source": "text", "path": ["none"], "sequence_length": 128, "packed": packed},
             "train": {"steps": 2, "global_batch_size": 8},
             "optimizer": {"lr": 1e-2, "warmup_steps": 0},
-        }
+        },
     )
 
 
