@@ -85,9 +85,9 @@ CURVES = (
     Case("fp32 yarn packed", "demo", (*_DEMO, *_YARN, *_PACKED), cuda=2, cpu=2),
     Case("fp32 gqa", "qwen3-cp2-packed", _QWEN, cuda=5, cpu=5),
     Case("bf16 gqa", "qwen3-cp2-packed", (*_QWEN, *_BF16), cuda=60, cpu=5),
-    Case("delayed", "demo", (*_DEMO, *_fp8("delayed")), cuda=60),
-    Case("tensorwise", "demo", (*_DEMO, *_fp8("tensorwise")), cuda=60),
-    Case("blockwise", "demo", (*_DEMO, *_fp8("blockwise")), cuda=60),
+    Case("delayed", "demo", (*_DEMO, *_fp8("delayed")), cuda=60, cpu=5),
+    Case("tensorwise", "demo", (*_DEMO, *_fp8("tensorwise")), cuda=60, cpu=5),
+    Case("blockwise", "demo", (*_DEMO, *_fp8("blockwise")), cuda=60, cpu=5),
     Case("blockwise packed", "demo", (*_DEMO, *_fp8("blockwise"), *_PACKED), cuda=60),
     Case("blockwise gqa", "qwen3-cp2-packed", (*_QWEN, *_fp8("blockwise")), cuda=60),
     Case(

@@ -119,6 +119,7 @@ _QUANTISED = {
     "blockwise packed": "bf16 packed",
     "blockwise gqa": "bf16 gqa",
 }
+_EMULATED = ("delayed", "tensorwise", "blockwise")
 _EXACT = ("fp32", "fp32 gqa", "fp32 yarn", "fp32 yarn packed")
 _LAYOUTS = ("fp32 tp2", "fp32 tp2 etp1 ep2", "fp32 ep2", "fp32 pp2")
 
@@ -129,6 +130,8 @@ CLAIMS: tuple[Claim, ...] = (
     *(Near(run, f"{run} on cpu", steps=2, nats=0.01) for run in _TRAINED),
     # Afterwards the loss falls over a ledge, a little earlier in one run than in the other.
     *(Near(run, reference, steps=15, nats=0.1) for run, reference in _QUANTISED.items()),
+    *(Near(f"{run} on cpu", "bf16 on cpu", steps=5, nats=0.1) for run in _EMULATED),
+    *(Near(run, f"{run} on cpu", steps=2, nats=0.1) for run in _EMULATED),
     Far("blockwise, first weights kept", "bf16", steps=15, nats=0.5),
     *(Near(run, "fp32", steps=5, nats=0.001) for run in _LAYOUTS),
     *(SameGradient(run, "fp32", 1e-4) for run in _LAYOUTS),
