@@ -63,10 +63,21 @@ def recipe(model: str, config: dict[str, Any] | None = None, /, **sections: Any)
     )
 
 
-def train(job: Recipe, runtime) -> list[list[float]]:
-    """[main loss, MTP losses.., gradient norm] of each step."""
-    from bundle.engine import Engine
+def rows(mtp_layers: int) -> list[Any]:
+    """Two micro-batches of two rows of random tokens."""
     from bundle.engine.microbatch import from_rows
+
+    tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(7))
+    mask = torch.ones(ROWS // 2, LENGTH)
+    return [
+        from_rows(part[:, :-1], part[:, 1:], mask, cp=1, rank=0, mtp_layers=mtp_layers)
+        for part in tokens.split(2)
+    ]
+
+
+def train(job: Recipe, runtime, micro_batches: list[Any] | None = None) -> list[list[float]]:
+    """[main loss, MTP losses.., gradient norm] of each step on these micro-batches, or on `rows`."""
+    from bundle.engine import Engine
     from bundle.mcore import groups
 
     sizes = job.parallel
@@ -74,29 +85,20 @@ def train(job: Recipe, runtime) -> list[list[float]]:
         state = groups.initialize(
             tp=sizes.tp, pp=1, vpp=None, cp=1, ep=1, etp=sizes.etp, seed=job.seed, timeout_seconds=60
         )
-    engine = Engine(job, runtime, state, torch.device("cpu"))
-    rows = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(7))
-    depths = job.architecture.mtp_layers
-    batches = [
-        from_rows(
-            tokens[:, :-1],
-            tokens[:, 1:],
-            torch.ones(tokens.shape[0], LENGTH),
-            cp=1,
-            rank=0,
-            mtp_layers=depths,
-        )
-        for tokens in rows.split(2)
-    ]
-    seen = []
-    for _ in range(STEPS):
-        engine.forward_backward(batches)
-        result = engine.step()
-        losses = engine.take_losses()
-        seen.append([losses.main, *losses.mtp, result.grad_norm])
-    with runtime.megatron():
-        groups.destroy()
-    return seen
+    try:
+        engine = Engine(job, runtime, state, torch.device("cpu"))
+        batches = micro_batches or rows(job.architecture.mtp_layers)
+        return [_step(engine, batches) for _ in range(STEPS)]
+    finally:
+        with runtime.megatron():
+            groups.destroy()
+
+
+def _step(engine: Any, batches: list[Any]) -> list[float]:
+    engine.forward_backward(batches)
+    result = engine.step()
+    losses = engine.take_losses()
+    return [losses.main, *losses.mtp, result.grad_norm]
 
 
 def main() -> None:

@@ -32,7 +32,9 @@ def train(size: int, *cases: str, **environ: str) -> Seen:
 @pytest.fixture(scope="module")
 def alone() -> Seen:
     pytest.importorskip("megatron.core")
-    return train(1, "dense bf16", "latent bf16", *CASES, "dense delayed full", "latent tensorwise full")
+    full = ("dense delayed full", "latent tensorwise full")
+    packed = ("dense bf16 packed", "dense mxfp8 packed", "dense mxfp8 packed unpadded")
+    return train(1, "dense bf16", "latent bf16", *CASES, *full, *packed)
 
 
 def close(seen: list[list[float]], reference: list[list[float]]) -> None:
@@ -72,6 +74,14 @@ def test_recomputation_changes_nothing(alone, case):
     again = alone[f"{case} full"]
     assert again["losses"] == alone[case]["losses"]
     assert again["casts"]["e4m3fn"] > alone[case]["casts"]["e4m3fn"]
+
+
+@pytest.mark.world
+def test_packs_train_padded_and_are_refused_without(alone):
+    close(alone["dense mxfp8 packed"]["losses"], alone["dense bf16 packed"]["losses"])
+    assert alone["dense mxfp8 packed"]["losses"] != alone["dense bf16 packed"]["losses"]
+    (refused,) = alone["dense mxfp8 packed unpadded"]["refused"]
+    assert refused.startswith("43 rows on this rank: pad the tokens by sequences.alignment")
 
 
 @pytest.mark.world

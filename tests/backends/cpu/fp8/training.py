@@ -13,8 +13,11 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bundle.backends import preparation
+from bundle.errors import JobFailed
 from bundle.planning.planned import planned
 from bundle.recipe import Recipe
+from bundle.sequences.alignment import Alignment
+from bundle.sequences.packing import Packing
 from tests import world
 from tests.backends.cpu import smoke
 
@@ -38,7 +41,7 @@ class Casts(TorchDispatchMode):
 
 
 def recipe(case: str) -> Recipe:
-    """The job of a case: "MODEL SCALING", and what else is set: "tp2", "full" recomputation."""
+    """The job of a case: "MODEL SCALING", and what else is set: "tp2", "full" recomputation, how packed."""
     model, scaling, *more = case.split()
     arithmetic: dict[str, Any] = {"dtype": "bf16"}
     if scaling != "bf16":
@@ -48,17 +51,38 @@ def recipe(case: str) -> Recipe:
     return smoke.recipe(model, WIDER[model], model=arithmetic, parallel={"tp": 2 if "tp2" in more else 1})
 
 
+def packs(job: Recipe, scaling: str | None) -> list[Any]:
+    """One micro-batch of three sequences, 43 tokens, padded as `scaling` wants it."""
+    from bundle.engine.microbatch import from_packing
+
+    lengths = (9, 21, 13)
+    tokens = torch.randint(0, smoke.VOCABULARY, (2, sum(lengths)), generator=torch.Generator().manual_seed(9))
+    packing = Packing.of(lengths, Alignment(scaling=scaling))
+    mask = torch.ones(sum(lengths))
+    return [from_packing(tokens[0], tokens[1], mask, packing, mtp_layers=job.architecture.mtp_layers)]
+
+
+def train(case: str, job: Recipe, runtime: Any) -> dict[str, Any]:
+    """Losses of each step and the operands that were rounded; or why it was refused."""
+    batches = None
+    if "packed" in case:
+        fp8 = job.model.fp8
+        batches = packs(job, fp8.scaling if fp8 and "unpadded" not in case else None)
+    with Casts() as casts:
+        try:
+            losses = smoke.train(job, runtime, batches)
+        except JobFailed as refused:
+            return {"refused": refused.violations}
+    return {"losses": losses, "casts": casts.seen}
+
+
 def main(cases: list[str]) -> None:
     jobs = {case: recipe(case) for case in cases}
     runtime = preparation.prepare(
         planned(max(jobs.values(), key=lambda job: len(job.features)), backend="cpu")
     )
     rank = world.join()
-    seen = {}
-    for case, job in jobs.items():
-        with Casts() as casts:
-            losses = smoke.train(job, runtime)
-        seen[case] = {"losses": losses, "casts": casts.seen}
+    seen = {case: train(case, job, runtime) for case, job in jobs.items()}
     if rank == 0:
         print(json.dumps(seen))
     dist.destroy_process_group()
