@@ -47,11 +47,10 @@ def run(
 
 
 @contextmanager
-def started(
-    engine: Engine, image: str, *words: str, name: str, options: tuple[str, ...]
-) -> Iterator[Container]:
-    """Yields a container in the background, named so on its network, and removes it at the end."""
-    engine.docker("run", "--detach", f"--name={name}", f"--hostname={name}", *STRICT, *options, image, *words)
+def started(engine: Engine, image: str, *words: str, options: tuple[str, ...]) -> Iterator[Container]:
+    """Yields a container in the background, and removes it at the end."""
+    name = _new()
+    engine.docker("run", "--detach", f"--name={name}", *STRICT, *options, image, *words)
     try:
         yield Container(engine, name)
     finally:
@@ -61,7 +60,7 @@ def started(
 @contextmanager
 def volume(engine: Engine) -> Iterator[str]:
     """Yields a new volume's name."""
-    name = f"test-{uuid.uuid4().hex[:12]}"
+    name = _new()
     engine.docker("volume", "create", name)
     try:
         yield name
@@ -72,9 +71,14 @@ def volume(engine: Engine) -> Iterator[str]:
 @contextmanager
 def network(engine: Engine) -> Iterator[str]:
     """Yields the name of a new network with its own names, and without a way out."""
-    name = f"test-{uuid.uuid4().hex[:12]}"
+    name = _new()
     engine.docker("network", "create", "--internal", name)
     try:
         yield name
     finally:
         engine.docker("network", "rm", name)
+
+
+def _new() -> str:
+    """Returns a name that nothing has: a run of the tests that was killed may have left something."""
+    return f"test-{uuid.uuid4().hex[:12]}"

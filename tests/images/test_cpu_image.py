@@ -72,9 +72,9 @@ def test_sigterm_leaves_a_checkpoint_and_75_and_the_same_command_goes_on(engine,
     command = ("train", "demo", *SHORT, *sizes)
     with containers.volume(engine) as home:
         options = ("--network=none", f"--volume={home}:{containers.HOME}")
-        with containers.started(engine, cpu, *command, name="stopped", options=options) as trains:
+        with containers.started(engine, cpu, *command, options=options) as trains:
             trains.wait_for("step  3/60")
-            engine.docker("stop", "--time=60", "stopped", seconds=90)
+            engine.docker("stop", "--time=60", trains.name, seconds=90)
             assert trains.wait() == 75, trains.logs()
         result = containers.run(engine, cpu, *command, options=options[1:])
     assert result.code == 0, result.err

@@ -25,7 +25,8 @@ def two_nodes(engine, image: str, home: str) -> Iterator[tuple[Container, Contai
 
         def node(rank: int) -> Container:
             words = (*JOB, "--nodes=2", f"--node-rank={rank}", "--rendezvous=node-0:29500")
-            made = containers.started(engine, image, *words, name=f"node-{rank}", options=options)
+            own = (f"--hostname=node-{rank}", f"--network-alias=node-{rank}")
+            made = containers.started(engine, image, *words, options=(*options, *own))
             return held.enter_context(made)
 
         second = node(1)
@@ -45,7 +46,7 @@ def alone(engine, cpu) -> list[dict]:
     """What a run on one node learns."""
     with containers.volume(engine) as home:
         options = ("--network=none", f"--volume={home}:{HOME}")
-        with containers.started(engine, cpu, *JOB, name="alone", options=options) as node:
+        with containers.started(engine, cpu, *JOB, options=options) as node:
             assert node.wait() == 0, node.logs()
         return learned(engine, cpu, home)
 
