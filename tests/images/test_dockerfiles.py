@@ -10,7 +10,8 @@ pytestmark = pytest.mark.images
 
 
 def test_buildkit_has_no_warnings_for_any_target(engine, target, tmp_path):
-    targets = {name: target(name) for name in baking.resolved(engine, "all")}
+    # Without contexts: the check refuses a target in the place of the wheelhouse.
+    targets = {name: target(name) | {"contexts": {}} for name in baking.resolved(engine, "all")}
     said = baking.build(engine, tmp_path, targets, "--call=check")
     assert "WARNING" not in said, said
     assert said.count("Check complete, no warnings found.") == len(targets), said
