@@ -21,10 +21,11 @@ class Passed:
 
 def passed(folder: Path) -> Passed:
     """Returns what this machine's pip is told; writes what a build's pip is told to `folder`."""
-    return _passed(_configuration(), folder)
+    return derived(_configuration(), folder)
 
 
-def _passed(said: dict[str, str], folder: Path) -> Passed:
+def derived(said: dict[str, str], folder: Path) -> Passed:
+    """Returns what follows from `said`, pip's options by their names."""
     lines = [f"{key} = {value}" for key in _KEYS if (value := _served(said.get(key, "")))]
     secrets = {}
     if said.get("cert"):
