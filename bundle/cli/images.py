@@ -111,6 +111,7 @@ def write_locks(names: list[str] = STACKS, root: Path = ROOT) -> None:
 
 def _read(file: Path) -> str:
     try:
-        return sys.stdin.read() if str(file) == "-" else file.read_text(errors="replace")
+        data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
     except OSError as error:
         raise UsageError(f"{file}: {error.strerror}") from error
+    return data.decode(errors="replace")
