@@ -1,0 +1,48 @@
+"""Latent attention packed, value heads narrower than query heads, for a kernel that wants one width.
+
+Below 0.18 megatron hands the kernel what it refuses. Megatron-LM#3003 mends it in 0.18.0; verl switches its
+own patch off from 0.16.2, a number that says nothing about it.
+"""
+
+import pytest
+
+from bundle.verification.observing import observe
+from bundle.verification.orders import Order
+from bundle.verification.verifying import decide, everything
+
+PATCH = "mla-thd-value-padding"
+PACKED_AGAINST_UNPACKED = "bundle.verification.measurements.mla:narrow_values"  # loss and every gradient
+AGREES = 1e-5
+
+
+def seen(tree=None):
+    """(whether it is applied, what a run without it saw, what a run with all that is applied saw)."""
+    found = decide("cpu", tree)
+    applied = tuple(decision.id for decision in found.applied)
+    without = tuple(one for one in applied if one != PATCH)
+    orders = [Order(n, PACKED_AGAINST_UNPACKED, 1, 60, ids) for n, ids in enumerate((without, applied))]
+    (first,), (second,) = observe(orders, everything(found), backend="cpu", root=found.subject.root)
+    return PATCH in applied, first, second
+
+
+def check(tree, *, needed):
+    applied, without, with_it = seen(tree)
+    assert applied is needed
+    if needed:
+        assert without.raised and "flash attention wants thd heads of one size" in without.message, without
+    else:
+        assert without.gap is not None and without.gap <= AGREES, without
+    assert with_it.gap is not None and with_it.gap <= AGREES, with_it
+
+
+@pytest.mark.world
+def test_default_release():
+    pytest.importorskip("megatron.core")
+    check(None, needed=True)
+
+
+@pytest.mark.matrix
+@pytest.mark.world
+def test_every_release(release_trees):
+    for release, tree in release_trees.items():
+        check(tree, needed=tuple(map(int, release.split(".")[:2])) < (0, 18))
