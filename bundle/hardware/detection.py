@@ -5,7 +5,6 @@ patches.
 from collections.abc import Sequence
 
 from bundle.errors import EnvironmentUnfit
-from bundle.hardware import ascend, nvidia
 from bundle.hardware.facts import Fact, Hardware
 from bundle.hardware.found import Found
 from bundle.hardware.host import host
@@ -27,6 +26,9 @@ def detect(backend: str = "auto", machine: Machine | None = None) -> Hardware:
         return _cpu(machine, "asked for: accelerators are not looked at")
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is none of {', '.join(BACKENDS)}")
+    # A job on the cpu, such as the demo, needs nothing of what knows the vendors' tools.
+    from bundle.hardware import ascend, nvidia
+
     found = [vendor.find(machine) for vendor in (nvidia, ascend)]
     wanted = [side for side in found if backend in ("auto", side.backend)]
     if faults := [fault for side in wanted for fault in side.faults]:

@@ -1,14 +1,12 @@
 """The patch list and what is decided about it: data, source text and metadata; never torch or megatron."""
 
 from bundle.patches.decision import Action, Decision
-from bundle.patches.definitions import Evidence
 from bundle.patches.entry import BACKENDS, Patch, Presence, Replacement, Seam, Trap
 
 __all__ = [
     "BACKENDS",
     "Action",
     "Decision",
-    "Evidence",
     "Patch",
     "Presence",
     "Replacement",

@@ -3,8 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
-from bundle.patches.definitions import Evidence
+if TYPE_CHECKING:
+    from bundle.patches.definitions import Evidence
+
 
 BACKENDS = ("cpu", "cuda", "ascend")
 
@@ -50,7 +53,7 @@ class Patch:
     upstream: str  # where upstream knows of it, or how it was found
     range: str  # PEP 508 on the base version of megatron-core; "" is every release
     evidence: tuple[str, ...]  # the definitions that `defect` reads, which need not be the targets
-    defect: Callable[[Evidence], Presence]
+    defect: Callable[["Evidence"], Presence]
     check: str = ""  # name of the behaviour check in bundle.verification
     when: frozenset[str] = frozenset()  # features of the recipe, all of them
     backends: tuple[str, ...] = BACKENDS

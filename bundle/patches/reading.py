@@ -1,12 +1,17 @@
-"""What is known about a patch in one megatron: from its source, the reviewed list, or its number."""
+"""What is known about a patch in one megatron: from its source, the reviewed list, or its number.
+
+Only the functions that read sources load what parses them: most questions are about reviewed releases.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from bundle.patches.definitions import Definitions, Evidence
 from bundle.patches.entry import Patch, Presence
-from bundle.patches.source import Unreadable
 from bundle.patches.table import Table
+
+if TYPE_CHECKING:
+    from bundle.patches.definitions import Definitions
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +28,11 @@ class Reading:
 NUMBER_ALONE = Reading(None)
 
 
-def of_tree(patch: Patch, definitions: Definitions, table: Table) -> Reading:
+def of_tree(patch: Patch, definitions: "Definitions", table: Table) -> Reading:
     """What the source of a tree says."""
+    from bundle.patches.definitions import Evidence
+    from bundle.patches.source import Unreadable
+
     targets = of_targets([replacement.target for replacement in patch.replacements], definitions, table)
     try:
         evidence = patch.defect(Evidence(definitions, frozenset(patch.evidence)))
@@ -33,8 +41,10 @@ def of_tree(patch: Patch, definitions: Definitions, table: Table) -> Reading:
     return replace(targets, evidence=evidence)
 
 
-def of_targets(targets: Iterable[str], definitions: Definitions, table: Table) -> Reading:
+def of_targets(targets: Iterable[str], definitions: "Definitions", table: Table) -> Reading:
     """What the source of a tree says about some names, without a verdict on any defect."""
+    from bundle.patches.source import Unreadable
+
     trouble, fingerprints, nearest = None, {}, {}
     for target in targets:
         try:

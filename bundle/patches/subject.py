@@ -2,15 +2,17 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bundle.errors import UsageError
-from bundle.patches import reading, source
-from bundle.patches.definitions import Definitions
+from bundle.patches import reading
 from bundle.patches.entry import Patch
 from bundle.patches.reading import Reading
-from bundle.patches.source import SourceTree
 from bundle.patches.table import Table
 from bundle.stack import Copy, Stack, megatron, text, versions
+
+if TYPE_CHECKING:
+    from bundle.patches.definitions import Definitions
 
 # What `make` installs: where there is no megatron-core, decisions are about this one.
 DEFAULT = "0.16.1"
@@ -29,8 +31,13 @@ class Subject:
 
     def reader(self, table: Table) -> "Reader":
         """What can tell about patches in this megatron."""
-        parsed = None if self.root is None or self.reference else Definitions(SourceTree(self.root))
-        return Reader(self.reference, parsed, table)
+        if self.root is None or self.reference:
+            return Reader(self.reference, None, table)
+        # Only for a tree that nobody has reviewed: what parses sources is not loaded before.
+        from bundle.patches.definitions import Definitions
+        from bundle.patches.source import SourceTree
+
+        return Reader(None, Definitions(SourceTree(self.root)), table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +45,7 @@ class Reader:
     """Reads one megatron for any patch: from the reviewed list where it equals a reference of it."""
 
     reference: str | None
-    definitions: Definitions | None
+    definitions: "Definitions | None"
     table: Table
 
     def read(self, patch: Patch) -> Reading:
@@ -79,6 +86,8 @@ def named(name: str, table: Table) -> Subject:
 
 
 def _of_copy(copy: Copy, table: Table, conflict: str | None) -> Subject:
+    from bundle.patches import source
+
     digests = {module: source.digest(copy.root, module) for module in table.modules}
     reference = table.matching(digests)
     return Subject(copy.version, copy.commit, copy.root, copy.origin, reference, conflict)

@@ -1,9 +1,12 @@
 """Distributed checkpoints: writing with newer torch, and what unpickling a file may run."""
 
 import ast
+from typing import TYPE_CHECKING
 
-from bundle.patches.definitions import Evidence
 from bundle.patches.entry import Patch, Presence, Replacement
+
+if TYPE_CHECKING:
+    from bundle.patches.definitions import Evidence
 
 _WRITE = (
     "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.write_preloaded_data"
@@ -14,14 +17,14 @@ _LOAD_METHOD = f"{_COMMON}:TorchCommonLoadStrategy.load_common"
 _LOAD_OBJECTS = f"{_COMMON}:TorchCommonLoadStrategy.load_sharded_objects"
 
 
-def _format_unnamed(source: Evidence) -> Presence:
+def _format_unnamed(source: "Evidence") -> Presence:
     write = source[_WRITE]
     if write is None or not write.calls("_write_item"):
         return Presence.UNKNOWN
     return Presence.of("SerializationFormat" not in write.names)
 
 
-def _unrestricted(source: Evidence) -> Presence:
+def _unrestricted(source: "Evidence") -> Presence:
     """Whether any of the loads asks torch to run whatever the file says."""
     loads = [
         call

@@ -1,14 +1,17 @@
 """What gradients are divided by."""
 
 import ast
+from typing import TYPE_CHECKING
 
-from bundle.patches.definitions import Evidence
 from bundle.patches.entry import Patch, Presence, Replacement
+
+if TYPE_CHECKING:
+    from bundle.patches.definitions import Evidence
 
 _FINALIZE = "megatron.core.distributed.finalize_model_grads:finalize_model_grads"
 
 
-def _tokens_of_data_ranks(source: Evidence) -> Presence:
+def _tokens_of_data_ranks(source: "Evidence") -> Presence:
     """Whether the token count is summed over a data-parallel group without the context-parallel ranks."""
     finalize = source[_FINALIZE]
     counted = [

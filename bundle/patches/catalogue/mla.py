@@ -1,9 +1,12 @@
 """Multi-latent attention."""
 
 import ast
+from typing import TYPE_CHECKING
 
-from bundle.patches.definitions import Evidence
 from bundle.patches.entry import Patch, Presence, Replacement
+
+if TYPE_CHECKING:
+    from bundle.patches.definitions import Evidence
 
 _MODULE = "megatron.core.transformer.multi_latent_attention"
 _HEADS = f"{_MODULE}:MLASelfAttention.get_query_key_value_tensors"
@@ -14,14 +17,14 @@ _PROJECTIONS = f"{_MODULE}:MLASelfAttention.__init__"
 _TE_LINEAR = f"{_MODULE}:TELinear"
 
 
-def _packed_heads(source: Evidence) -> Presence:
+def _packed_heads(source: "Evidence") -> Presence:
     heads = source[_HEADS]
     if heads is None or "cu_seqlens_q" not in heads.names:
         return Presence.UNKNOWN
     return Presence.of("cu_seqlens_q_padded" not in heads.names)
 
 
-def _value_width(source: Evidence) -> Presence:
+def _value_width(source: "Evidence") -> Presence:
     codes = [code for code in (source[_FORWARD], source[_RUN], source[_PREPARE]) if code is not None]
     if any(code.calls("pad") for code in codes):
         return Presence.ABSENT
@@ -29,7 +32,7 @@ def _value_width(source: Evidence) -> Presence:
     return Presence.PRESENT if attends else Presence.UNKNOWN
 
 
-def _down_projection_class(source: Evidence) -> Presence:
+def _down_projection_class(source: "Evidence") -> Presence:
     """Whether the class of the down projections must be in a list with TELinear, None without it."""
     init = source[_PROJECTIONS]
     if init is None:

@@ -1,9 +1,12 @@
 """Mixture of experts on a machine without an accelerator."""
 
 import ast
+from typing import TYPE_CHECKING
 
-from bundle.patches.definitions import Evidence
 from bundle.patches.entry import Patch, Presence, Replacement
+
+if TYPE_CHECKING:
+    from bundle.patches.definitions import Evidence
 
 _MODULE = "megatron.core.transformer.moe.moe_utils"
 _MOVE = f"{_MODULE}:maybe_move_tensor_to_cpu"
@@ -11,14 +14,14 @@ _GEMM = f"{_MODULE}:te_general_gemm"
 _GATING = f"{_MODULE}:RouterGatingLinearFunction.forward"
 
 
-def _numpy_from_cuda_only(source: Evidence) -> Presence:
+def _numpy_from_cuda_only(source: "Evidence") -> Presence:
     move = source[_MOVE]
     if move is None or not move.calls("numpy"):
         return Presence.UNKNOWN
     return Presence.of("is_cuda" in move.names)
 
 
-def _unbound_without_te(source: Evidence) -> Presence:
+def _unbound_without_te(source: "Evidence") -> Presence:
     """Whether the router reads a name that only a successful import of Transformer Engine binds."""
     gating = source[_GATING]
     if gating is None or "te_general_gemm" not in gating.names:

@@ -1,9 +1,12 @@
 """Multi-token prediction: its roll to the next token, its loss, and when it runs."""
 
 import ast
+from typing import TYPE_CHECKING
 
-from bundle.patches.definitions import Definition, Evidence
 from bundle.patches.entry import Patch, Presence, Replacement
+
+if TYPE_CHECKING:
+    from bundle.patches.definitions import Definition, Evidence
 
 _MODULE = "megatron.core.transformer.multi_token_prediction"
 _GPT = "megatron.core.models.gpt.gpt_model"
@@ -14,14 +17,14 @@ _POSTPROCESS = f"{_GPT}:GPTModel._postprocess"
 _FORWARD = f"{_GPT}:GPTModel.forward"
 
 
-def _roll_within_rank(source: Evidence) -> Presence:
+def _roll_within_rank(source: "Evidence") -> Presence:
     roll = source[_ROLL]
     if roll is None or "shifts" not in roll.parameters:
         return Presence.UNKNOWN
     return Presence.of("cp_group" not in roll.parameters)
 
 
-def _boundaries(source: Evidence) -> Presence:
+def _boundaries(source: "Evidence") -> Presence:
     roll, packed = source[_ROLL], source[_ROLL_PACKED]
     if packed is not None and "cu_seqlens_q" in packed.names:
         return Presence.of("cu_seqlens_q_padded" not in packed.names)
@@ -30,7 +33,7 @@ def _boundaries(source: Evidence) -> Presence:
     return Presence.UNKNOWN
 
 
-def _count_of_one_rank(source: Evidence) -> Presence:
+def _count_of_one_rank(source: "Evidence") -> Presence:
     """Whether the loss is scaled by two token counts of which neither is summed over the ranks."""
     loss = source[_LOSS]
     if loss is None:
@@ -43,7 +46,7 @@ def _count_of_one_rank(source: Evidence) -> Presence:
     )
 
 
-def _count_of_one_rank_divides(source: Evidence) -> Presence:
+def _count_of_one_rank_divides(source: "Evidence") -> Presence:
     """Whether the model itself divides a depth's loss by the count that the roll of one rank returns."""
     roll, postprocess = source[_ROLL], source[_POSTPROCESS]
     if roll is None or (postprocess is None and source[_FORWARD] is None):
@@ -53,7 +56,7 @@ def _count_of_one_rank_divides(source: Evidence) -> Presence:
     return Presence.of(bool(postprocess.calls("roll_tensor")))
 
 
-def _zero_is_some(source: Evidence) -> Presence:
+def _zero_is_some(source: "Evidence") -> Presence:
     postprocess = source[_POSTPROCESS]
     if postprocess is None:
         return Presence.of(False) if source[_FORWARD] else Presence.UNKNOWN
@@ -70,7 +73,7 @@ def _is_not_none(test: ast.expr, attribute: str) -> bool:
     )
 
 
-def _runs_without_labels(source: Evidence) -> Presence:
+def _runs_without_labels(source: "Evidence") -> Presence:
     """Whether the MTP block is called under no condition that asks for labels."""
     for code in (source[_POSTPROCESS], source[_FORWARD]):
         if code is not None and code.calls("mtp"):
@@ -78,7 +81,7 @@ def _runs_without_labels(source: Evidence) -> Presence:
     return Presence.UNKNOWN
 
 
-def _asking_for_labels(code: Definition) -> set[ast.AST]:
+def _asking_for_labels(code: "Definition") -> set[ast.AST]:
     return {
         inner
         for node in code.walk()

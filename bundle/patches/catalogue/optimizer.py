@@ -1,15 +1,18 @@
 """The distributed optimizer on a machine without an accelerator."""
 
 import ast
+from typing import TYPE_CHECKING
 
-from bundle.patches.definitions import Evidence
 from bundle.patches.entry import Patch, Presence, Replacement
+
+if TYPE_CHECKING:
+    from bundle.patches.definitions import Evidence
 
 _MODULE = "megatron.core.fp8_utils"
 _IMPLEMENTATION = f"{_MODULE}:_quantize_param_shard_impl"
 
 
-def _always_raises(source: Evidence) -> Presence:
+def _always_raises(source: "Evidence") -> Presence:
     """Whether one of the alternative implementations does nothing but raise, even for no parameters."""
     implementation = source[_IMPLEMENTATION]
     if implementation is None:

@@ -1,9 +1,12 @@
 """Activation recomputation."""
 
 import ast
+from typing import TYPE_CHECKING
 
-from bundle.patches.definitions import Evidence
 from bundle.patches.entry import Patch, Presence, Replacement
+
+if TYPE_CHECKING:
+    from bundle.patches.definitions import Evidence
 
 _LAYER = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer"
 _FORWARD = f"{_LAYER}.forward"
@@ -11,7 +14,7 @@ _CHECKPOINTED = f"{_LAYER}._checkpointed_forward"
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 
 
-def _saves_objects(source: Evidence) -> Presence:
+def _saves_objects(source: "Evidence") -> Presence:
     """Whether every argument goes to save_for_backward while packed sequences are let in."""
     forward, checkpointed = source[_FORWARD], source[_CHECKPOINTED]
     if forward is None:
@@ -26,7 +29,7 @@ def _saves_objects(source: Evidence) -> Presence:
     return Presence.of("forward_func" in checkpointed.parameters and not refused)
 
 
-def _padding_mask_unknown(source: Evidence) -> Presence:
+def _padding_mask_unknown(source: "Evidence") -> Presence:
     """Whether the layer passes a padding mask on to a function that has no parameter of that name."""
     forward, checkpointed = source[_FORWARD], source[_CHECKPOINTED]
     if forward is None:
@@ -39,7 +42,7 @@ def _padding_mask_unknown(source: Evidence) -> Presence:
     return Presence.of("padding_mask" in passed - checkpointed.parameters and not takes_any)
 
 
-def _keeps_probabilities(source: Evidence) -> Presence:
+def _keeps_probabilities(source: "Evidence") -> Presence:
     """Whether the dispatcher keeps the router's probabilities as they come, with their autograd graph."""
     dispatcher = source[_DISPATCHER]
     if dispatcher is None:

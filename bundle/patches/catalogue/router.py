@@ -1,14 +1,18 @@
 """Choice of experts: replay of recorded routes."""
 
-from bundle.patches.definitions import Evidence
+from typing import TYPE_CHECKING
+
 from bundle.patches.entry import Patch, Presence, Replacement
+
+if TYPE_CHECKING:
+    from bundle.patches.definitions import Evidence
 
 _ROUTING = "megatron.core.transformer.moe.router:TopKRouter.routing"
 _NATIVE = "megatron.core.transformer.moe.router_replay:RouterReplay"
 _REPLAY = f"{_NATIVE}.get_replay_topk"
 
 
-def _no_replay(source: Evidence) -> Presence:
+def _no_replay(source: "Evidence") -> Presence:
     routing = source[_ROUTING]
     if routing is None:
         return Presence.UNKNOWN
@@ -18,7 +22,7 @@ def _no_replay(source: Evidence) -> Presence:
     return Presence.of(not asks)
 
 
-def _all_or_nothing(source: Evidence) -> Presence:
+def _all_or_nothing(source: "Evidence") -> Presence:
     """Whether there is a replay that cannot leave a token to its router."""
     replay = source[_REPLAY]
     if replay is None:
@@ -28,7 +32,7 @@ def _all_or_nothing(source: Evidence) -> Presence:
     return Presence.of("where" not in replay.names)
 
 
-def _latest_routes(source: Evidence) -> Presence:
+def _latest_routes(source: "Evidence") -> Presence:
     """Whether only the action that the user set decides which micro-batch's routes are taken."""
     replay = source[_REPLAY]
     if replay is None:
