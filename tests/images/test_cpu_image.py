@@ -27,6 +27,11 @@ def test_it_says_what_it_is_and_who_runs_it(engine, cpu):
     assert settings["User"] == "10001:0"
     assert settings["Entrypoint"] == ["tini", "-g", "--", "mcore-bundle"]
     assert settings["StopSignal"] == "SIGTERM"
+    assert settings["Labels"]["mcore-bundle.stack"] == "cpu"
+    stamped = containers.run(
+        engine, cpu, "-c", "cat /opt/bundle/build-info.json", options=("--entrypoint=sh",)
+    )
+    assert json.loads(stamped.out)["stack"] == "cpu"
     assert containers.run(engine, cpu).out.startswith("Usage: mcore-bundle")
 
 
