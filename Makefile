@@ -67,7 +67,9 @@ matrix-new: $(DEVELOP)  ## the same for releases that nobody has reviewed yet
 npu-contract: $(NPU)  ## the real torch-npu over stand-ins for CANN: what can be told without an NPU
 	$(NPU_VENV)/bin/python -m tests.npu
 
-bench: $(DEVELOP)  ## packing against per-sequence loops, and training against a bare megatron-core loop
+bench: $(DEVELOP)  ## the verbs' start, patching, packing, and training against a bare megatron-core loop
+	$(VENV)/bin/python -m benchmarks.cli
+	$(VENV)/bin/python -m benchmarks.patching
 	$(VENV)/bin/python -m benchmarks.sequences
 	$(VENV)/bin/python -m benchmarks.training
 

@@ -23,7 +23,7 @@ from benchmarks.gpu.verdicts import judge
 from bundle.errors import BundleError
 from bundle.launchers import local
 from bundle.launchers.command import Command
-from bundle.rendezvous import discover
+from bundle.rendezvous.discovery import discover
 
 LIMIT_SECONDS = 240
 

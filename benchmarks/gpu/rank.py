@@ -22,7 +22,7 @@ from benchmarks.gpu.cases import CASES, Case, plan_of
 from benchmarks.gpu.run import Run
 from bundle.backends import preparation
 from bundle.distributed import store, world
-from bundle.rendezvous import discover
+from bundle.rendezvous.discovery import discover
 
 TIMEOUT = timedelta(seconds=120)
 PACKAGES = ("torch", "megatron-core", "transformer-engine")
