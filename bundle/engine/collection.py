@@ -22,7 +22,7 @@ def collect(
     both = torch.empty(groups.cp.size * 2, sum(sizes), device=device)
     if seen:
         parts = [torch.stack((one.log_probs, one.entropy)).flatten(1) for one in seen]
-        dist.all_gather_into_tensor(both.flatten(0, 1), torch.cat(parts, 1), group=groups.cp.group)
+        dist.all_gather_into_tensor(both, torch.cat(parts, 1), group=groups.cp.group)
     if groups.pp.size > 1:
         last = dist.get_global_rank(groups.pp.group, groups.pp.size - 1)
         dist.broadcast(both, last, group=groups.pp.group)

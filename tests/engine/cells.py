@@ -47,7 +47,7 @@ GROUPS = {
         Cell("moe", ""),
         Cell("moe", "tp"),
     ),
-    "mtp pairs": (Cell("dense", "tp", depths=1), Cell("dense", "cp", depths=2)),
+    "mtp pairs": (Cell("dense", "tp", depths=2), Cell("dense", "cp", depths=2)),
     # multi-token prediction over ranks, for both means
     "means": (
         Cell("dense", "cp", "rows", depths=2),

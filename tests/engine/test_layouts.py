@@ -16,16 +16,14 @@ from tests.matrix.test_layouts import newest_of_each_minor
 CELLS, DETACHING = "tests.engine.experiments", "tests.engine.detaching"
 DEFAULT = (
     *(f"{CELLS}:{name}" for name in GROUPS if "pairs" not in name),
-    f"{DETACHING}:everything",
-    f"{DETACHING}:recomputed",
+    *(f"{DETACHING}:{name}" for name in ("everything", "tied", "recomputed")),
 )
 OTHERS = (
     *(
         f"{CELLS}:{name}"
         for name in ("pairs", "mtp pairs", "means", "packed means", "scores", "packed scores")
     ),
-    f"{DETACHING}:everything",
-    f"{DETACHING}:recomputed",
+    *(f"{DETACHING}:{name}" for name in ("everything", "tied", "recomputed")),
 )
 PACKED_PREDICTION = ("mtp", "mtp pairs", "packed means", "packed scores")
 
@@ -49,11 +47,14 @@ def wrong(seen: dict[str, list[Observation]]) -> dict[str, list[str]]:
 
 
 def possible(names: tuple[str, ...], release: str) -> tuple[str, ...]:
-    """Without what the release has as a known trap: prediction in packs, and over tensor-parallel ranks."""
+    """Without what the release cannot do: prediction in packs, over tensor ranks, or tied over stages.
+
+    0.12's distributed optimizer finds the tied embedding in two buckets ("only belongs to a single bucket").
+    """
     if versions.within(release, "<0.16"):
         names = tuple(name for name in names if name.partition(":")[2] not in PACKED_PREDICTION)
     if versions.within(release, "<0.13"):
-        names = tuple(name for name in names if name != f"{CELLS}:scores")
+        names = tuple(name for name in names if name not in (f"{CELLS}:scores", f"{DETACHING}:tied"))
     return names
 
 
