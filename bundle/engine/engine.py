@@ -129,9 +129,11 @@ class Engine:
         with self.runtime.megatron(), torch.no_grad():
             for chunk in self.chunks:
                 chunk.eval()
-            yield
-            for chunk in self.chunks:
-                chunk.train()
+            try:
+                yield
+            finally:
+                for chunk in self.chunks:
+                    chunk.train()
 
     def _run(
         self, micro_batches: Sequence[MicroBatch], step: schedules.ForwardStep, *, forward_only: bool
