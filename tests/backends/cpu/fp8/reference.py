@@ -29,7 +29,8 @@ def nearest(x: Matrix, form: str) -> Matrix:
     above = np.clip(np.searchsorted(table, size), 1, len(table) - 1)
     low, high = table[above - 1], table[above]
     up = (size - low > high - size) | ((size - low == high - size) & (above % 2 == 0))
-    return np.copysign(np.where(up, high, low), x)
+    signed: Matrix = np.copysign(np.where(up, high, low), x)
+    return signed
 
 
 def scale_of(amax: float, form: str, rule: str) -> float:
