@@ -78,6 +78,9 @@ class Train:
     )
     eval_batches: Count = key(default=8, description="Global batches of one evaluation.")
     log_interval: Count = key(default=10, description="Steps between reports.")
+    loss_mean: Literal["token", "sequence"] = key(
+        default="token", description="What counts alike in the loss: every learned token, or every sequence."
+    )
     on_nan: Literal["stop", "skip"] = key(
         default="stop", description="A gradient that is not finite: stop the job, or skip that update."
     )

@@ -1,5 +1,7 @@
 """What the feed gives, as the micro-batches of this rank: on its device, cut or packed for its layout."""
 
+from typing import Any
+
 import torch
 
 from bundle.engine import MicroBatch
@@ -16,7 +18,10 @@ class Batches:
 
     def __init__(self, recipe: Recipe, feed: Feed, groups: Groups, device: torch.device) -> None:
         self._feed, self._groups, self._device = feed, groups, device
-        self._mtp_layers = recipe.architecture.mtp_layers
+        self._options: dict[str, Any] = {
+            "mtp_layers": recipe.architecture.mtp_layers,
+            "mean": recipe.train.loss_mean,
+        }
         # Every pack is filled up to the same number of rows: stages exchange activations of one shape.
         self._length = recipe.data.sequence_length
         self._alignment = Alignment(
@@ -39,8 +44,8 @@ class Batches:
         ids, labels, mask = (x.to(self._device) for x in (batch.ids, batch.labels, batch.loss_mask))
         cp = self._groups.cp
         if batch.lengths is None:
-            return from_rows(ids, labels, mask, cp=cp.size, rank=cp.rank, mtp_layers=self._mtp_layers)
+            return from_rows(ids, labels, mask, cp=cp.size, rank=cp.rank, **self._options)
         packing = Packing.of(
             batch.lengths, self._alignment, rank=cp.rank, length=self._length, device=self._device
         )
-        return from_packing(ids[0], labels[0], mask[0], packing, mtp_layers=self._mtp_layers)
+        return from_packing(ids[0], labels[0], mask[0], packing, **self._options)
