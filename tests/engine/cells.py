@@ -1,4 +1,4 @@
-"""What is compared: a tiny model in a layout of two ranks, with its input in some form."""
+"""What is compared: a tiny model in a layout of two or four ranks, with its input in some form."""
 
 from dataclasses import dataclass
 
@@ -36,6 +36,11 @@ GROUPS = {
     "mla": _cross("mla"),
     "moe": _cross("moe"),
     "mtp": _cross("dense", depths=2),
+    # .. in both at once, over four ranks
+    "crossed": (
+        *(Cell(model, "tp cp") for model in ("dense", "gqa", "mla", "moe")),
+        Cell("dense", "tp cp", depths=2),
+    ),
     # .. and each pair of a model and a layout once or more
     "pairs": (
         Cell("dense", "tp"),

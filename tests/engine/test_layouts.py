@@ -15,7 +15,7 @@ from tests.matrix.test_layouts import newest_of_each_minor
 
 CELLS, DETACHING = "tests.engine.experiments", "tests.engine.detaching"
 DEFAULT = (
-    *(f"{CELLS}:{name}" for name in GROUPS if "pairs" not in name),
+    *(f"{CELLS}:{name}" for name in GROUPS if "pairs" not in name and name != "crossed"),
     *(f"{DETACHING}:{name}" for name in ("everything", "tied", "recomputed")),
 )
 OTHERS = (
@@ -28,11 +28,11 @@ OTHERS = (
 PACKED_PREDICTION = ("mtp", "mtp pairs", "packed means", "packed scores")
 
 
-def measured(names: tuple[str, ...], tree: Path | None) -> dict[str, list[Observation]]:
-    """What both ranks saw of each measurement, with all patches that the release needs."""
+def measured(names: tuple[str, ...], tree: Path | None, world: int = 2) -> dict[str, list[Observation]]:
+    """What all ranks saw of each measurement, with all patches that the release needs."""
     found = decide("cpu", tree)
     ids = tuple(decision.id for decision in found.applied)
-    orders = [Order(number, name, 2, 90, ids) for number, name in enumerate(names)]
+    orders = [Order(number, name, world, 90, ids) for number, name in enumerate(names)]
     seen = observe(orders, everything(found), backend="cpu", root=found.subject.root)
     return dict(zip(names, seen, strict=True))
 
@@ -62,6 +62,13 @@ def possible(names: tuple[str, ...], release: str) -> tuple[str, ...]:
 def test_default_release():
     pytest.importorskip("megatron.core")
     assert not wrong(measured(possible(DEFAULT, installed_version("megatron-core")), None))
+
+
+@pytest.mark.matrix
+@pytest.mark.world
+def test_tensor_and_context_parallel_together():
+    pytest.importorskip("megatron.core")
+    assert not wrong(measured((f"{CELLS}:crossed",), None, world=4))
 
 
 @pytest.mark.matrix
