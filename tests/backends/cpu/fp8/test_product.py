@@ -44,8 +44,8 @@ def test_all_three_products_are_the_references(scaling, format):
     wanted = reference.products(a, b, c, scaling=scaling, format=format)
     full = (a @ b.T, c @ b, c.T @ a)
     for value, ours, exact in zip(got, wanted, full, strict=True):
-        # float32 sums; a tensor's float32 scale may take a tie to the other side.
-        assert gap(value, ours) < (1e-4 if scaling == "tensorwise" else 1e-6)
+        # float32 sums; a tensor's float32 scale may take a few ties to the other side, each an ulp of FP8.
+        assert gap(value, ours) < (3e-3 if scaling == "tensorwise" else 1e-6)
         assert 0.01 < gap(value, exact) < 0.15  # an H200, without outliers: 0.038, and 0.059 with e5m2
 
 
