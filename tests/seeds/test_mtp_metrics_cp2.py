@@ -13,7 +13,7 @@ from bundle.verification.observing import observe
 from bundle.verification.orders import Order
 from bundle.verification.verifying import decide, everything
 
-HERE, ENGINE = "tests.seeds.prediction", "tests.engine.experiments:packed means"
+HERE, ENGINE = "tests.seeds.prediction", "tests.engine.experiments:means"
 
 
 @pytest.mark.world
