@@ -1,6 +1,5 @@
 """What each known trap does to a training step of two ranks, against one process with all of it."""
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +7,6 @@ import torch
 
 from bundle.engine import Engine
 from bundle.engine.microbatch import from_packing, from_rows
-from bundle.mcore import groups
 from bundle.recipe import Recipe
 from bundle.recipe.validation import validated
 from bundle.sequences.alignment import Alignment
@@ -16,6 +14,7 @@ from bundle.sequences.packing import Packing
 from bundle.verification.bench import Bench
 from bundle.verification.numbers import Numbers, gap
 from bundle.verification.tiny import DENSE, EXPERTS, VOCABULARY
+from tests.engine.experiments import engine as engine_of
 
 ROWS, LENGTH, STEPS = 8, 32, 2
 _ALONE: dict[str, Any] = {}
@@ -32,7 +31,7 @@ def experts_split_over_tensor_ranks(bench: Bench) -> float:
 
 def packed_prediction(bench: Bench) -> float:
     recipe = _recipe({"config": DENSE, "mtp": {"layers": 1}}, {}, packed=True)
-    with _engine(bench, recipe) as engine:
+    with engine_of(bench, recipe) as engine:
         _step(engine, packed=True)
     return 0.0
 
@@ -89,7 +88,7 @@ def _compare(
     """How far the losses and gradient norms of a layout are from those of one process."""
     seen = []
     for sizes, options in ((_ALONE, _ALONE), (parallel, distributed)):
-        with _engine(bench, _recipe(model, sizes, **options)) as engine:
+        with engine_of(bench, _recipe(model, sizes, **options)) as engine:
             if sizes:
                 tweak(engine)
             seen.append(_stack([_step(engine) for _ in range(STEPS)]))
@@ -98,7 +97,7 @@ def _compare(
 
 def _runs(bench, model, parallel, **distributed) -> float:
     """0.0 if training steps end at all."""
-    with _engine(bench, _recipe(model, parallel, **distributed)) as engine:
+    with engine_of(bench, _recipe(model, parallel, **distributed)) as engine:
         _step(engine)
     return 0.0
 
@@ -118,25 +117,6 @@ def _recipe(
             "distributed": distributed,
         },
     )
-
-
-@contextlib.contextmanager
-def _engine(bench: Bench, recipe: Recipe):
-    sizes = recipe.parallel
-    made = groups.initialize(
-        tp=sizes.tp,
-        pp=sizes.pp,
-        vpp=sizes.vpp,
-        cp=sizes.cp,
-        ep=sizes.ep,
-        etp=sizes.etp,
-        seed=1,
-        timeout_seconds=bench.timeout_seconds,
-    )
-    try:
-        yield Engine(recipe, bench.runtime, made, bench.device)
-    finally:
-        groups.destroy()
 
 
 def _step(engine: Engine, packed: bool = False) -> tuple[float, float]:
