@@ -17,9 +17,11 @@ RUN     := $(VENV)/.run
 DEVELOP := $(VENV)/.develop
 NPU     := $(NPU_VENV)/.run
 NPU_PIP := $(NPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+# The tests that need neither other releases, nor containers, nor torch-npu.
+HERE    := not matrix and not releases and not images and not npu
 export BUNDLE_RELEASES = $(abspath $(RELEASES))
 
-.PHONY: demo lint test matrix matrix-new npu-contract bench images locks clean
+.PHONY: demo lint test matrix matrix-new releases npu-contract bench images locks clean
 
 # Exactly what is locked, with its hash; then torch, whose build, and what that needs, differs by machine.
 $(RUN): pyproject.toml images/locks/cpu.demo.txt images/locks/cpu.torch.txt
@@ -53,9 +55,9 @@ lint: $(DEVELOP)  ## formatting, lint, types, and who may import whom
 
 test: $(DEVELOP)  ## the default release in full, the oldest and the newest minor in four layouts
 	$(VENV)/bin/python -m tests.matrix.fetch $(RELEASES) oldest newest
-	$(VENV)/bin/python -m pytest -m 'not matrix and not images and not npu'
+	$(VENV)/bin/python -m pytest -m '$(HERE)'
 
-matrix: $(DEVELOP)  ## every supported minor: all layouts, and every patch proven
+matrix: $(DEVELOP)  ## every supported minor: all layouts, every patch proven, every trap still there
 	$(VENV)/bin/python -m tests.matrix.fetch $(RELEASES)
 	$(VENV)/bin/python -m pytest -m matrix
 
@@ -63,6 +65,14 @@ matrix-new: $(DEVELOP)  ## the same for releases that nobody has reviewed yet
 	$(VENV)/bin/python -m tests.matrix.fetch $(RELEASES)-later later
 	test ! -d $(RELEASES)-later || \
 	  BUNDLE_RELEASES=$(abspath $(RELEASES)-later) $(VENV)/bin/python -m pytest -m matrix
+
+releases: $(DEVELOP)  ## every supported minor: packing, MTP, replay, FP8, checkpoints; seeds/ and upstream/ (long)
+	$(VENV)/bin/python -m tests.matrix.fetch $(RELEASES)
+	$(VENV)/bin/python -m pytest -m releases
+	set -e; for tree in $(BUNDLE_RELEASES)/*; do \
+	  echo "tests/seeds and tests/upstream on $${tree##*/}"; \
+	  PYTHONPATH=$$tree $(VENV)/bin/python -m pytest -m '$(HERE)' tests/seeds tests/upstream; \
+	done
 
 npu-contract: $(NPU)  ## the real torch-npu over stand-ins for CANN: what can be told without an NPU
 	$(NPU_VENV)/bin/python -m tests.npu

@@ -66,14 +66,13 @@ def test_default_release():
     assert not wrong(measured(possible(DEFAULT, installed_version("megatron-core")), None))
 
 
-@pytest.mark.matrix
 @pytest.mark.world
 def test_tensor_and_context_parallel_together():
     pytest.importorskip("megatron.core")
     assert not wrong(measured((f"{CELLS}:crossed",), None, world=4))
 
 
-@pytest.mark.matrix
+@pytest.mark.releases
 @pytest.mark.world
 def test_every_minor(release_trees):
     found = {}

@@ -32,7 +32,7 @@ def test_default_release():
     assert seen["ranks"] > 50
 
 
-@pytest.mark.matrix
+@pytest.mark.releases
 def test_newest_release_of_every_minor(release_trees):
     newest = {Version(version).release[:2]: version for version in release_trees}
     found = {version: build(release_trees[version]) for version in newest.values()}

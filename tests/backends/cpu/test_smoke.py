@@ -38,7 +38,7 @@ def releases() -> list[str]:
     return sorted(path.name for path in Path(directory).iterdir()) if directory else []
 
 
-@pytest.mark.matrix
+@pytest.mark.releases
 @pytest.mark.skipif(not releases(), reason="BUNDLE_RELEASES names no directory of megatron-core releases")
 @pytest.mark.parametrize("release", releases())
 def test_every_release_computes_the_same(here, release, release_trees):

@@ -42,7 +42,7 @@ def test_default_release():
     check(None, CASES)
 
 
-@pytest.mark.matrix
+@pytest.mark.releases
 @pytest.mark.world
 def test_every_minor(release_trees):
     for version in newest_of_each_minor(release_trees):

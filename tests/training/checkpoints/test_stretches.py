@@ -95,7 +95,7 @@ def test_a_checkpoint_written_in_the_background_is_the_state_of_its_step(tmp_pat
     assert found["resumed"]["losses"] == found["whole"]["losses"][2:]
 
 
-@pytest.mark.matrix
+@pytest.mark.releases
 @pytest.mark.parametrize("version", ["0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.17.1", "0.18.2", "0.19.2"])
 def test_releases(release: Callable[[str], Path], version: str, tmp_path: Path):
     tree = release(version)

@@ -93,7 +93,7 @@ def test_ranks_that_share_a_sequence_train_alike(alone):
         close(together[f"{case} tp2"]["losses"], alone[case]["losses"])
 
 
-@pytest.mark.matrix
+@pytest.mark.releases
 @pytest.mark.world
 @pytest.mark.parametrize("version", ["0.12.3", "0.13.1", "0.19.2"])
 def test_releases(alone, release, version):
