@@ -44,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--blocks", type=int, default=24, help="blocks of A B B A, at least 20")
+    parser.add_argument("--blocks", type=int, default=48, help="blocks of A B B A, at least 20")
     parser.add_argument("--steps", type=int, default=2, help="steps of each A and B")
     chosen = parser.parse_args()
     if chosen.blocks < 20:
