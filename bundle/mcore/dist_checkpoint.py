@@ -3,12 +3,29 @@
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
 
 def save(state: dict[str, Any], directory: Path) -> None:
     """Writes a state of sharded tensors and plain values into an existing, empty directory."""
     dist_checkpointing.save(state, str(directory))
+
+
+def save_shared(state: dict[str, Any], directory: Path) -> None:
+    """Writes as `save` does, every rank its share of what all ranks hold, as Megatron-LM does by default."""
+    strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy())
+    dist_checkpointing.save(state, str(directory), strategy)
+
+
+def flat(key: str, whole: torch.Tensor, rank: int) -> Any:
+    """A tensor that all ranks hold, as one flat range of itself: optimizer state has this form to 0.15."""
+    part = slice(0, whole.numel())
+    return dist_checkpointing.ShardedTensor.from_rank_offsets_flat(
+        key, whole.flatten(), tuple(whole.shape), flattened_range=part, replica_id=rank
+    )
 
 
 def load(state: dict[str, Any], directory: Path) -> dict[str, Any]:

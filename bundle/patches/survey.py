@@ -56,7 +56,7 @@ def survey(
         version=of.version,
         backend=backend,
         features=_assumed(features, backend),
-        packages={"torch": torch.version} if (torch := stack.package("torch")) and torch.version else {},
+        packages=_versions(stack, {name for patch in PATCHES for name, _ in patch.requires}),
         mindspeed=(mindspeed.commit,) if (mindspeed := stack.package("mindspeed")) else None,
         conflict=of.conflict,
         requested=frozenset(requested),
@@ -68,6 +68,12 @@ def survey(
     seams = [deciding.decide_seam(seam, reader.look(seam.targets), job) for seam in SEAMS]
     decisions += [decision for decision in seams if decision is not None]
     return Survey(of, deciding.exclude(decisions, known))
+
+
+def _versions(stack: Stack, names: Collection[str]) -> dict[str, str]:
+    """The versions of those of these packages that are installed."""
+    found = {name: stack.package(name) for name in names}
+    return {name: package.version for name, package in found.items() if package and package.version}
 
 
 def _assumed(features: frozenset[str] | None, backend: str | None) -> frozenset[str] | None:

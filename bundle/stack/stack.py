@@ -12,6 +12,7 @@ from bundle.stack.search import SearchPath
 # what we ask about -> (distribution, import package)
 PACKAGES: dict[str, tuple[str, str]] = {
     "torch": ("torch", "torch"),
+    "numpy": ("numpy", "numpy"),
     "megatron-core": ("megatron-core", "megatron/core"),
     "transformer-engine": ("transformer-engine", "transformer_engine"),
     "flash-attn": ("flash-attn", "flash_attn"),

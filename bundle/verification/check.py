@@ -166,6 +166,14 @@ _CHECKS = (
         agreement=0.0,
     ),
     Check(
+        name="dist-checkpoint-numpy-product",
+        measurement=f"{_MEASURED}.dist_checkpoint:shared_round_trip",
+        world=2,
+        without=(Raises("AttributeError", "module 'numpy' has no attribute 'product'"),),
+        agreement=0.0,
+        needs=("dist-checkpoint-serialization",),
+    ),
+    Check(
         name="restricted-unpickle",
         measurement=f"{_MEASURED}.dist_checkpoint:code_in_common_state",
         without=(Gap(1.0),),  # the code ran

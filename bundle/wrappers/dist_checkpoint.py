@@ -1,4 +1,4 @@
-"""Distributed checkpoints of old releases: newer torch, and files that could run code."""
+"""Distributed checkpoints of old releases: newer torch and numpy, and files that could run code."""
 
 import argparse
 import functools
@@ -39,6 +39,13 @@ def name_the_format(original: Callable[..., Any]) -> Callable[..., Any]:
             module._write_item = write_item
 
     return write_preloaded_data
+
+
+def with_product(original: types.ModuleType) -> types.ModuleType:
+    """Returns numpy as it is called before 2.0, with `product`, in one module of megatron only (to 0.15)."""
+    older = types.ModuleType(original.__name__, original.__doc__)
+    vars(older).update(vars(original), product=original.prod)
+    return older
 
 
 def data_only(original: Callable[..., Any]) -> Callable[..., Any]:

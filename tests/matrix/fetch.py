@@ -43,10 +43,8 @@ def later() -> list[str]:
 def fetch(directory: Path, version: str) -> Path:
     """The tree of one release under `directory`; what is there already stays.
 
-    Releases from 0.17 declare Python 3.12, but publish wheels for 3.11 that run there. To 0.15 checkpoints
-    call np.product, which numpy 2 has not: those get a numpy of their own beside them.
+    Releases from 0.17 declare Python 3.12, but publish wheels for 3.11 that run there.
     """
-    numpy = ["numpy<2"] if Version(version) < Version("0.16") else []
     tree = directory / version
     if tree.is_dir():
         return tree
@@ -56,7 +54,7 @@ def fetch(directory: Path, version: str) -> Path:
         subprocess.run(
             [
                 *(*PIP, "install", "--quiet", "--no-deps", "--ignore-requires-python", "--no-compile"),
-                *("--target", str(target), f"megatron-core=={version}", *numpy),
+                *("--target", str(target), f"megatron-core=={version}"),
             ],
             check=True,
         )

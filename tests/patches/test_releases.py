@@ -37,6 +37,7 @@ PRESENT = {
     "native-replay-recompute": [("0.16.0", "0.19.2")],
     "per-token-loss-context-parallel": [("0.12.0", "0.12.3")],
     "dist-checkpoint-serialization": [("0.12.0", "0.12.3")],
+    "dist-checkpoint-numpy-product": [("0.12.0", "0.15.3")],
     "restricted-unpickle": [("0.12.0", "0.13.1"), ("0.17.0", "0.17.0")],
     "cpu-moe-splits-on-host": [("0.12.0", "0.19.2")],
     "cpu-router-without-te-gemm": [("0.13.0", "0.16.1")],

@@ -1,4 +1,4 @@
-"""Distributed checkpoints: writing with newer torch, and what unpickling a file may run."""
+"""Distributed checkpoints: newer torch and numpy, and what unpickling a file may run."""
 
 import ast
 from typing import TYPE_CHECKING
@@ -16,12 +16,28 @@ _LOAD = f"{_COMMON}:load_common"
 _LOAD_METHOD = f"{_COMMON}:TorchCommonLoadStrategy.load_common"
 _LOAD_OBJECTS = f"{_COMMON}:TorchCommonLoadStrategy.load_sharded_objects"
 
+_CHECKPOINTING = "megatron.core.dist_checkpointing"
+_COUNTING = {  # the modules that count elements with numpy, and where they do
+    "mapping": "ShardedTensor.local_coordinates",
+    "validation": "_validate_sharding_for_key_flattened",
+    "exchange_utils": "_shard_size",
+}
+_COUNTS = tuple(f"{_CHECKPOINTING}.{module}:{name}" for module, name in _COUNTING.items())
+
 
 def _format_unnamed(source: "Evidence") -> Presence:
     write = source[_WRITE]
     if write is None or not write.calls("_write_item"):
         return Presence.UNKNOWN
     return Presence.of("SerializationFormat" not in write.names)
+
+
+def _by_product(source: "Evidence") -> Presence:
+    """Whether elements are counted by `numpy.product`, which numpy 2 does not have."""
+    counting = [code for code in map(source.__getitem__, _COUNTS) if code is not None]
+    if not any(code.calls("product") or code.calls("prod") for code in counting):
+        return Presence.UNKNOWN
+    return Presence.of(any(code.calls("product") for code in counting))
 
 
 def _unrestricted(source: "Evidence") -> Presence:
@@ -54,6 +70,22 @@ PATCHES = (
         evidence=(_WRITE,),
         defect=_format_unnamed,
         check="dist-checkpoint-serialization",
+    ),
+    Patch(
+        id="dist-checkpoint-numpy-product",
+        replacements=tuple(
+            Replacement(f"{_CHECKPOINTING}.{module}:np", "bundle.wrappers.dist_checkpoint:with_product")
+            for module in _COUNTING
+        ),
+        why="The first checkpoint fails with numpy 2: module 'numpy' has no attribute 'product'.",
+        upstream="fixed upstream in 0.16; numpy 2.0's release notes list the name as removed",
+        range="<0.16",
+        fixed_in="0.16.0",
+        requires=(("numpy", ">=2"),),
+        when=frozenset({"distributed-checkpoint"}),
+        evidence=_COUNTS,
+        defect=_by_product,
+        check="dist-checkpoint-numpy-product",
     ),
     Patch(
         id="restricted-unpickle",

@@ -31,6 +31,29 @@ def round_trip(bench: Bench) -> float:
         return gap(_weights(model), before)
 
 
+def shared_round_trip(bench: Bench) -> float:
+    """Weights and a flat range that two ranks hold, of which each writes a part, after loading them."""
+    directory = bench.directory / "checkpoint"
+    directory.mkdir(exist_ok=True)
+    rank = torch.distributed.get_rank()
+    numbers = torch.arange(12.0).reshape(3, 4)
+    with bench.layout() as groups:
+        model = chunk(bench, groups, DENSE)
+        shard = dist_checkpoint.flat("numbers", numbers, rank)
+        dist_checkpoint.save_shared({"model": model.sharded_state_dict(), "numbers": shard}, directory)
+        rows, columns = shard.local_coordinates()
+        assert (rows * 4 + columns).tolist() == list(range(12)), f"coordinates {rows}, {columns}"
+        with torch.no_grad():
+            before = _weights(model)
+            for parameter in model.parameters():
+                parameter.zero_()
+        empty = dist_checkpoint.flat("numbers", torch.zeros_like(numbers), rank)
+        loaded = dist_checkpoint.load({"model": model.sharded_state_dict(), "numbers": empty}, directory)
+        model.load_state_dict(loaded["model"])
+        seen = {**_weights(model), "numbers": loaded["numbers"].reshape(3, 4)}
+        return gap(seen, {**before, "numbers": numbers})
+
+
 def code_in_common_state(bench: Bench) -> float:
     """1 if code in a checkpoint's common state ran, 0 if it was refused and honest state still loads."""
     witness = bench.directory / "it-ran"
