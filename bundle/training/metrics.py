@@ -53,8 +53,8 @@ class PlainLines:
         self._steps, self._stream = steps, stream
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        numbers = "  ".join(f"{name} {_short(value)}" for name, value in values.items())
-        print(f"step {step:>{len(str(self._steps))}}/{self._steps}  {numbers}", file=self._stream, flush=True)
+        at = f"step {step:>{len(str(self._steps))}}/{self._steps}"
+        print(f"{at}  {_line(values)}", file=self._stream, flush=True)
 
     def close(self) -> None:
         self._stream.flush()
@@ -63,33 +63,42 @@ class PlainLines:
 class LiveProgress:
     """A progress bar with the latest numbers under it; evaluations stay as lines above."""
 
-    def __init__(self, steps: int, done: int) -> None:
+    def __init__(self, steps: int, done: int, console: Any = None) -> None:
+        from rich.live import Live
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        self._progress: Any = Progress(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[numbers]}"),
+        self._bar: Any = Progress(
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), TextColumn("left")
         )
-        self._task = self._progress.add_task("training", total=steps, completed=done, numbers="")
-        self._progress.start()
+        self._task = self._bar.add_task("training", total=steps, completed=done)
+        self._numbers = ""
+        # Warnings belong into the rank's log, where stderr goes, not above the bar.
+        self._live: Any = Live(get_renderable=self._view, console=console, redirect_stderr=False)
+        self._live.start()
+
+    def _view(self) -> Any:
+        from rich.console import Group
+
+        return Group(self._bar, self._numbers)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        numbers = "  ".join(f"{name} {_short(value)}" for name, value in values.items())
         if any(name.startswith("validation/") for name in values):
-            self._progress.console.print(f"step {step}  {numbers}", highlight=False)
+            self._live.console.print(f"step {step}  {_line(values)}", highlight=False)
         else:
-            self._progress.update(self._task, completed=step, numbers=numbers)
+            self._bar.update(self._task, completed=step)
+            self._numbers = _line({name.removeprefix("train/"): value for name, value in values.items()})
 
     def close(self) -> None:
-        self._progress.stop()
+        self._live.stop()
 
 
 def terminal(steps: int, done: int, stream: TextIO = sys.stdout) -> Sink:
     """Live progress on a terminal, plain lines otherwise."""
     return LiveProgress(steps, done) if stream.isatty() else PlainLines(steps, stream)
+
+
+def _line(values: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {_short(value)}" for name, value in values.items())
 
 
 def _short(value: float) -> str:
