@@ -23,6 +23,7 @@ _MTP = "megatron.core.transformer.multi_token_prediction"
 # target (or its class) -> the branches that replace it
 REPLACED: dict[str, frozenset[str]] = {
     "megatron.core.distributed.finalize_model_grads:finalize_model_grads": _ALL,
+    "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.__init__": _ALL - {"core_r0.18.0"},
     "megatron.core.fp8_utils:quantize_param_shard": _ALL - {"core_r0.17.0", "core_r0.18.0"},
     "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:get_pos_emb_on_this_cp_rank": _ALL
     - {"core_r0.18.0"},

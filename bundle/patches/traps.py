@@ -53,15 +53,4 @@ TRAPS = (
         cause="LanguageModule allocates output_layer.weight there although it is tied; measured to 0.15",
         instead="Set distributed.overlap_grad_reduce to false, or use megatron-core 0.16 or later.",
     ),
-    Trap(
-        id="overlap-several-buckets",
-        range="<0.13",
-        when=frozenset({"overlap-grad-reduce", "pp", "several-buckets"}),
-        why="The first elements of a shared embedding (tied, or read by MTP) lose their gradient.",
-        cause=(
-            "_ParamAndGradBuffer starts the embedding's own bucket where the bucket before ends without its "
-            "padding to lcm(dp, 128), so that they overlap; 0.13.0 starts it behind the padding"
-        ),
-        instead="Leave distributed.bucket_size unset, or use megatron-core 0.13 or later.",
-    ),
 )

@@ -44,7 +44,6 @@ def features(recipe: "Recipe") -> frozenset[str]:
         f"recompute-{granularity}": granularity is not None,
         "overlap-grad-reduce": recipe.distributed.overlap_grad_reduce,
         "overlap-param-gather": recipe.distributed.overlap_param_gather,
-        "several-buckets": recipe.distributed.bucket_size is not None,
         "distributed-checkpoint": True,
         "async-checkpoint": recipe.checkpoint.async_,
     }

@@ -160,6 +160,11 @@ _CHECKS = (
         without=(Gap(0.5),),  # twice as large
     ),
     Check(
+        name="shared-embedding-bucket",
+        measurement=f"{_MEASURED}.gradients:shared_embedding",
+        without=(Raises("AssertionError", "each param only belongs to a single bucket"),),
+    ),
+    Check(
         name="dist-checkpoint-serialization",
         measurement=f"{_MEASURED}.dist_checkpoint:round_trip",
         without=(Raises("RuntimeError", "missing 1 required positional argument: 'serialization_format'"),),

@@ -8,6 +8,7 @@ import torch
 from bundle.mcore import optimization, schedules
 from bundle.mcore.groups import Groups
 from bundle.models import naming
+from bundle.recipe import Recipe
 from bundle.verification.bench import Bench
 from bundle.verification.tiny import Batch, chunk, recipe, rows, texts
 
@@ -56,7 +57,11 @@ def summed(x: torch.Tensor, groups: Groups) -> torch.Tensor:
 
 def gradient_norm(bench: Bench, groups: Groups, config: Mapping[str, Any]) -> Numbers:
     """The norm that the optimizer finds after a step of the pipeline schedule, the same on every rank."""
-    job, model = recipe(config, groups), chunk(bench, groups, config)
+    return {"norm": stepped(bench, groups, recipe(config, groups), chunk(bench, groups, config))}
+
+
+def stepped(bench: Bench, groups: Groups, job: Recipe, model: torch.nn.Module) -> torch.Tensor:
+    """The gradient norm of a step of the pipeline schedule and the optimizer, which leaves its weights."""
     wrapped = optimization.data_parallel(job, model.config, [model])
     optimizer = optimization.optimizer(job, wrapped)
     batch = rows(bench, groups, torch.stack(texts((32, 32))), torch.ones(2, 32))
@@ -67,7 +72,7 @@ def gradient_norm(bench: Bench, groups: Groups, config: Mapping[str, Any]) -> Nu
 
     schedules.run(step, [batch], wrapped, sequence_length=32, micro_batch_size=2)
     _, norm, _ = optimizer.step()
-    return {"norm": torch.tensor(norm)}
+    return torch.tensor(norm)
 
 
 def gap(seen: Numbers, reference: Numbers) -> float:

@@ -1,6 +1,7 @@
-"""What the gradients are divided by."""
+"""What the gradients are divided by, and where in their buffer they lie."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,3 +22,31 @@ def count_tokens_of_all_ranks(original: Callable[..., Any]) -> Callable[..., Any
         return original(model, num_tokens)
 
     return finalize_model_grads
+
+
+def start_behind_padding(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `_ParamAndGradBuffer.__init__` that lays a shared embedding out as 0.13 does (0.12).
+
+    Its bucket starts behind padding, but it does so itself only where the data-parallel size does not divide
+    the end of what is before it: else it reaches into the bucket before. So that size is meanwhile one that
+    the padding is made of, a multiple of the true one; where everything was in place, nothing moves.
+    """
+
+    @functools.wraps(original)
+    def __init__(self: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:
+        padding = 2**16 if ddp_config.pad_buckets_for_high_nccl_busbw else 128
+        owner, name = type(self), "data_parallel_world_size"
+
+        def unit(buffer: Any) -> int:
+            return math.lcm(vars(buffer)[name], padding)
+
+        def keep(buffer: Any, size: int) -> None:
+            vars(buffer)[name] = size
+
+        self.__class__ = type(owner.__name__, (owner,), {name: property(unit, keep)})
+        try:
+            original(self, ddp_config, *args, **kwargs)
+        finally:
+            self.__class__ = owner
+
+    return __init__

@@ -26,7 +26,7 @@ OTHERS = (
     *(f"{DETACHING}:{name}" for name in ("everything", "tied", "recomputed")),
 )
 PACKED_PREDICTION = ("mtp", "mtp pairs", "packed means", "packed scores")
-SHARED_BY_STAGES = (f"{CELLS}:scores", f"{DETACHING}:everything", f"{DETACHING}:tied")
+PREDICTION_OVER_TENSOR_RANKS = ("scores",)
 
 
 def measured(names: tuple[str, ...], tree: Path | None, world: int = 2) -> dict[str, list[Observation]]:
@@ -48,16 +48,12 @@ def wrong(seen: dict[str, list[Observation]]) -> dict[str, list[str]]:
 
 
 def possible(names: tuple[str, ...], release: str) -> tuple[str, ...]:
-    """Without what the release cannot do: prediction in packs, over tensor ranks, or over these stages.
-
-    0.12's distributed optimizer may find an embedding that stages share in two buckets ("only belongs to a
-    single bucket"): where the parameters before it do not fill a multiple of 128, as in these tiny models.
-    """
-    if versions.within(release, "<0.16"):
-        names = tuple(name for name in names if name.partition(":")[2] not in PACKED_PREDICTION)
-    if versions.within(release, "<0.13"):
-        names = tuple(name for name in names if name not in SHARED_BY_STAGES)
-    return names
+    """Without what the release cannot do, by its known traps: prediction in packs, or over tensor ranks."""
+    left_out = {
+        *(PACKED_PREDICTION if versions.within(release, "<0.16") else ()),
+        *(PREDICTION_OVER_TENSOR_RANKS if versions.within(release, "<0.13") else ()),
+    }
+    return tuple(name for name in names if name.partition(":")[2] not in left_out)
 
 
 @pytest.mark.world

@@ -36,6 +36,7 @@ PRESENT = {
     "router-replay-by-layer": [("0.16.0", "0.19.2")],
     "native-replay-recompute": [("0.16.0", "0.19.2")],
     "per-token-loss-context-parallel": [("0.12.0", "0.12.3")],
+    "shared-embedding-bucket": [("0.12.0", "0.12.3")],
     "dist-checkpoint-serialization": [("0.12.0", "0.12.3")],
     "dist-checkpoint-numpy-product": [("0.12.0", "0.15.3")],
     "restricted-unpickle": [("0.12.0", "0.13.1"), ("0.17.0", "0.17.0")],

@@ -68,14 +68,10 @@ def overlap_tied(bench: Bench) -> float:
     return _runs(bench, model, {"pp": 2}, overlap_grad_reduce=True)
 
 
-def overlap_in_buckets(bench: Bench, bucket: int | None = 10000) -> float:
+def overlap_in_buckets(bench: Bench) -> float:
+    """A shared embedding behind buckets of any fill; no trap, because a patch of 0.12 pads in between."""
     model = {"config": DENSE | {"tie_word_embeddings": True}}
-    return _compare(bench, model, {"pp": 2}, overlap_grad_reduce=True, bucket_size=bucket)
-
-
-def overlap_in_one_bucket(bench: Bench) -> float:
-    """The way out of the trap."""
-    return overlap_in_buckets(bench, None)
+    return _compare(bench, model, {"pp": 2}, overlap_grad_reduce=True, bucket_size=10000)
 
 
 def _compare(

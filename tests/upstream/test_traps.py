@@ -53,12 +53,7 @@ CASES = (
         "overlap-tied-mtp",
         expected=(Raises("AssertionError", "Communication call has not been issued"),),
     ),
-    Case(
-        "overlap_in_buckets",
-        "overlap-several-buckets",
-        expected=(Raises("AssertionError", "each param only belongs to a single bucket"),),
-    ),
-    Case("overlap_in_one_bucket"),
+    Case("overlap_in_buckets"),
 )
 
 

@@ -1,4 +1,4 @@
-"""What gradients are divided by."""
+"""What gradients are divided by, and where they lie."""
 
 import ast
 from typing import TYPE_CHECKING
@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from bundle.patches.definitions import Evidence
 
 _FINALIZE = "megatron.core.distributed.finalize_model_grads:finalize_model_grads"
+_BUFFER = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.__init__"
 
 
 def _tokens_of_data_ranks(source: "Evidence") -> Presence:
@@ -26,6 +27,15 @@ def _tokens_of_data_ranks(source: "Evidence") -> Presence:
     return Presence.of(alone)
 
 
+def _start_padded_sometimes(source: "Evidence") -> Presence:
+    """Whether a shared parameter starts behind padding only where ranks do not divide its start."""
+    buffer = source[_BUFFER]
+    if buffer is None:
+        return Presence.UNKNOWN
+    remainders = [n for n in buffer.walk() if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod)]
+    return Presence.of(any(ast.unparse(n.left) == "param_start_index" for n in remainders))
+
+
 PATCHES = (
     Patch(
         id="per-token-loss-context-parallel",
@@ -38,5 +48,20 @@ PATCHES = (
         evidence=(_FINALIZE,),
         defect=_tokens_of_data_ranks,
         check="per-token-loss-context-parallel",
+    ),
+    Patch(
+        id="shared-embedding-bucket",
+        replacements=(Replacement(_BUFFER, "bundle.wrappers.gradients:start_behind_padding"),),
+        why=(
+            "The optimizer refuses an embedding that stages share (tied, or read by MTP): its bucket starts "
+            "behind padding, and it in front of that, if what is before it ends at 64 modulo 128."
+        ),
+        upstream="fixed upstream in 0.13",
+        range="<0.13",
+        fixed_in="0.13.0",
+        when=frozenset({"pp"}),
+        evidence=(_BUFFER,),
+        defect=_start_padded_sometimes,
+        check="shared-embedding-bucket",
     ),
 )

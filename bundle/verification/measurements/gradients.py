@@ -1,8 +1,9 @@
 """Gradients as the schedule and the data-parallel wrapper leave them."""
 
+from bundle.mcore.groups import Groups
 from bundle.verification.bench import Bench
-from bundle.verification.numbers import gap, gradient_norm
-from bundle.verification.tiny import DENSE
+from bundle.verification.numbers import Numbers, gap, gradient_norm, stepped
+from bundle.verification.tiny import DENSE, chunk, recipe
 
 
 def per_token(bench: Bench) -> float:
@@ -11,3 +12,21 @@ def per_token(bench: Bench) -> float:
         reference = gradient_norm(bench, groups, DENSE)
     with bench.layout(cp=2) as groups:
         return gap(gradient_norm(bench, groups, DENSE), reference)
+
+
+def shared_embedding(bench: Bench) -> float:
+    """A step of a model whose embedding megatron has marked as shared by stages, against one without.
+
+    What lies before it in the buffer is an odd number of times 64: the norm at the end of the last layer is.
+    """
+    with bench.layout() as groups:
+        return gap(_step(bench, groups, shared=True), _step(bench, groups, shared=False))
+
+
+def _step(bench: Bench, groups: Groups, *, shared: bool) -> Numbers:
+    """The gradient norm and what a step makes of the weights."""
+    model = chunk(bench, groups, DENSE)
+    if shared:
+        vars(model.get_parameter("embedding.word_embeddings.weight"))["shared_embedding"] = True
+    norm = stepped(bench, groups, recipe(DENSE, groups), model)
+    return {"norm": norm, **{name: x.detach().clone() for name, x in model.named_parameters()}}
