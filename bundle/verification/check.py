@@ -165,6 +165,20 @@ _CHECKS = (
         without=(Raises("AssertionError", "each param only belongs to a single bucket"),),
     ),
     Check(
+        name="cuda-norm-of-whole-weights",
+        measurement=f"{_MEASURED}.norm:whole_weights",
+        world=2,
+        without=(Gap(1e-3),),
+        agreement=1e-4,
+    ),
+    Check(
+        name="cuda-norm-of-expert-weights",
+        measurement=f"{_MEASURED}.norm:expert_weights",
+        world=2,
+        without=(Gap(1e-3),),
+        agreement=1e-4,
+    ),
+    Check(
         name="dist-checkpoint-serialization",
         measurement=f"{_MEASURED}.dist_checkpoint:round_trip",
         without=(Raises("RuntimeError", "missing 1 required positional argument: 'serialization_format'"),),

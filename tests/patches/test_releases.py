@@ -37,6 +37,8 @@ PRESENT = {
     "native-replay-recompute": [("0.16.0", "0.19.2")],
     "per-token-loss-context-parallel": [("0.12.0", "0.12.3")],
     "shared-embedding-bucket": [("0.12.0", "0.12.3")],
+    "cuda-norm-of-whole-weights": [("0.12.0", "0.16.1")],
+    "cuda-norm-of-expert-weights": [("0.12.0", "0.18.2")],
     "dist-checkpoint-serialization": [("0.12.0", "0.12.3")],
     "dist-checkpoint-numpy-product": [("0.12.0", "0.15.3")],
     "restricted-unpickle": [("0.12.0", "0.13.1"), ("0.17.0", "0.17.0")],

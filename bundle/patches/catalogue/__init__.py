@@ -1,6 +1,16 @@
 """The patches, one module for each area of megatron-core; each holds a tuple named PATCHES."""
 
-from bundle.patches.catalogue import dist_checkpoint, gradients, mla, moe, mtp, optimizer, recompute, router
+from bundle.patches.catalogue import (
+    dist_checkpoint,
+    gradients,
+    mla,
+    moe,
+    mtp,
+    norm,
+    optimizer,
+    recompute,
+    router,
+)
 from bundle.patches.entry import Patch
 
 # In this order wrappers are put on a target that several patches share: the first is the innermost.
@@ -10,6 +20,7 @@ PATCHES: tuple[Patch, ...] = (
     *recompute.PATCHES,
     *router.PATCHES,
     *gradients.PATCHES,
+    *norm.PATCHES,
     *dist_checkpoint.PATCHES,
     *moe.PATCHES,
     *optimizer.PATCHES,
