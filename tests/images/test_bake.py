@@ -22,9 +22,17 @@ def printed(engine, root, *words, **variables):
     return json.loads(result.out)
 
 
+def in_order(plan):
+    """With the targets of each group sorted: bake names those of a matrix in any order."""
+    for group in plan["group"].values():
+        group["targets"].sort()
+    return plan
+
+
 def test_the_plan_is_the_golden_one(engine):
     """`docker buildx bake --print all > tests/images/bake.json` writes it."""
-    assert printed(engine, ROOT, "all") == json.loads((ROOT / "tests/images/bake.json").read_text())
+    golden = json.loads((ROOT / "tests/images/bake.json").read_text())
+    assert in_order(printed(engine, ROOT, "all")) == in_order(golden)
 
 
 def test_one_version_changes_what_bake_builds(engine, tmp_path):
