@@ -82,10 +82,11 @@ def make(
     violations = recipe.layout_violations(nodes * per_node)
     placement = None if violations else place(recipe, nodes * per_node)
     stages = () if placement is None else _stages(recipe, placement, can, target.release)
+    patches = {decision.id for decision in decisions if decision.action is Action.APPLY}
     tight = memory_note(stages, hardware.device_memory)
     problems = (
         *map(recipe_problem, violations),
-        *refusals(recipe, can, hardware, target.release, placement),
+        *refusals(recipe, can, hardware, target.release, placement, patches),
         *_stopping(decisions),
         *devices_problems(hardware, per_node),
         *memory_problems(stages, hardware, per_node),

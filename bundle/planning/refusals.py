@@ -1,6 +1,6 @@
 """What a backend or a release of megatron-core cannot do for a recipe, before anything is started."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from packaging.version import Version
 
@@ -14,20 +14,26 @@ from bundle.planning.placement import Placement
 from bundle.planning.problem import Problem, hardware_problem, recipe_problem
 from bundle.recipe import Recipe
 
+SHARED_EMBEDDING = "shared-embedding-bucket"  # the patch; MindSpeed may own what it wraps
 BF16_FROM = (8, 0)  # Transformer Engine's support matrix
 
 
 def refusals(
-    recipe: Recipe, can: Capabilities, hardware: Hardware, release: Version, placement: Placement | None
+    recipe: Recipe,
+    can: Capabilities,
+    hardware: Hardware,
+    release: Version,
+    placement: Placement | None,
+    patches: Collection[str],
 ) -> Iterator[Problem]:
-    """Every reason against the recipe on this backend, these devices and this release."""
+    """Every reason against the recipe on this backend, these devices and this release with these patches."""
     yield from _attention(recipe, can)
     yield from _arithmetic(recipe, can, hardware)
     yield from _recomputation(recipe, can, release)
     if placement is None:
         return
     yield from fp8_problems(recipe, placement, can.layers)
-    if release < Version("0.13"):
+    if release < Version("0.13") and SHARED_EMBEDDING not in patches:
         yield from _shared_embedding(recipe, can, placement)
 
 
@@ -92,7 +98,7 @@ def _shared_embedding(recipe: Recipe, can: Capabilities, placement: Placement) -
         if breaks_before_0_13(tensors, ranks):
             yield recipe_problem(
                 f"parallel.pp: megatron-core 0.12 lays the embedding that the first and the last stage share "
-                f"across two buckets of stage {chunk.stage}, which then fails or trains it wrongly: "
-                "use megatron-core 0.13 or newer, or pp 1"
+                f"across two buckets of stage {chunk.stage}, which then fails or trains it wrongly, and the "
+                f"patch {SHARED_EMBEDDING} is not applied: use megatron-core 0.13 or newer, or pp 1"
             )
             return

@@ -8,8 +8,10 @@ import pytest
 from bundle.errors import EnvironmentUnfit, ExitCode, UsageError
 from bundle.hardware import detect, preset
 from bundle.patches import Action, Decision, Presence
+from bundle.patches.catalogue import PATCHES
 from bundle.planning import Target, document, make, text
 from bundle.planning.machine import capabilities, machine
+from bundle.planning.refusals import SHARED_EMBEDDING
 from bundle.recipe import load
 from tests.hardware.machines import recorded
 from tests.planning.jobs import DEEPSEEK, QWEN3, job
@@ -176,6 +178,14 @@ def test_the_shared_embedding_of_0_12(release, fails):
     recipe = job(DEEPSEEK, parallel={"pp": 2}, train={"steps": 1, "global_batch_size": 16})
     made = plan(recipe, target=Target(release, "a test"))
     assert problems(made) == ([(ExitCode.USAGE, "parallel.pp")] if fails else [])
+    patch = dataclasses.replace(decision(Action.APPLY, False), id=SHARED_EMBEDDING)
+    assert not plan(recipe, target=Target(release, "a test"), decisions=[patch]).problems
+    owned = dataclasses.replace(patch, action=Action.OWNED)
+    assert problems(plan(recipe, target=Target(release, "a test"), decisions=[owned])) == problems(made)
+
+
+def test_the_patch_of_the_shared_embedding_is_in_the_list():
+    assert SHARED_EMBEDDING in {patch.id for patch in PATCHES}
 
 
 def test_an_inference_card_is_unfit():
