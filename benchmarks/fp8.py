@@ -1,11 +1,13 @@
 """The cpu backend's FP8 beside Transformer Engine's on a GPU: the three products of one linear layer.
 
-Run with `python -m benchmarks.fp8`. Both take the same bf16 operands, with outliers and of sizes that fill no
-block. Printed are relative distances in the Frobenius norm: between the two results, and of each from the
-float64 product of what was given. Ends with 1 where the two differ by more than a tenth of what FP8 costs;
-says so and ends with 0 where there is no GPU.
+Run with `python -m benchmarks.fp8 [--dtype fp32]`. Both take the same operands, with outliers and of sizes
+that fill no block. Printed are how many values of the operands FP8 holds otherwise, and relative distances in
+the Frobenius norm: between the two results, and of each from the float64 product of what was given. Ends with
+1 where an operand differs, or the results by more than a tenth of what FP8 costs; says so and ends with 0
+where there is no GPU. In bf16 (what models train in) results are rounded once more, which fp32 leaves out.
 """
 
+import argparse
 import sys
 from collections.abc import Iterator
 from typing import Any, get_args, get_type_hints
@@ -16,6 +18,7 @@ from torch import Tensor
 from bundle.backends.cpu.runtime.fp8.delayed import Phase
 from bundle.backends.cpu.runtime.fp8.operands import operands
 from bundle.backends.cpu.runtime.fp8.product import product
+from bundle.backends.cpu.runtime.fp8.scales import E4M3, E5M2
 from bundle.backends.cuda.capabilities import CUDA
 from bundle.recipe.model import FP8
 
@@ -27,8 +30,8 @@ SHARE = 0.1
 Triple = tuple[Tensor, Tensor, Tensor]
 
 
-def calls() -> list[Triple]:
-    """Input, weight and gradient of the output of each call, bf16; gradients are small, as they are.
+def calls(dtype: torch.dtype) -> list[Triple]:
+    """Input, weight and gradient of the output of each call; gradients are small, as they are.
 
     One value in 200 is thirty times as large. Columns lie up to 2 ** 12 apart, and what multiplies them
     inversely, so that all of them count in the products, and for each value which others share its scale.
@@ -38,29 +41,29 @@ def calls() -> list[Triple]:
     x = _outlying(TOKENS, INPUTS) * of_inputs
     weight = _outlying(OUTPUTS, INPUTS) / of_inputs / of_outputs[:, None]
     gradient = _outlying(TOKENS, OUTPUTS) * of_outputs * 1e-4
-    return [((x * size).bfloat16(), weight.bfloat16(), (gradient * size).bfloat16()) for size in GROWTH]
+    return [((x * size).to(dtype), weight.to(dtype), (gradient * size).to(dtype)) for size in GROWTH]
 
 
 def _outlying(rows: int, columns: int) -> Tensor:
     return torch.randn(rows, columns) * torch.where(torch.rand(rows, columns) > 0.995, 30.0, 1.0)
 
 
-def emulated(fp8: FP8) -> Triple:
+def emulated(fp8: FP8, dtype: torch.dtype) -> Triple:
     """Output, input gradient and weight gradient of the last call, by the cpu backend."""
     quantisers = operands(fp8, None)
-    for given in calls():
+    for given in calls(dtype):
         x, weight = (value.requires_grad_() for value in given[:2])
         output = product(x, weight, None, quantisers, Phase.TRAINED)
         found = (output.detach(), *torch.autograd.grad(output, (x, weight), given[2]))
     return found
 
 
-def measured(fp8: FP8) -> Triple:
+def measured(fp8: FP8, dtype: torch.dtype) -> Triple:
     """The same by Transformer Engine's linear layer on the GPU."""
     import transformer_engine.pytorch as te
 
-    layer = te.Linear(INPUTS, OUTPUTS, bias=False, params_dtype=torch.bfloat16, device="cuda")
-    for given in calls():
+    layer = te.Linear(INPUTS, OUTPUTS, bias=False, params_dtype=dtype, device="cuda")
+    for given in calls(dtype):
         x, weight, gradient = (value.cuda() for value in given)
         x.requires_grad_()
         layer.weight.data.copy_(weight)
@@ -70,10 +73,23 @@ def measured(fp8: FP8) -> Triple:
     return tuple(value.cpu() for value in found)  # type: ignore[return-value]
 
 
-def exact() -> Triple:
+def exact(dtype: torch.dtype) -> Triple:
     """The same in float64, nothing rounded."""
-    x, weight, gradient = (value.double() for value in calls()[-1])
+    x, weight, gradient = (value.double() for value in calls(dtype)[-1])
     return x @ weight.t(), gradient @ weight, gradient.t() @ x
+
+
+def unequal(fp8: FP8, dtype: torch.dtype) -> int:
+    """How many values of the operands FP8 holds otherwise on the GPU; delayed: by a first call's scale."""
+    ours, given = operands(fp8, None), calls(dtype)[-1]
+    found = 0
+    for index, (quantiser, value) in enumerate(
+        zip((ours.input, ours.weight, ours.gradient), given, strict=True)
+    ):
+        wide = value.float()
+        theirs = _quantizer(fp8, index)(value.cuda()).dequantize(dtype=torch.float32).cpu()
+        found += int((quantiser(wide, Phase.TRAINED)(wide, 1) != theirs).sum())
+    return found
 
 
 def distance(one: Tensor, other: Tensor) -> float:
@@ -88,9 +104,31 @@ def _recipe(fp8: FP8) -> Any:
     format = {"e4m3": recipe.Format.E4M3, "hybrid": recipe.Format.HYBRID}[fp8.format]
     if fp8.scaling == "delayed":
         return recipe.DelayedScaling(fp8_format=format, amax_history_len=1024, amax_compute_algo="max")
-    names = {"tensorwise": "Float8CurrentScaling", "blockwise": "Float8BlockScaling"}
-    names["mxfp8"] = "MXFP8BlockScaling"
-    return getattr(recipe, names[fp8.scaling])(fp8_format=format)
+    current = {
+        "tensorwise": recipe.Float8CurrentScaling,
+        "blockwise": recipe.Float8BlockScaling,
+        "mxfp8": recipe.MXFP8BlockScaling,
+    }
+    return current[fp8.scaling](fp8_format=format)
+
+
+def _quantizer(fp8: FP8, index: int) -> Any:
+    """What rounds input, weight or gradient in Transformer Engine's layers under that recipe."""
+    from transformer_engine.pytorch.constants import TE_DType
+    from transformer_engine.pytorch.tensor import float8_blockwise_tensor, float8_tensor, mxfp8_tensor
+
+    gradient, weight = index == 2, index == 1
+    dtype = TE_DType[E5M2 if gradient and fp8.format == "hybrid" else E4M3]
+    if fp8.scaling == "delayed":
+        scale, amax = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
+        return float8_tensor.Float8Quantizer(scale, amax, dtype)
+    if fp8.scaling == "tensorwise":
+        return float8_tensor.Float8CurrentScalingQuantizer(dtype, torch.device("cuda"))
+    if fp8.scaling == "mxfp8":
+        return mxfp8_tensor.MXFP8Quantizer(dtype)
+    return float8_blockwise_tensor.Float8BlockQuantizer(
+        dtype, rowwise=True, columnwise=True, block_scaling_dim=2 if weight else 1
+    )
 
 
 def _all() -> Iterator[FP8]:
@@ -101,6 +139,9 @@ def _all() -> Iterator[FP8]:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of operands and results")
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[parser.parse_args().dtype]
     if not torch.cuda.is_available():
         print("There is no GPU here: not run.")
         return 0
@@ -108,14 +149,17 @@ def main() -> int:
 
     libraries.load()
     generation = ".".join(map(str, torch.cuda.get_device_capability()))
-    reference, wrong = exact(), 0
+    reference, wrong = exact(dtype), 0
     print(f"| {'scaling':<10} | {'format':<6} | {'product':<15} | ours - TE | ours - exact | TE - exact |")
     print("|---|---|---|---|---|---|")
     for fp8 in _all():
         if refusal := CUDA.fp8_refusal(fp8.scaling, fp8.format, generation):
             print(f"| {fp8.scaling:<10} | {fp8.format:<6} | not run: {refusal} | | | |")
             continue
-        both = zip(PRODUCTS, emulated(fp8), measured(fp8), reference, strict=True)
+        differing = unequal(fp8, dtype)
+        wrong += differing > 0
+        print(f"| {fp8.scaling:<10} | {fp8.format:<6} | {differing} values of the operands differ | | | |")
+        both = zip(PRODUCTS, emulated(fp8, dtype), measured(fp8, dtype), reference, strict=True)
         for name, ours, theirs, whole in both:
             pairs = ((ours, theirs), (ours, whole), (theirs, whole))
             between, of_ours, of_theirs = (distance(one, other) for one, other in pairs)
