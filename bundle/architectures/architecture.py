@@ -1,9 +1,9 @@
 """What a model is, as data: the numbers that decide its tensors, its layout and its arithmetic."""
 
-from dataclasses import dataclass
+from bundle.frozen import frozen
 
 
-@dataclass(frozen=True)
+@frozen
 class RopeScaling:
     """How rotary positions are stretched beyond the length of pre-training."""
 
@@ -18,7 +18,7 @@ class RopeScaling:
     mscale_all_dim: float = 0.0
 
 
-@dataclass(frozen=True)
+@frozen
 class MLA:
     """Multi-head latent attention: ranks of the two compressions and the widths of one head."""
 
@@ -34,7 +34,7 @@ class MLA:
         return self.qk_head_dim + self.qk_pos_emb_head_dim
 
 
-@dataclass(frozen=True)
+@frozen
 class MoE:
     """The experts, where they stand, and how a token chooses among them."""
 
@@ -53,7 +53,7 @@ class MoE:
     aux_loss_per_sequence: bool = False
 
 
-@dataclass(frozen=True)
+@frozen
 class Architecture:
     """One decoder-only transformer with gated SiLU feed-forward layers and RMS norms."""
 

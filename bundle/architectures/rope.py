@@ -1,16 +1,15 @@
 """Rotary positions of a config, as `transformers` 4 (rope_theta, rope_scaling) or 5 write them."""
 
-from dataclasses import dataclass
-
 from bundle.architectures.architecture import RopeScaling
 from bundle.architectures.keys import Keys
+from bundle.frozen import frozen
 
 # megatron-core hard-codes these three for Llama-3 scaling, in every release from 0.12 to 0.19
 # (`RotaryEmbedding._apply_scaling`); only the factor can be chosen.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-@dataclass(frozen=True)
+@frozen
 class Rope:
     """Base frequency, rotated fraction of a head, and stretching."""
 

@@ -1,12 +1,13 @@
 """Attention kernels as data: what each takes, so that a plan and the cpu can refuse what it would refuse."""
 
-from dataclasses import dataclass
 from typing import Literal
+
+from bundle.frozen import frozen_by_name
 
 HeadDims = Literal["equal", "v<=qk", "any"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_by_name
 class AttentionKernel:
     """One value of the recipe's `attention`, and its contract."""
 

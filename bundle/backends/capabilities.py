@@ -1,14 +1,14 @@
 """The shape of what every backend can do: FP8, attention, masks, environment. Data with reasons; no torch."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 from bundle.backends.attention import AttentionKernel
 from bundle.backends.layers import Layers
+from bundle.frozen import frozen, frozen_by_name
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Fp8Scaling:
     """One FP8 scaling that a backend offers."""
 
@@ -19,7 +19,7 @@ class Fp8Scaling:
     source: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Variable:
     """An environment variable of every rank, and why it has this value."""
 
@@ -32,7 +32,7 @@ class Variable:
 MaskForm = Literal["none", "valid"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Mask:
     """The mask that a model is given: none, or valid: bool [b, s] over whole sequences, True = token.
 
@@ -45,7 +45,7 @@ class Mask:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Choice:
     """What `auto` stands for, and why."""
 
@@ -53,7 +53,7 @@ class Choice:
     why: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_by_name
 class Capabilities:
     """Everything that the rest of the bundle may know about a backend without torch."""
 

@@ -1,9 +1,9 @@
 """What a backend builds its layers from, as far as tensors and memory depend on it."""
 
-from dataclasses import dataclass
+from bundle.frozen import frozen_by_name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_by_name
 class Layers:
     """The family of layers and of the optimizer."""
 

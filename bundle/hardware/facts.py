@@ -2,8 +2,10 @@
 
 import dataclasses
 import math
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Generic, TypeVar
+
+from bundle.frozen import frozen
 
 T = TypeVar("T")
 
@@ -11,7 +13,7 @@ T = TypeVar("T")
 NOT_FOR_TRAINING = {"310": "an inference card", "a1": "older than anything that MindSpeed supports"}
 
 
-@dataclass(frozen=True)
+@frozen
 class Fact(Generic[T]):
     """A value and where it was read; `value` None means unknown, and `reason` says why."""
 
@@ -22,7 +24,7 @@ class Fact(Generic[T]):
         return f"{'unknown' if self.value is None else self.value} ({self.reason})"
 
 
-@dataclass(frozen=True)
+@frozen
 class Device:
     """One accelerator as a process sees it: the framework calls it `index`, the driver `number`."""
 
@@ -34,7 +36,7 @@ class Device:
     generation: Fact[str]  # CUDA: the compute capability, "9.0"; Ascend: a1, a2, a3, a5 or 310
 
 
-@dataclass(frozen=True)
+@frozen
 class Host:
     """What this process may use beside the devices; sizes in bytes, `math.inf` means unlimited."""
 
@@ -46,7 +48,7 @@ class Host:
     stack: Fact[float]
 
 
-@dataclass(frozen=True)
+@frozen
 class Hardware:
     """The machine: the backend it calls for and why, the visible devices, the links, the host's limits."""
 

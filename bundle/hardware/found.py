@@ -2,12 +2,11 @@
 place.
 """
 
-from dataclasses import dataclass
-
+from bundle.frozen import frozen
 from bundle.hardware.facts import Device, Fact
 
 
-@dataclass(frozen=True)
+@frozen
 class Found:
     """One vendor's devices: `present` in this container, of which `devices` are visible, and why."""
 

@@ -3,9 +3,9 @@
 import os
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from bundle.frozen import frozen
 from bundle.hardware.facts import Fact
 
 Run = Callable[[Sequence[str]], Fact[str]]
@@ -14,7 +14,7 @@ Run = Callable[[Sequence[str]], Fact[str]]
 TIMEOUT = 10.0
 
 
-@dataclass(frozen=True)
+@frozen
 class Machine:
     """A machine to look at: the real one, or a directory and recorded answers that stand for one."""
 

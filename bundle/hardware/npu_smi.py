@@ -5,12 +5,13 @@ the second without power), and 310 cards (`Device` instead of `Phy-ID`, no HBM c
 """
 
 import re
-from dataclasses import dataclass
+
+from bundle.frozen import frozen
 
 _USAGE = r"(\d+)\s*/\s*(\d+)"
 
 
-@dataclass(frozen=True)
+@frozen
 class Row:
     """One device of the table; `number` is the Phy-ID (or Device), None where that column is absent or says
     NA.

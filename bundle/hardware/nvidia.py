@@ -2,8 +2,9 @@
 
 import csv
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from bundle.frozen import frozen
 from bundle.hardware.facts import Device, Fact
 from bundle.hardware.found import Found
 from bundle.hardware.links import weakest
@@ -18,7 +19,7 @@ LIST = ("nvidia-smi", "-L")
 _MIG_LINE = r"^\s+MIG (?P<profile>\S+)\s+Device\s+\d+:\s+\(UUID:\s*(?P<uuid>MIG-[^)\s]+)\)"
 
 
-@dataclass(frozen=True)
+@frozen
 class _Gpu:
     device: Device
     driver: str | None

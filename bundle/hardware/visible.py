@@ -7,8 +7,9 @@ message.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+
+from bundle.frozen import frozen
 
 CUDA = "CUDA_VISIBLE_DEVICES"
 ASCEND = "ASCEND_RT_VISIBLE_DEVICES"
@@ -17,7 +18,7 @@ ASCEND = "ASCEND_RT_VISIBLE_DEVICES"
 _LEADING_INTEGER = r"[ \t\n\v\f\r]*([+-]?[0-9]+)"
 
 
-@dataclass(frozen=True)
+@frozen
 class Selection:
     """The chosen positions in the order a framework counts them; `fault` if the driver refuses the value."""
 

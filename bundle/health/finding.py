@@ -1,7 +1,8 @@
 """One thing that was looked at: how it is, why that matters, and what to do about it."""
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+from bundle.frozen import frozen
 
 
 class Level(StrEnum):
@@ -12,7 +13,7 @@ class Level(StrEnum):
     FAIL = "fail"
 
 
-@dataclass(frozen=True)
+@frozen
 class Finding:
     """What was found about `subject`; `fix` is empty where nothing is to be done."""
 

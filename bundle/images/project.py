@@ -2,16 +2,16 @@
 
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 
 from bundle.errors import UsageError
+from bundle.frozen import frozen
 from bundle.stack import text
 
 
-@dataclass(frozen=True)
+@frozen
 class Project:
     """The parts of pyproject.toml that an image depends on."""
 

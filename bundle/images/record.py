@@ -3,13 +3,13 @@
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bundle.errors import BundleError, EnvironmentUnfit
+from bundle.frozen import frozen
 from bundle.images.definition import Definition
 from bundle.stack import PACKAGES, Stack, metadata, text, versions
 
@@ -36,7 +36,7 @@ class BuildInfo(BaseModel):
         return json.dumps(self.model_dump(by_alias=True), indent=2, sort_keys=True) + "\n"
 
 
-@dataclass(frozen=True)
+@frozen
 class Origin:
     """What the build says about itself: its stack and, where known, the commit and the inputs' digest."""
 

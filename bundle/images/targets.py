@@ -1,13 +1,13 @@
 """The targets of the bake file: one for each stack and each base that it is built on."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from bundle.errors import UsageError
+from bundle.frozen import frozen
 from bundle.images.definition import Definition
 
 
-@dataclass(frozen=True)
+@frozen
 class Target:
     """One image: `name` is bake's name for it, which holds no dot."""
 

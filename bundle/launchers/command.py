@@ -3,12 +3,13 @@
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from bundle.frozen import frozen
 
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|PRIVATE|(^|_)KEY($|_)", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
+@frozen
 class Command:
     """An argument vector, the variables set for it and the inherited variables kept from it."""
 

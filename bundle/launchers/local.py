@@ -2,9 +2,10 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
+from bundle.frozen import frozen
 from bundle.launchers.command import Command
 from bundle.launchers.outcomes import DIRECTORY
 from bundle.rendezvous import LOOPBACK, Rendezvous
@@ -18,7 +19,7 @@ _TORCHRUN = (
 )
 
 
-@dataclass(frozen=True)
+@frozen
 class Launch:
     """What is started on every node.
 

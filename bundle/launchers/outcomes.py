@@ -7,10 +7,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from bundle.errors import BundleError, ExitCode
+from bundle.frozen import frozen
 
 # The variable that names the folder of one launch on one node; unset where somebody else started the ranks.
 DIRECTORY = "BUNDLE_OUTCOMES"
@@ -18,7 +19,7 @@ AGENT = "agent.pid"
 STOP = "stop"
 
 
-@dataclass(frozen=True)
+@frozen
 class Outcome:
     """One rank: alive while `code` is None; `time` is when it said so, in seconds since the epoch.
 

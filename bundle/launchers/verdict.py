@@ -2,10 +2,10 @@
 
 import re
 import signal
-from dataclasses import dataclass
 from pathlib import Path
 
 from bundle.errors import ExitCode
+from bundle.frozen import frozen
 from bundle.launchers.outcomes import Outcome
 
 # What a rank says only when it knows the cause; a plain failure is often the echo of another rank's death.
@@ -20,7 +20,7 @@ _FIRST_DEATH = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
 _TAIL_LINES = 15
 
 
-@dataclass(frozen=True)
+@frozen
 class Verdict:
     """How a launch ended on this node."""
 

@@ -1,8 +1,9 @@
 """The decision about each patch: a pure function of what was read and of the job."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
+from bundle.frozen import frozen, frozen_by_name
 from bundle.patches import mindspeed
 from bundle.patches.decision import Action, Decision
 from bundle.patches.entry import Patch, Presence, Replacement, Seam, Trap
@@ -10,7 +11,7 @@ from bundle.patches.reading import Reading
 from bundle.stack import versions
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_by_name
 class Job:
     """What the decisions depend on besides megatron's own code."""
 
@@ -37,7 +38,7 @@ class Job:
         return self.mindspeed is not None and self.mindspeed[0] in mindspeed.BRANCHES
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Verdict:
     action: Action
     reason: str

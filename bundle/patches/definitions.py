@@ -3,15 +3,16 @@
 import ast
 import difflib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from bundle.frozen import frozen
 from bundle.patches.fingerprint import fingerprint
 from bundle.patches.source import Module, SourceTree, absolute, bindings
 
 _HOPS = 32  # re-exports and base classes followed for one name; a hostile tree may go in circles
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Definition:
     """What a target's name is bound to: every alternative of it, in the order of the source."""
 
@@ -68,7 +69,7 @@ class Definition:
             yield from ast.walk(node)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Definitions:
     """The definitions of one source tree."""
 
@@ -163,7 +164,7 @@ class Definitions:
         return None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Evidence:
     """The definitions that a patch declares as its evidence, and no others.
 

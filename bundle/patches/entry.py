@@ -1,9 +1,10 @@
 """What the patch list is made of: patches, and the seams, traps and facades that stand beside them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
+
+from bundle.frozen import frozen, frozen_by_name
 
 if TYPE_CHECKING:
     from bundle.patches.definitions import Evidence
@@ -25,7 +26,7 @@ class Presence(StrEnum):
         return cls.PRESENT if present else cls.ABSENT
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Replacement:
     """One attribute of megatron and the function that makes its replacement.
 
@@ -39,7 +40,7 @@ class Replacement:
     exclusive: bool = False  # does not call the original: no other patch may stand on the target
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_by_name
 class Patch:
     """A defect of megatron-core and what mends it from outside.
 
@@ -62,7 +63,7 @@ class Patch:
     opt_in: bool = False  # an improvement: applied only when it is asked for by id
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_by_name
 class Seam:
     """A private upstream name that the bundle relies on without replacing it."""
 
@@ -74,7 +75,7 @@ class Seam:
     range: str = ""  # the releases that have it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_by_name
 class Trap:
     """A defect with no narrow fix: the recipes that meet it are refused."""
 

@@ -3,11 +3,12 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from bundle.errors import PatchError
+from bundle.frozen import frozen
 from bundle.patches import source
 from bundle.patches.catalogue import PATCHES
 from bundle.patches.definitions import Definitions
@@ -18,7 +19,7 @@ from bundle.patches.survey import Survey
 _BUNDLE = Path(__file__).parents[2]  # what holds the package `bundle`
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Step:
     """One target and its wrapper, with what must be found there when it is applied. Files are relative."""
 
@@ -33,7 +34,7 @@ class Step:
     everywhere: bool  # modules that imported it by value get the replacement too
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PatchPlan:
     """What will be patched in which megatron-core, and what was decided about everything else."""
 

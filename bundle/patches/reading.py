@@ -4,9 +4,10 @@ Only the functions that read sources load what parses them: most questions are a
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
+from bundle.frozen import frozen
 from bundle.patches.entry import Patch, Presence
 from bundle.patches.table import Table
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from bundle.patches.definitions import Definitions
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Reading:
     """What is known about one patch: about the defect, and about each of its targets."""
 

@@ -4,9 +4,10 @@ import ast
 import hashlib
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
+from bundle.frozen import frozen
 from bundle.stack import text
 
 _LIMIT = 2 << 20  # bytes of one module; the largest of megatron-core is 160 kB
@@ -16,7 +17,7 @@ class Unreadable(Exception):
     """A source file that cannot be parsed here; the message says which and why."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Module:
     """One parsed module: its name, its file relative to the tree, its body and what each name is bound to."""
 
@@ -27,7 +28,7 @@ class Module:
     stars: tuple[str, ...]  # modules whose every name is imported
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SourceTree:
     """The directory that holds `megatron`, and the modules of it that were asked for."""
 

@@ -1,10 +1,11 @@
 """The megatron-core that decisions are about: an installed one, a tree, or a version."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bundle.errors import UsageError
+from bundle.frozen import frozen
 from bundle.patches import reading
 from bundle.patches.entry import Patch
 from bundle.patches.reading import Reading
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 DEFAULT = "0.16.1"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Subject:
     """One megatron-core: what it calls itself, where it is, and the reviewed reference that it equals."""
 
@@ -40,7 +41,7 @@ class Subject:
         return Reader(None, Definitions(SourceTree(self.root)), table)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Reader:
     """Reads one megatron for any patch: from the reviewed list where it equals a reference of it."""
 

@@ -6,10 +6,10 @@ wrappers; a release in it is decided without having its source at hand.
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from bundle.frozen import frozen
 from bundle.patches.entry import Presence
 
 SHIPPED = Path(__file__).with_name("releases.json")
@@ -17,7 +17,7 @@ SHIPPED = Path(__file__).with_name("releases.json")
 Listing = Mapping[str, Mapping[str, str]]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Table:
     """What was read in every reviewed reference: a release ("0.16.1") or a commit ("0.16.2+0123abcd4567")."""
 

@@ -4,11 +4,10 @@ Counted tensor by tensor as Korthikanti et al. do ("Reducing Activation Recomput
 Models", 2022, section 4), for the layers that are really built.
 """
 
-from dataclasses import dataclass
-
 from packaging.version import Version
 
 from bundle.backends.layers import Layers
+from bundle.frozen import frozen
 from bundle.planning.layers import LayerBytes
 from bundle.planning.parameters import padded_vocabulary
 from bundle.planning.placement import Chunk, Placement
@@ -18,7 +17,7 @@ ID = 8  # bytes of a token id
 FP32 = 4
 
 
-@dataclass(frozen=True)
+@frozen
 class Activations:
     """Bytes of one rank of a stage.
 

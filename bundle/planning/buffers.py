@@ -7,16 +7,16 @@ a multiple of lcm(ranks, 128), so that every rank's part is equal and aligned.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
+from bundle.frozen import frozen
 from bundle.planning.parameters import Parameter
 
 PARAMETER_MULTIPLE = 64
 BUCKET_MULTIPLE = 128
 
 
-@dataclass(frozen=True)
+@frozen
 class Span:
     """The elements [start, end) of a buffer that hold one parameter."""
 
@@ -25,7 +25,7 @@ class Span:
     end: int
 
 
-@dataclass(frozen=True)
+@frozen
 class Buffer:
     """One buffer of one model chunk, whose every bucket is divided equally between `ranks` data-parallel
     ranks.

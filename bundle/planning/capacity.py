@@ -1,8 +1,8 @@
 """What a rank of each stage needs, and whether the devices and the host have it."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
+from bundle.frozen import frozen
 from bundle.hardware import Fact, Hardware
 from bundle.planning.activations import Activations
 from bundle.planning.placement import Chunk
@@ -14,7 +14,7 @@ GIB = 2**30
 HEADROOM = 0.1
 
 
-@dataclass(frozen=True)
+@frozen
 class Stage:
     """One pipeline stage: what its ranks hold, and the bytes of the one that needs most."""
 

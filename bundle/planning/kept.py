@@ -6,12 +6,12 @@ these. The input of a matrix product is not in here: every family keeps it, and 
 width.
 """
 
-from dataclasses import dataclass
+from bundle.frozen import frozen
 
 FP32 = 4
 
 
-@dataclass(frozen=True)
+@frozen
 class Kept:
     """The savings of one family of layers; `size` is the bytes of an element in the model's arithmetic."""
 

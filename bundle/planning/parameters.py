@@ -7,10 +7,11 @@ Read off GPTModel.named_parameters() in all eight minors from 0.12 to 0.19, whic
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from bundle.architectures import MLA, Architecture
 from bundle.backends.layers import Layers
+from bundle.frozen import frozen
 from bundle.planning.placement import Chunk
 from bundle.recipe import Parallel
 
@@ -25,7 +26,7 @@ def padded_vocabulary(vocab_size: int, tp: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-@dataclass(frozen=True)
+@frozen
 class Parameter:
     """One tensor of one rank. `shape` is local; `cut` names the axis (tp or etp) and the dimension it was cut
     along.
@@ -53,7 +54,7 @@ def parameters(
     return tuple(writer.chunk(chunk))
 
 
-@dataclass(frozen=True)
+@frozen
 class _Writer:
     architecture: Architecture
     parallel: Parallel

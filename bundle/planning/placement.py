@@ -4,12 +4,11 @@ The order of ranks is megatron-core's default in every release from 0.12 to 0.19
 (parallel_state.RankGenerator), the layers of a stage as in transformer_block.get_num_layers_to_build.
 """
 
-from dataclasses import dataclass
-
+from bundle.frozen import frozen
 from bundle.recipe import Recipe
 
 
-@dataclass(frozen=True)
+@frozen
 class Chunk:
     """One model chunk of a pipeline stage: without interleaving each stage has one."""
 
@@ -26,7 +25,7 @@ class Chunk:
         return self.mtp_layers > 0 and not self.embedding
 
 
-@dataclass(frozen=True)
+@frozen
 class Axis:
     """One kind of process group: `size` ranks, each `stride` after the one before."""
 
@@ -44,7 +43,7 @@ class Axis:
         return rank // self.stride % self.size
 
 
-@dataclass(frozen=True)
+@frozen
 class Placement:
     """The layout of a job on `world` ranks. Dense tensors see tp, cp, dp and pp; experts etp, ep, expert dp
     and pp.

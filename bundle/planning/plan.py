@@ -1,12 +1,12 @@
 """The plan: everything that a job will be, and every reason why it cannot be that."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from packaging.version import Version
 
 from bundle.backends.capabilities import Capabilities, Choice, Variable
 from bundle.errors import ExitCode
+from bundle.frozen import frozen
 from bundle.hardware import Hardware
 from bundle.patches import Action, Decision
 from bundle.planning.activations import activations
@@ -21,7 +21,7 @@ from bundle.recipe import Recipe
 _ORDER = (ExitCode.USAGE, ExitCode.ENVIRONMENT_UNFIT, ExitCode.PATCHES)
 
 
-@dataclass(frozen=True)
+@frozen
 class Target:
     """The megatron-core that is planned for: its version, and where that was read."""
 
@@ -34,7 +34,7 @@ class Target:
         return Version(Version(self.version).base_version)
 
 
-@dataclass(frozen=True)
+@frozen
 class Plan:
     """All that will happen. `placement` is None, and `stages` empty, where the ranks cannot be laid out."""
 

@@ -1,10 +1,10 @@
 """The plan of a recipe on this machine, or on a named one, with the survey that its patches come from."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from bundle import stack
 from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, PatchError, UsageError
+from bundle.frozen import frozen
 from bundle.hardware import Hardware
 from bundle.patches import subject, survey, table
 from bundle.patches.subject import DEFAULT
@@ -20,7 +20,7 @@ _ERRORS: dict[ExitCode, type[BundleError]] = {
 }
 
 
-@dataclass(frozen=True)
+@frozen
 class Planned:
     """A plan, and the survey of megatron-core that it was made with."""
 

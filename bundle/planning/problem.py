@@ -1,11 +1,10 @@
 """A reason why a job cannot run as it is asked for, with what to change and the exit code it deserves."""
 
-from dataclasses import dataclass
-
 from bundle.errors import ExitCode
+from bundle.frozen import frozen
 
 
-@dataclass(frozen=True)
+@frozen
 class Problem:
     """One violation: the recipe's (2), the machine's (3) or the patches' (4)."""
 

@@ -5,12 +5,13 @@ data-parallel rank, and divides the rest: with bf16 an fp32 copy of the weights,
 fp32 (DistributedOptimizer._build_model_and_main_param_groups).
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Self
 
 from packaging.version import Version
 
 from bundle.backends.layers import Layers
+from bundle.frozen import frozen
 from bundle.planning.buffers import Buffer, lay_out
 from bundle.planning.parameters import parameters
 from bundle.planning.placement import Chunk, Placement
@@ -23,7 +24,7 @@ FP32, BF16 = 4, 2
 EXPERT_GROUPS_BY_ETP = Version("0.19")
 
 
-@dataclass(frozen=True)
+@frozen
 class States:
     """Bytes of one rank. `counters` are the scalar step counts of torch's own Adam."""
 
@@ -42,7 +43,7 @@ class States:
         return States(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
-@dataclass(frozen=True)
+@frozen
 class Ledger:
     """The buffers of every stage, from which any rank's bytes follow."""
 

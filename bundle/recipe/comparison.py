@@ -1,16 +1,16 @@
 """How two recipes differ, key by key, and which differences a resumed run may have."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
+from bundle.frozen import frozen
 from bundle.recipe.recipe import Recipe
 
 # Sections and keys that decide where and how fast a run computes, not what.
 FREE_ON_RESUME = ("devices", "parallel", "distributed", "checkpoint", "metrics", "train.log_interval")
 
 
-@dataclass(frozen=True)
+@frozen
 class Difference:
     """One key whose value changed; None where a side does not have it."""
 

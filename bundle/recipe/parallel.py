@@ -1,13 +1,13 @@
 """The layout of a recipe: how many ranks share what, and which world sizes fit."""
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
+from bundle.frozen import frozen
 from bundle.recipe.section import Count, key, section
 
 
-@dataclass(frozen=True)
+@frozen
 class Layout:
     """What follows from a world size: data-parallel sizes and micro-batches of a step."""
 

@@ -1,9 +1,11 @@
 """What a section of a recipe is: a frozen dataclass whose fields say what they mean and what they take."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, field, fields, is_dataclass
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, dataclass_transform, get_args, get_origin
+
+from bundle.frozen import frozen, frozen_by_name
 
 T = TypeVar("T")
 
@@ -34,10 +36,10 @@ def key(
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(key,))
 def section(cls: type[T]) -> type[T]:
     """The class as a section. Its static method `complete(given)`, if any, fills in defaults that depend."""
-    return dataclass(frozen=True, kw_only=True)(cls)
+    return frozen_by_name(cls)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Key:
     """One key of a section, as the validator and the reference page see it."""
 

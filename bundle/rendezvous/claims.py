@@ -1,15 +1,16 @@
 """What a starter says in the environment: facts, each with the variable that said it, and every violation."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Generic, TypeVar
 
+from bundle.frozen import frozen
 from bundle.rendezvous import hosts
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@frozen
 class Fact(Generic[T]):
     """A value and the variable or flag that said it."""
 
@@ -17,7 +18,7 @@ class Fact(Generic[T]):
     said_by: str
 
 
-@dataclass(frozen=True)
+@frozen
 class Claim:
     """Everything that one starter says about this process; None where it says nothing."""
 

@@ -1,11 +1,11 @@
 """Where one process stands among those of a job."""
 
-from dataclasses import dataclass
+from bundle.frozen import frozen
 
 LOOPBACK = "127.0.0.1"
 
 
-@dataclass(frozen=True)
+@frozen
 class Rendezvous:
     """Where this process stands, where the ranks meet, and who said so.
 

@@ -1,17 +1,17 @@
 """How far sequences are padded: the one authority, of ids, labels, masks, positions, temperatures, routes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import gcd, lcm
 from typing import Literal
 
 from bundle.errors import JobFailed, UsageError
+from bundle.frozen import frozen
 
 Layout = Literal["thd", "bshd"]
 CPLayout = Literal["zigzag", "contiguous"]
 
 
-@dataclass(frozen=True)
+@frozen
 class RowMultiple:
     """What the rows of a matrix, and its features, must be a multiple of before a kernel takes it, and who
     says so.
@@ -35,7 +35,7 @@ FP8_ROWS = {
 }
 
 
-@dataclass(frozen=True)
+@frozen
 class Padding:
     """The lengths of one micro-batch before and after padding; all in tokens."""
 
@@ -64,7 +64,7 @@ class Padding:
         return max(self.rows)
 
 
-@dataclass(frozen=True)
+@frozen
 class Alignment:
     """The multiples that padded lengths keep on one parallel layout.
 

@@ -4,16 +4,16 @@
 megatron.core and megatron.training may come from different trees.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
+from bundle.frozen import frozen
 from bundle.stack import git, metadata, text
 from bundle.stack.search import Entry, SearchPath
 
 _FIELDS = ("MAJOR", "MINOR", "PATCH", "PRE_RELEASE")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Copy:
     """One directory named megatron that holds megatron.core or megatron.training."""
 
@@ -28,7 +28,7 @@ class Copy:
         return self.package.parent
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Megatron:
     """Every copy on the path, and the directories that `megatron.core` and `megatron.training` come from."""
 

@@ -8,14 +8,14 @@ import json
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from bundle.frozen import frozen
 from bundle.stack import text
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Distribution:
     """What one dist-info (or egg-info) directory says."""
 

@@ -7,13 +7,14 @@ although the command that asks may be a console script, whose own first entry is
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
+from bundle.frozen import frozen
 from bundle.stack import text
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Entry:
     """One directory of the search path and the reason why it is there."""
 
@@ -21,7 +22,7 @@ class Entry:
     origin: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SearchPath:
     """The directories in order, and what setuptools' editable finders add behind them."""
 

@@ -1,10 +1,10 @@
 """The versions, commits and paths of the packages that a job stands on."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from bundle.frozen import frozen
 from bundle.stack import git, megatron, metadata, search, text, versions
 from bundle.stack.megatron import Megatron
 from bundle.stack.search import SearchPath
@@ -24,7 +24,7 @@ PACKAGES: dict[str, tuple[str, str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Package:
     """One installed package; its version is what its metadata says, which for MindSpeed says nothing."""
 
@@ -39,7 +39,7 @@ class Package:
         return versions.base(self.version) if self.version else None
 
 
-@dataclass(frozen=True)
+@frozen
 class Stack:
     """What is installed. Reads lazily: a question about torch does not look for megatron."""
 

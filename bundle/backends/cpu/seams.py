@@ -1,9 +1,9 @@
 """What the cpu runtime replaces in torch, as data: `patches list` shows it as kind *facade* (no torch)."""
 
-from dataclasses import dataclass
+from bundle.frozen import frozen
 
 
-@dataclass(frozen=True)
+@frozen
 class FacadeSeam:
     """One attribute of torch that the facade replaces while it is installed."""
 
