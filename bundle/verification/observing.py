@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from bundle.patches.plan import PatchPlan
@@ -84,10 +85,10 @@ def _run(directory: Path, processes: int, backend: str, root: Path | None, secon
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Ends a process and the children that it forked."""
-    if process.poll() is None:
+    """Ends a process and what it started, also where it has ended itself: forked runs leave what they started."""
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    process.wait()
 
 
 def _last_words(directory: Path) -> str:
