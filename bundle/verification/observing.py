@@ -85,7 +85,7 @@ def _run(directory: Path, processes: int, backend: str, root: Path | None, secon
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Ends a process and what it started, also where it has ended itself: forked runs leave what they started."""
+    """Ends a process and what it started, even if it has ended: forked runs leave what they started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
