@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+from bundle import __version__
 from bundle.cli import VERBS
 
 
@@ -14,6 +15,10 @@ def test_help_names_the_program():
     result = run("--help")
     assert result.returncode == 0
     assert "Megatron-Core" in result.stdout
+
+
+def test_the_version_is_the_package_s():
+    assert run("--version").stdout == f"mcore-bundle {__version__}\n"
 
 
 def test_no_verb_is_a_usage_error_that_lists_them():

@@ -7,6 +7,7 @@ import gc
 import importlib
 import sys
 
+from bundle import __version__
 from bundle.errors import BundleError, ExitCode, UsageError
 
 # verb -> what it does; the module is bundle.cli.<verb>, which holds a typer app named `app`.
@@ -24,7 +25,8 @@ Usage: mcore-bundle [OPTIONS] COMMAND [ARGS]...
   Post-train large models with Megatron-Core on CUDA, Ascend or a laptop.
 
 Options:
-  --help  Show this message and exit.
+  --version  Show the version and exit.
+  --help     Show this message and exit.
 
 Commands:
 """ + "\n".join(f"  {verb:<9}{what}" for verb, what in VERBS.items())
@@ -48,6 +50,9 @@ def _run(words: list[str]) -> None:
     verb, *rest = words
     if verb == "--help":
         print(HELP)
+        return
+    if verb == "--version":
+        print("mcore-bundle", __version__)
         return
     if verb not in VERBS:
         raise UsageError(f"no verb {verb[:100]!r}", [f"{verb}: {what}" for verb, what in VERBS.items()])
