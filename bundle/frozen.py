@@ -33,9 +33,10 @@ def _values(self: Any) -> tuple[Any, ...]:
 
 
 def __setattr__(self: Any, name: str, value: Any) -> None:
-    if name in self.__dict__ or name not in self.__dataclass_fields__:
+    held = self.__dict__
+    if name in held or name not in self.__dataclass_fields__:
         raise FrozenInstanceError(f"cannot assign to field {name!r}")
-    object.__setattr__(self, name, value)  # __init__'s
+    held[name] = value  # __init__'s
 
 
 def __delattr__(self: Any, name: str) -> NoReturn:
