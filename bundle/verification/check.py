@@ -169,14 +169,14 @@ _CHECKS = (
         measurement=f"{_MEASURED}.norm:whole_weights",
         world=2,
         without=(Gap(1e-3),),
-        agreement=1e-4,
+        agreement=1e-5,
     ),
     Check(
         name="cuda-norm-of-expert-weights",
         measurement=f"{_MEASURED}.norm:expert_weights",
         world=2,
         without=(Gap(1e-3),),
-        agreement=1e-4,
+        agreement=1e-5,
     ),
     Check(
         name="dist-checkpoint-serialization",
