@@ -129,7 +129,7 @@ _CHECKS = (
     ),
     Check(
         name="cpu-mla-without-te-linear",
-        measurement=f"{_MEASURED}.cpu:latent_attention_over_ranks",
+        measurement=f"{_MEASURED}.norm:latent_attention",
         world=2,
         without=(
             Raises("TypeError", "isinstance() arg 2 must be a type"),  # to 0.16
@@ -166,14 +166,14 @@ _CHECKS = (
     ),
     Check(
         name="cuda-norm-of-whole-weights",
-        measurement=f"{_MEASURED}.norm:whole_weights",
+        measurement=f"{_MEASURED}.norm:latent_attention",
         world=2,
         without=(Gap(1e-3),),
         agreement=1e-5,
     ),
     Check(
         name="cuda-norm-of-expert-weights",
-        measurement=f"{_MEASURED}.norm:expert_weights",
+        measurement=f"{_MEASURED}.norm:experts",
         world=2,
         without=(Gap(1e-3),),
         agreement=1e-5,

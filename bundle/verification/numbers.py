@@ -60,6 +60,14 @@ def gradient_norm(bench: Bench, groups: Groups, config: Mapping[str, Any]) -> Nu
     return {"norm": stepped(bench, groups, recipe(config, groups), chunk(bench, groups, config))}
 
 
+def norm_gap(bench: Bench, config: Mapping[str, Any], **sizes: int) -> float:
+    """The gradient norm in a layout of these parallel sizes, against that of one rank."""
+    with bench.layout() as groups:
+        reference = gradient_norm(bench, groups, config)
+    with bench.layout(**sizes) as groups:
+        return gap(gradient_norm(bench, groups, config), reference)
+
+
 def stepped(bench: Bench, groups: Groups, job: Recipe, model: torch.nn.Module) -> torch.Tensor:
     """The gradient norm of a step of the pipeline schedule and the optimizer, which leaves its weights."""
     wrapped = optimization.data_parallel(job, model.config, [model])

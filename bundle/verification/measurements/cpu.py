@@ -5,15 +5,7 @@ import torch
 from bundle.mcore.groups import Groups
 from bundle.verification.bench import Bench
 from bundle.verification.numbers import Numbers, gap, gradient_norm, trained
-from bundle.verification.tiny import DENSE, EXPERTS, LATENT, Batch, chunk, rows, texts
-
-
-def latent_attention_over_ranks(bench: Bench) -> float:
-    """Latent attention on two tensor-parallel ranks, against one."""
-    with bench.layout() as groups:
-        reference = gradient_norm(bench, groups, LATENT)
-    with bench.layout(tp=2) as groups:
-        return gap(gradient_norm(bench, groups, LATENT), reference)
+from bundle.verification.tiny import DENSE, EXPERTS, Batch, chunk, rows, texts
 
 
 def experts_over_ranks(bench: Bench) -> float:

@@ -2,16 +2,13 @@
 
 from bundle.mcore.groups import Groups
 from bundle.verification.bench import Bench
-from bundle.verification.numbers import Numbers, gap, gradient_norm, stepped
+from bundle.verification.numbers import Numbers, gap, norm_gap, stepped
 from bundle.verification.tiny import DENSE, chunk, recipe
 
 
 def per_token(bench: Bench) -> float:
     """The gradient norm of a loss per token: the same rows shared by two ranks, and on each of them."""
-    with bench.layout() as groups:
-        reference = gradient_norm(bench, groups, DENSE)
-    with bench.layout(cp=2) as groups:
-        return gap(gradient_norm(bench, groups, DENSE), reference)
+    return norm_gap(bench, DENSE, cp=2)
 
 
 def shared_embedding(bench: Bench) -> float:
