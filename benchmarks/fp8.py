@@ -20,18 +20,21 @@ from bundle.backends.cpu.runtime.fp8.operands import operands
 from bundle.backends.cpu.runtime.fp8.product import product
 from bundle.backends.cpu.runtime.fp8.scales import E4M3, E5M2
 from bundle.backends.cuda.capabilities import CUDA
+from bundle.mcore import context
 from bundle.recipe.model import FP8
 
 TOKENS, INPUTS, OUTPUTS = 528, 1040, 784
-# Delayed scales are those of the calls before: three, of growing inputs.
-GROWTH = (1.0, 1.5, 2.0)
+# Delayed scales are those of the calls before: three steps of two micro-batches, of growing operands. Weights
+# change between steps only.
+STEPS, MICRO_BATCHES = 3, 2
+GROWTH = 1.5
 PRODUCTS = ("output", "input gradient", "weight gradient")
 SHARE = 0.1
 Triple = tuple[Tensor, Tensor, Tensor]
 
 
-def calls(dtype: torch.dtype) -> list[Triple]:
-    """Input, weight and gradient of the output of each call; gradients are small, as they are.
+def calls(dtype: torch.dtype) -> list[list[Triple]]:
+    """Input, weight and gradient of the output of each micro-batch, by step; gradients are small as ever.
 
     One value in 200 is thirty times as large. Columns lie up to 2 ** 12 apart, and what multiplies them
     inversely, so that all of them count in the products, and for each value which others share its scale.
@@ -41,7 +44,16 @@ def calls(dtype: torch.dtype) -> list[Triple]:
     x = _outlying(TOKENS, INPUTS) * of_inputs
     weight = _outlying(OUTPUTS, INPUTS) / of_inputs / of_outputs[:, None]
     gradient = _outlying(TOKENS, OUTPUTS) * of_outputs * 1e-4
-    return [((x * size).to(dtype), weight.to(dtype), (gradient * size).to(dtype)) for size in GROWTH]
+    return [
+        [
+            tuple(
+                (value * GROWTH**at).to(dtype)
+                for value, at in zip((x, weight, gradient), (now, step, now), strict=True)
+            )
+            for now in range(step * MICRO_BATCHES, (step + 1) * MICRO_BATCHES)
+        ]
+        for step in range(STEPS)
+    ]
 
 
 def _outlying(rows: int, columns: int) -> Tensor:
@@ -51,10 +63,12 @@ def _outlying(rows: int, columns: int) -> Tensor:
 def emulated(fp8: FP8, dtype: torch.dtype) -> Triple:
     """Output, input gradient and weight gradient of the last call, by the cpu backend."""
     quantisers = operands(fp8, None)
-    for given in calls(dtype):
-        x, weight = (value.requires_grad_() for value in given[:2])
-        output = product(x, weight, None, quantisers, Phase.TRAINED)
-        found = (output.detach(), *torch.autograd.grad(output, (x, weight), given[2]))
+    for step in calls(dtype):
+        with context.run.set(object()):
+            for given in step:
+                x, weight = (value.requires_grad_() for value in given[:2])
+                output = product(x, weight, None, quantisers, Phase.TRAINED)
+                found = (output.detach(), *torch.autograd.grad(output, (x, weight), given[2]))
     return found
 
 
@@ -63,25 +77,26 @@ def measured(fp8: FP8, dtype: torch.dtype) -> Triple:
     import transformer_engine.pytorch as te
 
     layer = te.Linear(INPUTS, OUTPUTS, bias=False, params_dtype=dtype, device="cuda")
-    for given in calls(dtype):
-        x, weight, gradient = (value.cuda() for value in given)
-        x.requires_grad_()
-        layer.weight.data.copy_(weight)
-        with te.autocast(enabled=True, recipe=_recipe(fp8)):
-            output = layer(x)
-        found = (output.detach(), *torch.autograd.grad(output, (x, layer.weight), gradient))
+    for step in calls(dtype):
+        for micro_batch, given in enumerate(step):
+            x, weight, gradient = (value.cuda() for value in given)
+            x.requires_grad_()
+            layer.weight.data.copy_(weight)
+            with te.autocast(enabled=True, recipe=_recipe(fp8)):
+                output = layer(x, is_first_microbatch=micro_batch == 0)  # as megatron's schedules do
+            found = (output.detach(), *torch.autograd.grad(output, (x, layer.weight), gradient))
     return tuple(value.cpu() for value in found)  # type: ignore[return-value]
 
 
 def exact(dtype: torch.dtype) -> Triple:
     """The same in float64, nothing rounded."""
-    x, weight, gradient = (value.double() for value in calls(dtype)[-1])
+    x, weight, gradient = (value.double() for value in calls(dtype)[-1][-1])
     return x @ weight.t(), gradient @ weight, gradient.t() @ x
 
 
 def unequal(fp8: FP8, dtype: torch.dtype) -> int:
     """How many values of the operands FP8 holds otherwise on the GPU; delayed: by a first call's scale."""
-    ours, given = operands(fp8, None), calls(dtype)[-1]
+    ours, given = operands(fp8, None), calls(dtype)[-1][-1]
     found = 0
     for index, (quantiser, value) in enumerate(
         zip((ours.input, ours.weight, ours.gradient), given, strict=True)

@@ -101,3 +101,6 @@ class Choices:
 
 
 choices: Slot[Choices | None] = Slot(None)
+
+run: Slot[object | None] = Slot(None)
+"""The run of a schedule that is under way, a new object each: all micro-batches of a step see one."""

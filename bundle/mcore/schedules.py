@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from bundle.mcore import context
+
 ForwardStep = Callable[[Iterator[Any], torch.nn.Module], tuple[torch.Tensor, Callable[..., Any]]]
 
 
@@ -26,13 +28,14 @@ def run(
     """
     several = len(chunks) > 1
     iterators = tee(micro_batches, len(chunks))
-    results: list[dict[str, Any]] = get_forward_backward_func()(
-        forward_step_func=step,
-        data_iterator=list(iterators) if several else iterators[0],
-        model=list(chunks) if several else chunks[0],
-        num_microbatches=len(micro_batches),
-        seq_length=sequence_length,
-        micro_batch_size=micro_batch_size,
-        forward_only=forward_only,
-    )
+    with context.run.set(object()):
+        results: list[dict[str, Any]] = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=list(iterators) if several else iterators[0],
+            model=list(chunks) if several else chunks[0],
+            num_microbatches=len(micro_batches),
+            seq_length=sequence_length,
+            micro_batch_size=micro_batch_size,
+            forward_only=forward_only,
+        )
     return results

@@ -4,10 +4,13 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from bundle.backends.cpu.runtime.fp8.delayed import HISTORY, Delayed, Phase, phase_of
+from bundle.backends.cpu.runtime.fp8.delayed import Delayed, DelayedWeight, Phase, phase_of
 from bundle.backends.cpu.runtime.fp8.operands import operands
 from bundle.backends.cpu.runtime.fp8.scales import E4M3
+from bundle.mcore import context
 from bundle.recipe.model import FP8
+
+HISTORY = 1024  # calls, what DelayedScaling(amax_history_len=1024) of Transformer Engine remembers
 
 
 def full(value: float) -> torch.Tensor:
@@ -52,6 +55,43 @@ def test_recomputation_repeats_the_scales_in_order():
     first = scales([7.0, 14.0], Phase.CHECKPOINTED, of=delayed)
     assert scales([7.0, 14.0], Phase.RECOMPUTED, of=delayed) == first == [1, 64]
     assert scales([1.0], of=delayed) == [32]
+
+
+def weight_scales(values, phase=Phase.TRAINED, of=None):
+    """The scale of a weight in each micro-batch of one run of a schedule."""
+    weight = of or DelayedWeight(E4M3, None)
+    with context.run.set(object()):
+        return scales(values, phase, weight)
+
+
+def test_a_weight_is_cast_once_in_a_run():
+    weight = DelayedWeight(E4M3, None)
+    assert weight_scales([7.0, 14.0, 7.0], of=weight) == [1, 1, 1]
+    assert weight_scales([3.5, 3.5], of=weight) == [64, 64]  # 14 was no first micro-batch's: nobody saw it
+    assert scales([14.0, 14.0], of=weight) == [64, 32]  # outside a run each call casts
+
+
+def test_a_weight_is_recomputed_by_the_copy_of_its_run():
+    weight = DelayedWeight(E4M3, None)
+    weight_scales([7.0], of=weight)
+    with context.run.set(object()):
+        first = scales([14.0, 14.0], Phase.CHECKPOINTED, weight)
+        assert first == scales([14.0, 14.0], Phase.RECOMPUTED, weight) == [64, 64]
+    assert weight_scales([1.0], Phase.CHECKPOINTED, weight) == [32]
+
+
+def test_evaluation_between_two_steps_leaves_a_weight_alone():
+    weight = DelayedWeight(E4M3, None)
+    weight_scales([7.0], of=weight)
+    assert weight_scales([1e6, 1e6], Phase.EVALUATED, weight) == [64, 64]
+    assert weight_scales([7.0, 7.0], of=weight) == [64, 64]
+
+
+def test_each_micro_batch_ages_a_weight_by_one():
+    weight = DelayedWeight(E4M3, None)
+    weight_scales([448.0] + [448.0] * (HISTORY - 1), of=weight)
+    assert weight_scales([7.0], of=weight) == [1]  # the last scale that 448 set; it is forgotten now
+    assert weight_scales([7.0], of=weight) == [64]
 
 
 def test_both_products_of_a_matrix_have_one_scale_whatever_comes_in_between():

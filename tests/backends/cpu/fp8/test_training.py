@@ -53,6 +53,16 @@ def rounded(case: str) -> dict[str, int]:
 
 
 @pytest.mark.world
+def test_all_micro_batches_of_a_step_multiply_by_one_copy_of_a_weight(alone):
+    layers = alone["dense delayed"]["weight_scales"]
+    assert len(layers) == LAYERS["dense"]
+    for scales in layers:
+        steps = [scales[at : at + MICRO_BATCHES] for at in range(0, len(scales), MICRO_BATCHES)]
+        assert [len(set(step)) for step in steps] == [1] * STEPS
+        assert steps[0][0] == 1 < steps[1][0]
+
+
+@pytest.mark.world
 @pytest.mark.parametrize("case", CASES)
 def test_fp8_trains_beside_bf16_and_is_not_it(alone, case):
     fp8, bf16 = (alone[name]["losses"] for name in (case, f"{case.split()[0]} bf16"))

@@ -5,7 +5,9 @@ python -m tests.backends.cpu.fp8.training CASE...
 
 import json
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,6 +42,26 @@ class Casts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@contextmanager
+def weight_scales() -> Iterator[dict[int, list[float]]]:
+    """The scale that each delayed weight was rounded by in each micro-batch, by layer."""
+    from bundle.backends.cpu.runtime.fp8.delayed import DelayedWeight
+
+    seen: dict[int, list[float]] = defaultdict(list)
+    original = DelayedWeight._scale_of
+
+    def told(self: Any, x: torch.Tensor, phase: Any) -> torch.Tensor:
+        scale = original(self, x, phase)
+        seen[id(self)].append(float(scale))
+        return scale
+
+    DelayedWeight._scale_of = told  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        DelayedWeight._scale_of = original  # type: ignore[method-assign]
+
+
 def recipe(case: str) -> Recipe:
     """The job of a case: "MODEL SCALING", and what else is set: "tp2", "full" recomputation, how packed."""
     model, scaling, *more = case.split()
@@ -68,12 +90,12 @@ def train(case: str, job: Recipe, runtime: Any) -> dict[str, Any]:
     if "packed" in case:
         fp8 = job.model.fp8
         batches = packs(job, fp8.scaling if fp8 and "unpadded" not in case else None)
-    with Casts() as casts:
+    with Casts() as casts, weight_scales() as scales:
         try:
             losses = smoke.train(job, runtime, batches)
         except JobFailed as refused:
             return {"refused": refused.violations}
-    return {"losses": losses, "casts": casts.seen}
+    return {"losses": losses, "casts": casts.seen, "weight_scales": list(scales.values())}
 
 
 def main(cases: list[str]) -> None:

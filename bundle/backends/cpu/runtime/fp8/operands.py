@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bundle.backends.cpu.runtime.fp8.delayed import Delayed, Phase
+from bundle.backends.cpu.runtime.fp8.delayed import Delayed, DelayedWeight, Phase
 from bundle.backends.cpu.runtime.fp8.scales import (
     E4M3,
     E5M2,
@@ -55,7 +55,8 @@ def operands(fp8: FP8, amax_group: dist.ProcessGroup | None) -> Operands:
     backward = E5M2 if fp8.format == "hybrid" else E4M3
     dtypes = (E4M3, E4M3, backward)
     if fp8.scaling == "delayed":
-        return Operands(*(Delayed(dtype, amax_group) for dtype in dtypes))
+        kinds = (Delayed, DelayedWeight, Delayed)
+        return Operands(*(kind(dtype, amax_group) for kind, dtype in zip(kinds, dtypes, strict=True)))
     if fp8.scaling == "tensorwise":
         return Operands(*(partial(_current, dtype) for dtype in dtypes))
     if fp8.scaling == "blockwise":
