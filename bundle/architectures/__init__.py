@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bundle import files
 from bundle.architectures.architecture import MLA, Architecture, MoE, RopeScaling, contradictions
 from bundle.architectures.families import FAMILIES
 from bundle.architectures.keys import Keys, closest
@@ -43,11 +44,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     """The mapping in `directory`/config.json. Raises UsageError when there is no such object."""
     path = directory / "config.json"
     try:
-        with path.open("rb") as file:
-            text = file.read(LARGEST_FILE + 1)
-        if len(text) > LARGEST_FILE:
-            raise UsageError(f"{path}: larger than {LARGEST_FILE} bytes; this is no model config")
-        config = json.loads(text)
+        config = json.loads(files.content(path, LARGEST_FILE))
     except OSError as error:
         raise UsageError(
             f"{path}: {error.strerror}; model.path must hold a Hugging Face config.json"

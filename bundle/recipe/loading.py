@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic_core import ValidationError
 
+from bundle import files
 from bundle.architectures import from_config, read_config
 from bundle.errors import UsageError
 from bundle.recipe import builtin, rules
@@ -23,8 +24,7 @@ def load(name_or_path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Rec
     """
     path = find(name_or_path)
     try:
-        with path.open("rb") as file:
-            text = file.read(LARGEST_TEXT + 1).decode()
+        text = files.content(path, LARGEST_TEXT).decode()
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -92,14 +92,16 @@ def _checked(document: Document, origin: str) -> Recipe:
 
 def _validated(document: Document, violations: list[str]) -> Recipe | None:
     """The recipe as far as the schema goes, without its unknown keys; None where the rest is no recipe."""
-    try:
-        return validated(Recipe, document.values)
-    except ValidationError as error:
-        violations += explained(error, document, Recipe)
-        unknown = [found["loc"] for found in error.errors() if found["type"] == UNKNOWN]
-        if len(unknown) < error.error_count():
-            return None
-        return validated(Recipe, _without(document.values, set(unknown)))
+    values = document.values
+    while True:
+        try:
+            return validated(Recipe, values)
+        except ValidationError as error:
+            violations += explained(error, document, Recipe)
+            unknown = {found["loc"] for found in error.errors() if found["type"] == UNKNOWN}
+            if len(unknown) < error.error_count():
+                return None
+            values = _without(values, unknown)  # which may lack what only a misspelt key would have given
 
 
 def _without(values: dict[str, Any], paths: set[Path], at: Path = ()) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from bundle import files
+
 
 def is_file(path: Path) -> bool:
     """Whether there is a regular file; a name that nobody may look at, or that cannot be, is none."""
@@ -27,11 +29,7 @@ def read(path: Path, limit: int = 4 << 20) -> str | None:
 
 def read_bytes(path: Path, limit: int = 4 << 20) -> bytes | None:
     """The file's bytes; None when it is no regular file (a pipe would wait), too big or unreadable."""
-    if not is_file(path):
-        return None
     try:
-        with path.open("rb") as file:
-            data = file.read(limit + 1)
+        return files.content(path, limit)
     except OSError:
         return None
-    return data if len(data) <= limit else None
