@@ -10,6 +10,7 @@ from bundle import stack
 from bundle.cli.patches_verify import verify
 from bundle.errors import UsageError
 from bundle.patches import BACKENDS, Action, Decision
+from bundle.patches.entry import NOTHING
 from bundle.patches.subject import Subject, installed, named
 from bundle.patches.survey import Survey, survey
 from bundle.patches.table import load
@@ -57,12 +58,12 @@ def list_(as_json: bool = typer.Option(False, "--json", help="One JSON object in
     from bundle.patches.seams import SEAMS
     from bundle.patches.traps import TRAPS
 
-    rows = [("patch", patch.id, patch.range, patch.why) for patch in PATCHES]
-    rows += [("seam", seam.id, seam.range, f"{seam.use}. {seam.why}") for seam in SEAMS]
-    rows += [("trap", trap.id, trap.range, f"{trap.why} {trap.instead}") for trap in TRAPS]
-    rows += [("facade", facade.target, "", facade.why) for facade in FACADE]
+    rows = [("patch", patch.id, patch.range, patch.why, patch.assumes) for patch in PATCHES]
+    rows += [("seam", seam.id, seam.range, f"{seam.use}. {seam.why}", "") for seam in SEAMS]
+    rows += [("trap", trap.id, trap.range, f"{trap.why} {trap.instead}", "") for trap in TRAPS]
+    rows += [("facade", facade.target, "", facade.why, "") for facade in FACADE]
     if as_json:
-        keys = ("kind", "id", "range", "why")
+        keys = ("kind", "id", "range", "why", "assumes")
         print(
             json.dumps(
                 {"schema": 1, "entries": [dict(zip(keys, row, strict=True)) for row in rows]}, indent=2
@@ -71,7 +72,8 @@ def list_(as_json: bool = typer.Option(False, "--json", help="One JSON object in
     else:
         print(
             "\n".join(
-                f"{kind:<7}{name:<42}{within or 'every release':<22}{why}" for kind, name, within, why in rows
+                f"{kind:<7}{name:<42}{within or 'every release':<22}{why}{_assumed(assumes)}"
+                for kind, name, within, why, assumes in rows
             )
         )
 
@@ -144,6 +146,7 @@ def _row(decision: Decision) -> dict[str, Any]:
         "range": decision.range,
         "evidence": decision.evidence.value,
         "proven": decision.proven,
+        "assumes": decision.assumes,
         "target": ", ".join(decision.targets),
         "fingerprint": ", ".join(decision.fingerprints),
     }
@@ -158,5 +161,11 @@ def _lines(found: Survey) -> list[str]:
     lines = [f"megatron-core {of.version or 'without a version'}{commit}{where}: {known}"]
     for decision in found.decisions:
         unproven = "" if decision.proven or decision.action is Action.TRAP else " [unproven]"
-        lines.append(f"{decision.action:<9}{decision.id:<42}{decision.reason}{unproven}")
+        assumed = _assumed(decision.assumes) if decision.action is Action.APPLY else ""
+        lines.append(f"{decision.action:<9}{decision.id:<42}{decision.reason}{unproven}{assumed}")
     return lines
+
+
+def _assumed(of: str) -> str:
+    """The end of a line about a patch: what it takes for granted of its caller, where it does."""
+    return "" if of in ("", NOTHING) else f" (assumes that {of})"

@@ -64,6 +64,7 @@ def decide(patch: Patch, reading: Reading, job: Job) -> Decision:
         proven=verdict.proven,
         targets=tuple(replacement.target for replacement in _present(patch, reading)),
         fingerprints=tuple(reading.fingerprints.values()),
+        assumes=patch.assumes,
         stops=refused or (blocked and patch.id not in job.allowed),
     )
 

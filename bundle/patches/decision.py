@@ -29,4 +29,5 @@ class Decision:
     proven: bool
     targets: tuple[str, ...] = ()
     fingerprints: tuple[str, ...] = ()  # of those targets that are there, in their order
+    assumes: str = ""  # what the patch takes for granted of its caller
     stops: bool = False  # the job needs this and cannot have it

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 
 BACKENDS = ("cpu", "cuda", "ascend")
+NOTHING = "nothing"  # Patch.assumes of a patch that is right whatever its caller does
 
 
 class Presence(StrEnum):
@@ -55,6 +56,8 @@ class Patch:
     range: str  # PEP 508 on the base version of megatron-core; "" is every release
     evidence: tuple[str, ...]  # the definitions that `defect` reads, which need not be the targets
     defect: Callable[["Evidence"], Presence]
+    # of its caller: what the loss function returns, how labels are given, what is summed over which ranks
+    assumes: str = ""
     check: str = ""  # name of the behaviour check in bundle.verification
     when: frozenset[str] = frozenset()  # features of the recipe, all of them
     backends: tuple[str, ...] = BACKENDS

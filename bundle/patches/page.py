@@ -99,6 +99,7 @@ def _section(patch: Patch) -> str:
         ("releases", f"`{patch.range}`" if patch.range else "all"),
         ("fixed in", patch.fixed_in or "not yet"),
         ("features", ", ".join(sorted(patch.when)) or "any job"),
+        ("assumes", patch.assumes),
         ("backends", ", ".join(patch.backends) if patch.backends != BACKENDS else "all"),
         ("upstream", patch.upstream),
         ("read in", _code(patch.evidence)),

@@ -28,6 +28,7 @@ PATCHES = (
         why="",
         upstream="",
         range="",
+        assumes="",
         evidence=(_TARGET,),
         defect=_defect,
         check="{patch_id}",

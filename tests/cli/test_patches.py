@@ -12,7 +12,7 @@ import pytest
 from bundle.patches import BACKENDS
 from tests.patches.trees import Release, copied, renumbered
 
-FIELDS = {"id", "decision", "reason", "range", "evidence", "proven", "target", "fingerprint"}
+FIELDS = {"assumes", "id", "decision", "reason", "range", "evidence", "proven", "target", "fingerprint"}
 MLA = "transformer/multi_latent_attention.py"
 RENAMED = {MLA: ("class MultiLatentAttention(Attention):", "class LatentAttention(Attention):")}
 
@@ -179,6 +179,21 @@ def test_list_names_patches_seams_traps_and_facades():
     kinds = {entry["kind"] for entry in entries}
     assert kinds == {"patch", "seam", "trap", "facade"}
     assert "main-loss" in {entry["id"] for entry in entries if entry["kind"] == "seam"}
+
+
+def test_what_a_patch_assumes_of_its_caller_is_said_where_it_is_applied_and_listed():
+    """On 0.12 the tree's own training script returns tokens that are summed over cp already."""
+    patch, text = "per-token-loss-context-parallel", "summed over context-parallel ranks"
+    lines = run("plan", "--mcore", "0.12.3").stdout.splitlines()
+    assert [text in line for line in lines if f" {patch} " in line] == [True]
+    assert not any(
+        text in line for line in run("plan", "--mcore", "0.13.1").stdout.splitlines() if patch in line
+    )
+    rows = json.loads(run("plan", "--mcore", "0.12.3", "--json").stdout)["decisions"]
+    listed = json.loads(run("list", "--json").stdout)["entries"]
+    for entries in (rows, listed):
+        assert [text in entry["assumes"] for entry in entries if entry["id"] == patch] == [True]
+    assert any(text in line for line in run("list").stdout.splitlines() if patch in line)
 
 
 def test_lock_says_what_is_new(release: Release, tmp_path: Path):

@@ -130,3 +130,4 @@ def test_ids_are_unique_and_every_patch_says_why():
     assert len(set(ids)) == len(ids)
     for patch in PATCHES:
         assert patch.why and patch.upstream and patch.evidence and patch.replacements, patch.id
+        assert patch.assumes, f"{patch.id}: what does it assume of its caller? NOTHING is an answer"

@@ -3,7 +3,7 @@
 import ast
 from typing import TYPE_CHECKING
 
-from bundle.patches.entry import Patch, Presence, Replacement
+from bundle.patches.entry import NOTHING, Patch, Presence, Replacement
 
 if TYPE_CHECKING:
     from bundle.patches.definitions import Evidence
@@ -67,6 +67,7 @@ PATCHES = (
         fixed_in="0.13.0",
         requires=(("torch", ">=2.8"),),
         when=frozenset({"distributed-checkpoint"}),
+        assumes=NOTHING,
         evidence=(_WRITE,),
         defect=_format_unnamed,
         check="dist-checkpoint-serialization",
@@ -83,6 +84,7 @@ PATCHES = (
         fixed_in="0.16.0",
         requires=(("numpy", ">=2"),),
         when=frozenset({"distributed-checkpoint"}),
+        assumes=NOTHING,
         evidence=_COUNTS,
         defect=_by_product,
         check="dist-checkpoint-numpy-product",
@@ -99,6 +101,10 @@ PATCHES = (
         range="<0.17.1,!=0.14.*,!=0.15.*,!=0.16.*",
         fixed_in="0.17.1",
         when=frozenset({"distributed-checkpoint"}),
+        assumes=(
+            "common state holds nothing but data and Megatron's own classes; others are to be put "
+            "among torch's safe globals"
+        ),
         evidence=(_LOAD, _LOAD_METHOD, _LOAD_OBJECTS),
         defect=_unrestricted,
         check="restricted-unpickle",

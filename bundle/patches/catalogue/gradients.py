@@ -3,7 +3,7 @@
 import ast
 from typing import TYPE_CHECKING
 
-from bundle.patches.entry import Patch, Presence, Replacement
+from bundle.patches.entry import NOTHING, Patch, Presence, Replacement
 
 if TYPE_CHECKING:
     from bundle.patches.definitions import Evidence
@@ -45,6 +45,11 @@ PATCHES = (
         range="<0.13",
         fixed_in="0.13.0",
         when=frozenset({"cp"}),
+        assumes=(
+            "the loss function returns three values, of which the token count is this rank's own; "
+            "Megatron's pretrain_gpt.py of 0.12 returns one summed over context-parallel ranks, and "
+            "with it gradients become too small"
+        ),
         evidence=(_FINALIZE,),
         defect=_tokens_of_data_ranks,
         check="per-token-loss-context-parallel",
@@ -60,6 +65,7 @@ PATCHES = (
         range="<0.13",
         fixed_in="0.13.0",
         when=frozenset({"pp"}),
+        assumes=NOTHING,
         evidence=(_BUFFER,),
         defect=_start_padded_sometimes,
         check="shared-embedding-bucket",

@@ -3,7 +3,7 @@
 import ast
 from typing import TYPE_CHECKING
 
-from bundle.patches.entry import Patch, Presence, Replacement
+from bundle.patches.entry import NOTHING, Patch, Presence, Replacement
 
 if TYPE_CHECKING:
     from bundle.patches.definitions import Evidence
@@ -63,6 +63,10 @@ PATCHES = (
         range="<0.14",
         fixed_in="0.14.0",
         when=frozenset({"mla", "packed"}),
+        assumes=(
+            "the padded boundaries, where given, are those of the whole pack, not yet cut for context "
+            "parallel"
+        ),
         evidence=(_HEADS,),
         defect=_packed_heads,
         check="mla-packed-qkv",
@@ -80,6 +84,7 @@ PATCHES = (
         range="<0.18",
         fixed_in="0.18.0",
         when=frozenset({"mla", "packed", "unequal-head-dims", "attention-flash"}),
+        assumes=NOTHING,
         evidence=(_FORWARD, _RUN, _PREPARE),
         defect=_value_width,
         check="mla-thd-value-padding",
@@ -95,6 +100,7 @@ PATCHES = (
         range=">=0.14",
         backends=("cpu",),
         when=frozenset({"mla"}),
+        assumes=NOTHING,
         evidence=(_PROJECTIONS, _TE_LINEAR),
         defect=_down_projection_class,
         check="cpu-mla-without-te-linear",

@@ -3,7 +3,7 @@
 import ast
 from typing import TYPE_CHECKING
 
-from bundle.patches.entry import Patch, Presence, Replacement
+from bundle.patches.entry import NOTHING, Patch, Presence, Replacement
 
 if TYPE_CHECKING:
     from bundle.patches.definitions import Evidence
@@ -41,6 +41,7 @@ PATCHES = (
         range="",
         backends=("cpu",),
         when=frozenset({"moe"}),
+        assumes=NOTHING,
         evidence=(_MOVE,),
         defect=_numpy_from_cuda_only,
         check="cpu-moe-splits-on-host",
@@ -54,6 +55,7 @@ PATCHES = (
         fixed_in="0.17.0",
         backends=("cpu",),
         when=frozenset({"moe"}),
+        assumes=NOTHING,
         evidence=(_GEMM, _GATING),
         defect=_unbound_without_te,
         check="cpu-router-without-te-gemm",

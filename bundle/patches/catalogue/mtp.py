@@ -3,7 +3,7 @@
 import ast
 from typing import TYPE_CHECKING
 
-from bundle.patches.entry import Patch, Presence, Replacement
+from bundle.patches.entry import NOTHING, Patch, Presence, Replacement
 
 if TYPE_CHECKING:
     from bundle.patches.definitions import Definition, Evidence
@@ -101,6 +101,10 @@ PATCHES = (
         range="<0.14",
         fixed_in="0.14.0",
         when=frozenset({"mtp", "cp"}),
+        assumes=(
+            "ids, labels and loss mask arrive cut for context parallel, two chunks a rank, and no "
+            "token count has been summed over those ranks"
+        ),
         evidence=(_ROLL,),
         defect=_roll_within_rank,
         check="mtp-context-parallel-roll",
@@ -115,6 +119,7 @@ PATCHES = (
         upstream="not reported; found by comparing padded with unpadded packing (gradients off by 1e+0)",
         range=">=0.16",
         when=frozenset({"mtp", "packed"}),
+        assumes="a pack with padding comes with its padded boundaries, cu_seqlens_*_padded",
         evidence=(_ROLL, _ROLL_PACKED),
         defect=_boundaries,
         check="mtp-packed-roll-boundaries",
@@ -130,6 +135,10 @@ PATCHES = (
         range=">=0.14,<0.17",
         fixed_in="0.17.0",  # where the code moved; mtp-loss-context-parallel-normalisation goes on there
         when=frozenset({"mtp", "cp"}),
+        assumes=(
+            "no token count has been summed over context-parallel ranks, and gradients are averaged "
+            "over them, or divided by all tokens under a loss per token"
+        ),
         evidence=(_ROLL, _POSTPROCESS, _FORWARD),
         defect=_count_of_one_rank_divides,
         check="mtp-loss-context-parallel-count",
@@ -147,6 +156,10 @@ PATCHES = (
         upstream="not reported; found by comparing CP2 with CP1 (gradients off by 2e-1)",
         range=">=0.17",
         when=frozenset({"mtp", "cp"}),
+        assumes=(
+            "no token count has been summed over context-parallel ranks; under a loss per token the "
+            "loss function returns three values"
+        ),
         evidence=(_LOSS, _POSTPROCESS, _FORWARD),
         defect=_count_of_one_rank,
         check="mtp-loss-context-parallel-normalisation",
@@ -163,6 +176,7 @@ PATCHES = (
         upstream="verl-project/verl#6374",
         range=">=0.16,<0.17",
         fixed_in="0.17.0",
+        assumes=NOTHING,
         evidence=(_POSTPROCESS, _FORWARD),
         defect=_zero_is_some,
         check="mtp-zero-layers",
@@ -177,6 +191,10 @@ PATCHES = (
         upstream="NVIDIA/Megatron-LM#4549; measured in every release",
         range="",
         when=frozenset({"mtp"}),
+        assumes=(
+            "labels are given as `labels`; a fork that gives them in mtp_kwargs (slime, miles) would "
+            "train no prediction layers"
+        ),
         evidence=(_POSTPROCESS, _FORWARD),
         defect=_runs_without_labels,
         check="mtp-without-labels",

@@ -3,7 +3,7 @@
 import ast
 from typing import TYPE_CHECKING
 
-from bundle.patches.entry import Patch, Presence, Replacement
+from bundle.patches.entry import NOTHING, Patch, Presence, Replacement
 
 if TYPE_CHECKING:
     from bundle.patches.definitions import Definition, Evidence
@@ -52,6 +52,7 @@ PATCHES = (
         fixed_in="0.17.0",
         backends=("cuda",),
         when=frozenset({"mla", "tp"}),
+        assumes=NOTHING,
         evidence=(_LINEAR,),
         defect=_whole_weights_stay_marked,
         check="cuda-norm-of-whole-weights",
@@ -69,6 +70,7 @@ PATCHES = (
         fixed_in="0.19.0",
         backends=("cuda",),
         when=frozenset({"moe", "tp"}),
+        assumes=NOTHING,
         evidence=(_GROUPED_LINEAR, _EXPERT_ATTRIBUTES),
         defect=_expert_weights_unmarked,
         check="cuda-norm-of-expert-weights",

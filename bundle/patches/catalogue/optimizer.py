@@ -3,7 +3,7 @@
 import ast
 from typing import TYPE_CHECKING
 
-from bundle.patches.entry import Patch, Presence, Replacement
+from bundle.patches.entry import NOTHING, Patch, Presence, Replacement
 
 if TYPE_CHECKING:
     from bundle.patches.definitions import Evidence
@@ -34,6 +34,7 @@ PATCHES = (
         range="<0.13",
         fixed_in="0.13.0",
         backends=("cpu",),
+        assumes=NOTHING,
         evidence=(_IMPLEMENTATION,),
         defect=_always_raises,
         check="cpu-optimizer-without-fp8-quantize",

@@ -3,7 +3,7 @@
 import ast
 from typing import TYPE_CHECKING
 
-from bundle.patches.entry import Patch, Presence, Replacement
+from bundle.patches.entry import NOTHING, Patch, Presence, Replacement
 
 if TYPE_CHECKING:
     from bundle.patches.definitions import Evidence
@@ -65,6 +65,7 @@ PATCHES = (
         range=">=0.16,<0.18",
         fixed_in="0.18.0",
         when=frozenset({"mtp", "packed", "recompute-full"}),
+        assumes=NOTHING,
         evidence=(_FORWARD, _CHECKPOINTED),
         defect=_saves_objects,
         check="mtp-packed-full-recompute",
@@ -77,6 +78,7 @@ PATCHES = (
         range=">=0.18,<0.19",
         fixed_in="0.19.0",
         when=frozenset({"mtp", "recompute-full"}),
+        assumes=NOTHING,
         evidence=(_FORWARD, _CHECKPOINTED),
         defect=_padding_mask_unknown,
         check="mtp-full-recompute",
@@ -100,6 +102,7 @@ PATCHES = (
         range="",
         when=frozenset({"moe", "recompute-full"}),
         opt_in=True,
+        assumes=NOTHING,
         evidence=(_DISPATCHER,),
         defect=_keeps_probabilities,
         check="recompute-reclaim",

@@ -51,6 +51,10 @@ PATCHES = (
         range="<0.16",
         fixed_in="0.16.0",
         when=frozenset({"moe", "router-replay"}),
+        assumes=(
+            "routes are given in bundle.mcore.context.choices around each forward pass; without them "
+            "nothing changes"
+        ),
         evidence=(_ROUTING, _NATIVE),
         defect=_no_replay,
         check="router-replay",
@@ -65,6 +69,10 @@ PATCHES = (
         upstream="not reported; read in NVIDIA/Megatron-LM#2101",
         range=">=0.16",
         when=frozenset({"moe", "router-replay"}),
+        assumes=(
+            "routes are given in bundle.mcore.context.choices around each forward pass; without them "
+            "nothing changes"
+        ),
         evidence=(_REPLAY, _NATIVE, _ROUTING),
         defect=_all_or_nothing,
         check="router-replay-by-layer",
@@ -79,6 +87,9 @@ PATCHES = (
         upstream="not reported; found by comparing replay with and without recomputation in PP2",
         range=">=0.16",
         when=frozenset({"moe", "router-replay"}),
+        assumes=(
+            "routes are set before the forward pass of every micro-batch, which are recomputed in that order"
+        ),
         evidence=(_REPLAY, _NATIVE, _ROUTING),
         defect=_latest_routes,
         check="native-replay-recompute",
