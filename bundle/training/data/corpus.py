@@ -22,7 +22,8 @@ from bundle.training.data.tokenizers import Tokenizer, tokenizer
 
 # Running text is held out in pieces of this many sequences: small enough for an even sample.
 SEQUENCES_PER_PIECE = 16
-# Packed sequences are given room in these multiples, so that packs are the same at cp 1, 2, 4 and 8.
+# Packed sequences are given room in these multiples, so that packs are the same at cp 1, 2, 4 and 8. At any
+# other cp they are not, and the corpus has another identity.
 ROOM_MULTIPLE = 16
 
 
@@ -65,7 +66,7 @@ def prepare(recipe: Recipe, directory: Path) -> Corpus:
         training=_samples(recipe, store, training, made, "to train on"),
         validation=_samples(recipe, store, validation, made, "held out") if len(validation) else None,
         tokens=len(store.ids),
-        identity=store.facts["identity"] | {"tokens": store.facts["sha256"]},
+        identity=store.facts["identity"] | {"tokens": store.facts["sha256"]} | _packs(recipe),
         skipped=tuple(store.facts["skipped"]),
         store=store,
         tokenizer=made,
@@ -118,6 +119,14 @@ def _room(recipe: Recipe) -> tuple[int, int]:
     multiple = Alignment("thd", tp=parallel.tp, cp=parallel.cp).sequence
     even = math.lcm(multiple, ROOM_MULTIPLE)
     return (length // even * even, even) if length >= even else (length // multiple * multiple, multiple)
+
+
+def _packs(recipe: Recipe) -> dict[str, str]:
+    """How sequences are put into packs, as far as more than the recipe's data section decides it."""
+    if not recipe.data.packed:
+        return {}
+    room, multiple = _room(recipe)
+    return {"packs (parallel.cp decides)": f"{room} tokens, each sequence a multiple of {multiple}"}
 
 
 def _parts(recipe: Recipe, store: Store) -> tuple[Spans, Spans]:

@@ -40,7 +40,10 @@ class Samples(Protocol):
 
 
 class Windows:
-    """Windows of `length` tokens, one after the other through all pieces, across documents."""
+    """Windows of `length` tokens, one after the other through all pieces, across documents.
+
+    Where a piece between was held out, what comes next does not follow in the text: it has no loss.
+    """
 
     def __init__(self, store: Store, spans: Spans, length: int) -> None:
         self._ids, self._starts, self._length = store.ids, spans.starts, length
@@ -56,8 +59,9 @@ class Windows:
         ramp_ = np.arange(self._length + 1)
         places = np.maximum(numbers, 0)[:, None] * self._length + ramp_
         piece = np.searchsorted(self._before, places, side="right") - 1
-        ids = self._ids[self._starts[piece] + places - self._before[piece]]
-        learned = np.broadcast_to((numbers != BLANK)[:, None], (len(numbers), self._length))
+        in_store = self._starts[piece] + places - self._before[piece]
+        ids = self._ids[in_store]
+        learned = (np.diff(in_store) == 1) & (numbers != BLANK)[:, None]
         return _batch(ids[:, :-1], ids[:, 1:], learned, np.broadcast_to(ramp_[:-1], learned.shape))
 
 

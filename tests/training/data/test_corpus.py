@@ -53,13 +53,33 @@ def test_windows_are_the_running_text_shifted_by_one(rows, tmp_path):
     assert len(corpus.training) == (len(text) - 1) // 64
 
 
-@pytest.mark.parametrize("overrides", [(), ("task=sft",), ("data.packed=true", "train.micro_batch_size=1")])
-def test_no_token_is_both_trained_on_and_held_out(rows, tmp_path, monkeypatch, overrides):
-    def numbered(path):
+@pytest.fixture
+def numbered(monkeypatch):
+    """Every token is its own place in the store."""
+
+    def opened(path):
         store = open_store(path)
         return store and replace(store, ids=np.arange(len(store.ids)))
 
-    monkeypatch.setattr(corpus_module, "open_store", numbered)
+    monkeypatch.setattr(corpus_module, "open_store", opened)
+
+
+@pytest.mark.usefixtures("numbered")
+def test_a_window_learns_no_transition_over_a_piece_that_was_held_out(rows, tmp_path):
+    corpus = prepare(recipe(rows, "data.validation=0.3", "data.sequence_length=16"), tmp_path)
+    assert corpus.validation is not None
+    gaps = 0
+    for samples in (corpus.training, corpus.validation):
+        for batch in everything(samples, len(samples)):
+            follows = batch.labels == batch.ids + 1
+            assert torch.equal(batch.loss_mask, follows.float())
+            gaps += int((~follows).sum())
+    assert gaps > 20
+
+
+@pytest.mark.usefixtures("numbered")
+@pytest.mark.parametrize("overrides", [(), ("task=sft",), ("data.packed=true", "train.micro_batch_size=1")])
+def test_no_token_is_both_trained_on_and_held_out(rows, tmp_path, overrides):
     corpus = prepare(recipe(rows, *overrides), tmp_path)
     assert corpus.validation is not None
     learned = []
@@ -145,6 +165,23 @@ def test_inside_a_pack_sequences_are_whole_and_do_not_predict_each_other(rows, t
             assert labels[:-1].tolist() == ids[1:].tolist()
             assert mask.tolist() == [1.0] * (len(ids) - 1) + [0.0]
             assert positions.tolist() == list(range(len(ids)))
+
+
+def test_packs_that_a_layout_makes_otherwise_are_other_data(rows, tmp_path):
+    def made(cp):
+        overrides = [f"parallel.cp={cp}", "data.sequence_length=480"]
+        return prepare(recipe(rows, *overrides, name="qwen3-cp2-packed"), tmp_path)
+
+    def packs(cp):
+        return [batch.lengths for batch in everything(made(cp).training, 10)]
+
+    for cp in (1, 4, 8):
+        assert changed(made(2).identity, made(cp).identity) == [] and packs(2) == packs(cp)
+    assert packs(2) != packs(3)
+    assert changed(made(2).identity, made(3).identity) == [
+        "data packs (parallel.cp decides): was 480 tokens, each sequence a multiple of 16,"
+        " is 480 tokens, each sequence a multiple of 48"
+    ]
 
 
 def test_changed_data_is_named(rows, tmp_path):
