@@ -1,7 +1,10 @@
 """The PackedSeqParams that attention reads, from a Packing, and the way back to host integers."""
 
 from itertools import accumulate
+from typing import Any
 
+import torch
+import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -10,6 +13,8 @@ from bundle.sequences.packing import Packing
 
 # Boundaries whose numbers are known on the host, for as long as their tensor lives.
 _KNOWN = WeakTensorKeyDictionary()
+# Of boundaries, where the next token of every row is, by (version, rows, ranks, rank).
+_NEXT = WeakTensorKeyDictionary()
 
 
 def packed_seq_params(packing: Packing) -> PackedSeqParams:
@@ -40,3 +45,49 @@ def on_host(boundaries: Tensor) -> tuple[int, ...]:
         _KNOWN[boundaries] = tuple(boundaries.tolist())
     known: tuple[int, ...] = _KNOWN[boundaries]
     return known
+
+
+def rolled(tensor: Tensor, boundaries: Tensor, group: Any = None) -> Tensor:
+    """The value of the next token of the same sequence for every row [..., t / cp], 0 where there is none.
+
+    `boundaries` [sequences + 1] are those of the whole pack, padding included, `group` its context-parallel
+    ranks: rank r holds chunks r and 2 cp - 1 - r of every sequence. One gather, and one exchange of the first
+    tokens of all chunks; nothing is read back from the device, whatever the number of sequences.
+    """
+    ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+    rows = tensor.shape[-1]
+    own = (boundaries._version, rows, ranks, rank)
+    if own not in (known := _NEXT.setdefault(boundaries, {})):
+        known.clear()
+        known[own] = _next(boundaries, rows, ranks, rank)
+    source, firsts = known[own]
+    if ranks > 1:
+        mine = tensor.index_select(-1, firsts).contiguous()
+        theirs = mine.new_empty((ranks, *mine.shape))
+        torch.distributed.all_gather_into_tensor(theirs, mine, group=group)
+        tensor = torch.cat([tensor, theirs.movedim(0, -2).flatten(-2)], -1)
+    return F.pad(tensor, (0, 1)).index_select(-1, source)
+
+
+def _next(boundaries: Tensor, rows: int, ranks: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Where the next token of every row is [t / cp], and the first rows of all chunks [2 * sequences].
+
+    Counted over this rank's rows, then the first tokens of the chunks of each rank (all first ones, then all
+    second ones), then a zero.
+    """
+    starts, ends = (boundaries[:-1] // ranks).long(), (boundaries[1:] // ranks).long()
+    middles = (starts + ends) // 2
+    sequences, device = len(starts), boundaries.device
+    each = torch.arange(sequences, device=device) + rows
+    zero = rows + (2 * sequences * ranks if ranks > 1 else 0)
+
+    def first(of_rank: int, chunk: int) -> Tensor:
+        return each + (2 * of_rank + chunk) * sequences
+
+    source = torch.arange(1, rows + 2, device=device)  # one row more, for sequences that have none
+    if ranks > 1:
+        after = first(rank + 1, 0) if rank + 1 < ranks else first(rank, 1)
+        source.scatter_(0, torch.where(starts < middles, middles - 1, rows), after)
+    after = first(rank - 1, 1) if rank > 0 else torch.full_like(each, zero)
+    source.scatter_(0, torch.where(starts < ends, ends - 1, rows), after)
+    return source[:rows], torch.cat([starts, middles]).clamp(max=rows - 1)

@@ -1,6 +1,5 @@
 """Multi-token prediction: the roll to the next token, what its loss is divided by, and when it runs."""
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from bundle.mcore import prediction
+from bundle.mcore import packed, prediction
 
 
 def roll_over_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,20 +76,24 @@ def count_mask_over_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
     return process_mtp_loss
 
 
-def padded_boundaries(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `_roll_tensor_packed_seq` that cuts where the sequences lie, padding included.
+def rolled_by_one_gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `_roll_tensor_packed_seq` that rolls where the sequences lie, padding included, all at once.
 
-    It cuts at their lengths without padding, and so rolls tokens across sequences.
+    Megatron's cuts at their lengths without padding, and so rolls tokens across sequences; and it reads every
+    boundary back from the device, sequence by sequence.
     """
 
     @functools.wraps(original)
     def _roll_tensor_packed_seq(
         tensor: torch.Tensor, shifts: int, dims: int, packed_seq_params: Any, cp_group: Any = None
     ) -> Any:
-        if packed_seq_params.cu_seqlens_q_padded is not None:
-            packed_seq_params = copy.copy(packed_seq_params)
-            packed_seq_params.cu_seqlens_q = packed_seq_params.cu_seqlens_q_padded
-        return original(tensor, shifts, dims, packed_seq_params, cp_group)
+        boundaries = packed_seq_params.cu_seqlens_q_padded
+        if boundaries is None:
+            boundaries = packed_seq_params.cu_seqlens_q
+        if boundaries is None or shifts != -1 or dims not in (-1, tensor.dim() - 1):
+            return original(tensor, shifts, dims, packed_seq_params, cp_group)  # it says what is wrong
+        after = packed.rolled(tensor, boundaries, cp_group)
+        return after, after.sum()
 
     return _roll_tensor_packed_seq
 
