@@ -160,7 +160,7 @@ def _lines(found: Survey) -> list[str]:
     commit = f" at {of.commit[:12]}" if of.commit else ""
     lines = [f"megatron-core {of.version or 'without a version'}{commit}{where}: {known}"]
     for decision in found.decisions:
-        unproven = "" if decision.proven or decision.action is Action.TRAP else " [unproven]"
+        unproven = "" if decision.proven else " [unproven]"
         assumed = _assumed(decision.assumes) if decision.action is Action.APPLY else ""
         lines.append(f"{decision.action:<9}{decision.id:<42}{decision.reason}{unproven}{assumed}")
     return lines

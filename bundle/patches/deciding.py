@@ -69,21 +69,32 @@ def decide(patch: Patch, reading: Reading, job: Job) -> Decision:
     )
 
 
-def decide_trap(trap: Trap, job: Job) -> Decision | None:
+def decide_trap(trap: Trap, reading: Reading, job: Job) -> Decision | None:
     """TRAP where the job meets it, which stops a job whose recipe is known; None where it does not."""
-    inside = job.version is None or versions.within(job.version, trap.range) is not False
     avoided = job.features is not None and bool(trap.unless & job.features)
-    if not inside or avoided or not job.runs_on(trap.backends) or not job.uses(trap.when):
+    if avoided or not job.runs_on(trap.backends) or not job.uses(trap.when):
         return None
+    if reading.evidence is Presence.ABSENT:
+        return None
+    proven = reading.evidence is Presence.PRESENT
+    # A number that cannot be placed is no reason to let a job go wrong silently.
+    met = proven or versions.within(job.version or "", trap.range) is not False
+    reason = f"{trap.why} {trap.instead}" if met else ""
     return Decision(
         id=trap.id,
-        action=Action.TRAP,
-        reason=f"{trap.why} {trap.instead}",
+        action=Action.TRAP if met else Action.SKIP,
+        reason=reason if proven else f"{reason} {_by_what(reading, job)}".strip(),
         range=trap.range,
-        evidence=Presence.UNKNOWN,
-        proven=False,
-        stops=job.features is not None,
+        evidence=reading.evidence or Presence.UNKNOWN,
+        proven=proven,
+        stops=met and job.features is not None,
     )
+
+
+def _by_what(reading: Reading, job: Job) -> str:
+    """What decided about a trap, where no source did."""
+    why = "the code is unfamiliar" if reading.evidence else "give --mcore PATH to have its source read"
+    return f"(By the number {job.version} alone: {reading.trouble or why}.)"
 
 
 def decide_seam(seam: Seam, reading: Reading | None, job: Job) -> Decision | None:

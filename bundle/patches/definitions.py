@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import field
 
 from bundle.frozen import frozen
-from bundle.patches.fingerprint import fingerprint
+from bundle.patches.fingerprint import fingerprint, signature
+from bundle.patches.pattern import found
 from bundle.patches.source import Module, SourceTree, absolute, bindings
 
 _HOPS = 32  # re-exports and base classes followed for one name; a hostile tree may go in circles
@@ -24,6 +25,11 @@ class Definition:
     def fingerprint(self) -> str:
         """The fingerprint of the code."""
         return fingerprint(self.nodes)
+
+    @property
+    def signature(self) -> str:
+        """The fingerprint of how it is called."""
+        return signature(self.nodes)
 
     @property
     def is_code(self) -> bool:
@@ -62,6 +68,10 @@ class Definition:
             and name
             == (node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", None))
         )
+
+    def has(self, code: str) -> bool:
+        """Whether this expression or statement occurs, however laid out; patterns as in `pattern`."""
+        return bool(found(code, self.walk()))
 
     def walk(self) -> Iterator[ast.AST]:
         """Every node of the code."""

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 BACKENDS = ("cpu", "cuda", "ascend")
 NOTHING = "nothing"  # Patch.assumes of a patch that is right whatever its caller does
+# Reads the source that an entry declares as its evidence.
+Predicate = Callable[["Evidence"], "Presence"]
 
 
 class Presence(StrEnum):
@@ -39,6 +41,7 @@ class Replacement:
     wrapper: str
     optional: bool = False  # some of the releases do not have this target: replaced where it is
     exclusive: bool = False  # does not call the original: no other patch may stand on the target
+    by_signature: bool = False  # reviewed by parameters and decorators: what the body does is all the same
 
 
 @frozen_by_name
@@ -55,7 +58,7 @@ class Patch:
     upstream: str  # where upstream knows of it, or how it was found
     range: str  # PEP 508 on the base version of megatron-core; "" is every release
     evidence: tuple[str, ...]  # the definitions that `defect` reads, which need not be the targets
-    defect: Callable[["Evidence"], Presence]
+    defect: Predicate
     # of its caller: what the loss function returns, how labels are given, what is summed over which ranks
     assumes: str = ""
     check: str = ""  # name of the behaviour check in bundle.verification
@@ -76,6 +79,7 @@ class Seam:
     why: str
     when: frozenset[str] = frozenset()
     range: str = ""  # the releases that have it
+    by_signature: bool = False  # reviewed as a Replacement's target is
 
 
 @frozen_by_name
@@ -83,7 +87,9 @@ class Trap:
     """A defect with no narrow fix: the recipes that meet it are refused."""
 
     id: str
-    range: str
+    range: str  # PEP 508 on the base version of megatron-core; asked only where no source answers
+    evidence: tuple[str, ...]  # the definitions that `defect` reads
+    defect: Predicate
     when: frozenset[str]  # features of the recipe, all of them
     why: str  # what goes wrong
     cause: str  # the upstream line, or how it was bisected

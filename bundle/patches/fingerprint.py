@@ -1,6 +1,7 @@
 """Fingerprints of source code: what it says, whoever parses it, however it is laid out."""
 
 import ast
+import copy
 import hashlib
 from collections.abc import Sequence
 
@@ -34,6 +35,26 @@ def fingerprint(nodes: Sequence[ast.AST]) -> str:
             text = _constant(item)
             digest.update(b"%d:%s" % (len(text), text))
     return digest.hexdigest()[:16]
+
+
+def signature(nodes: Sequence[ast.AST]) -> str:
+    """16 hexadecimal digits over how functions are called: parameters, defaults, decorators; no annotations.
+
+    What is no function counts with all its code.
+    """
+    return fingerprint([_called(node) for node in nodes])
+
+
+def _called(node: ast.AST) -> ast.AST:
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return node
+    arguments = copy.copy(node.args)
+    for kind in ("posonlyargs", "args", "kwonlyargs"):
+        setattr(arguments, kind, [ast.arg(argument.arg) for argument in getattr(arguments, kind)])
+    for kind in ("vararg", "kwarg"):
+        argument = getattr(arguments, kind)
+        setattr(arguments, kind, argument and ast.arg(argument.arg))
+    return type(node)(node.name, arguments, [], node.decorator_list)
 
 
 def _fields(node: ast.AST) -> list[tuple[str, object]]:

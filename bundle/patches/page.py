@@ -1,14 +1,13 @@
 """docs/patches.md, made from the list: `python -m bundle.patches.page > docs/patches.md`."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from bundle.patches.catalogue import PATCHES
-from bundle.patches.entry import BACKENDS, Patch, Presence, Trap
+from bundle.patches.entry import BACKENDS, Patch, Presence, Replacement, Trap
 from bundle.patches.mindspeed import BRANCHES, REPLACED
 from bundle.patches.seams import SEAMS
 from bundle.patches.table import load
 from bundle.patches.traps import TRAPS
-from bundle.stack import versions
 
 _INTRODUCTION = """\
 # Patches
@@ -33,6 +32,10 @@ CONFLICT: two replacements of one target, or `megatron.core` and `megatron.train
 OWNED: MindSpeed replaces the target. TRAP: the recipe meets a defect that no narrow patch mends. DRIFT and
 CONFLICT end with exit code 4 where the job needs the patch; `--allow-drift ID` goes on. A recipe that meets a
 trap ends with 2.
+
+A target is reviewed by its code; by its signature (parameters, defaults, decorators) where the wrapper calls
+through to it, or never calls it, and does not depend on what its body does. A trap is decided by its source,
+as a patch is; by the number only where there is no source or it cannot be told, and the line says so.
 
 Patches are applied when megatron is imported, before anybody sees the module, and only to the very file that
 they were planned for. Taking them back restores the very object that was there; modules that were built
@@ -67,7 +70,7 @@ def markdown() -> str:
 def _matrix() -> str:
     minors = _minors()
     rows = [(f"[{p.id}](#{p.id})", *(_cell(p, group) for group in minors.values())) for p in PATCHES]
-    rows += [(trap.id, *(_trap_cell(trap, group) for group in minors.values())) for trap in TRAPS]
+    rows += [(trap.id, *(_cell(trap, group) for group in minors.values())) for trap in TRAPS]
     return _table(("", *minors), rows)
 
 
@@ -79,19 +82,13 @@ def _minors() -> dict[str, list[str]]:
     return minors
 
 
-def _cell(patch: Patch, references: Sequence[str]) -> str:
-    return _summary(references, lambda r: load().defect(patch.id, r) is Presence.PRESENT, "yes")
-
-
-def _trap_cell(trap: Trap, references: Sequence[str]) -> str:
-    return _summary(references, lambda r: bool(versions.within(r, trap.range)), "trap")
-
-
-def _summary(references: Sequence[str], has: Callable[[str], bool], word: str) -> str:
-    having = [reference for reference in references if has(reference)]
+def _cell(entry: Patch | Trap, references: Sequence[str]) -> str:
+    having = [r for r in references if load().defect(entry.id, r) is Presence.PRESENT]
     if not having:
         return "-"
-    return word if len(having) == len(references) else ", ".join(having)
+    if len(having) < len(references):
+        return ", ".join(having)
+    return "trap" if isinstance(entry, Trap) else "yes"
 
 
 def _section(patch: Patch) -> str:
@@ -103,7 +100,7 @@ def _section(patch: Patch) -> str:
         ("backends", ", ".join(patch.backends) if patch.backends != BACKENDS else "all"),
         ("upstream", patch.upstream),
         ("read in", _code(patch.evidence)),
-        ("replaced", "; ".join(f"`{r.target}` by `{r.wrapper}`" for r in patch.replacements)),
+        ("replaced", "; ".join(map(_replacement, patch.replacements))),
         ("proven by", f"`mcore-bundle patches verify` ({patch.check})"),
     ]
     if patch.opt_in:
@@ -112,6 +109,11 @@ def _section(patch: Patch) -> str:
         facts.insert(1, ("only with", ", ".join(f"{name} {range_}" for name, range_ in patch.requires)))
     lines = [f"- {name}: {value}" for name, value in facts]
     return "\n".join([f"### {patch.id}\n", patch.why, "", *lines, ""])
+
+
+def _replacement(replacement: Replacement) -> str:
+    reviewed = ", reviewed by its signature" if replacement.by_signature else ""
+    return f"`{replacement.target}` by `{replacement.wrapper}`{reviewed}"
 
 
 def _trap(trap: Trap) -> tuple[str, ...]:

@@ -1,14 +1,14 @@
-"""What is known about a patch in one megatron: from its source, the reviewed list, or its number.
+"""What is known about a patch or a trap in one megatron: from its source, the reviewed list, or its number.
 
 Only the functions that read sources load what parses them: most questions are about reviewed releases.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from bundle.frozen import frozen
-from bundle.patches.entry import Patch, Presence
+from bundle.patches.entry import Patch, Presence, Trap
 from bundle.patches.table import Table
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @frozen
 class Reading:
-    """What is known about one patch: about the defect, and about each of its targets."""
+    """What is known about one entry: about the defect, and about each target of a patch."""
 
     evidence: Presence | None  # None: nothing was read, there is only a version number
     fingerprints: Mapping[str, str] = field(default_factory=dict)  # of the targets that are there
@@ -29,45 +29,52 @@ class Reading:
 NUMBER_ALONE = Reading(None)
 
 
-def of_tree(patch: Patch, definitions: "Definitions", table: Table) -> Reading:
+def of_tree(entry: Patch | Trap, definitions: "Definitions", table: Table) -> Reading:
     """What the source of a tree says."""
     from bundle.patches.definitions import Evidence
     from bundle.patches.source import Unreadable
 
-    targets = of_targets([replacement.target for replacement in patch.replacements], definitions, table)
+    targets = of_targets(_targets(entry), definitions, table)
     try:
-        evidence = patch.defect(Evidence(definitions, frozenset(patch.evidence)))
+        evidence = entry.defect(Evidence(definitions, frozenset(entry.evidence)))
     except Unreadable as error:
         return replace(targets, evidence=Presence.UNKNOWN, trouble=str(error))
     return replace(targets, evidence=evidence)
 
 
-def of_targets(targets: Iterable[str], definitions: "Definitions", table: Table) -> Reading:
-    """What the source of a tree says about some names, without a verdict on any defect."""
+def of_targets(targets: Mapping[str, bool], definitions: "Definitions", table: Table) -> Reading:
+    """What the source of a tree says about names, by their code or (True) their signature; no verdict."""
     from bundle.patches.source import Unreadable
 
     trouble, fingerprints, nearest = None, {}, {}
-    for target in targets:
+    for target, by_signature in targets.items():
         try:
             found = definitions[target]
             if found is not None:
-                fingerprints[target] = found.fingerprint
+                fingerprints[target] = found.signature if by_signature else found.fingerprint
             else:
                 nearest[target] = definitions.nearest(target)
         except Unreadable as error:
             trouble = str(error)
-    return Reading(None, fingerprints, _reviewed(fingerprints, table), nearest, trouble)
+    return Reading(None, fingerprints, _reviewed(fingerprints, targets, table), nearest, trouble)
 
 
-def of_reference(patch: Patch, reference: str, table: Table) -> Reading:
+def of_reference(entry: Patch | Trap, reference: str, table: Table) -> Reading:
     """What the reviewed list says about one of its references."""
-    known = {
-        replacement.target: table.fingerprint(replacement.target, reference)
-        for replacement in patch.replacements
-    }
+    targets = _targets(entry)
+    known = {target: table.fingerprint(target, reference, by_signature=by) for target, by in targets.items()}
     fingerprints = {target: fingerprint for target, fingerprint in known.items() if fingerprint is not None}
-    return Reading(table.defect(patch.id, reference), fingerprints, _reviewed(fingerprints, table))
+    reviewed = _reviewed(fingerprints, targets, table)
+    return Reading(table.defect(entry.id, reference), fingerprints, reviewed)
 
 
-def _reviewed(fingerprints: Mapping[str, str], table: Table) -> Mapping[str, tuple[str, ...]]:
-    return {target: table.reviewed(target, value) for target, value in fingerprints.items()}
+def _targets(entry: Patch | Trap) -> dict[str, bool]:
+    """What an entry replaces, and whether it is reviewed by its signature; a trap replaces nothing."""
+    replacements = entry.replacements if isinstance(entry, Patch) else ()
+    return {replacement.target: replacement.by_signature for replacement in replacements}
+
+
+def _reviewed(
+    fingerprints: Mapping[str, str], targets: Mapping[str, bool], table: Table
+) -> Mapping[str, tuple[str, ...]]:
+    return {t: table.reviewed(t, value, by_signature=targets[t]) for t, value in fingerprints.items()}

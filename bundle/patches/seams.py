@@ -15,18 +15,21 @@ SEAMS = (
         ),
         use="intercepted on the model by the engine",
         why="The main loss and that of every MTP depth come through it, told apart by the labels' identity.",
+        by_signature=True,
     ),
     Seam(
         id="forward-labels",
         targets=(f"{_GPT}.forward",),
         use="hooked by the engine, which reads the labels",
         why="The labels that arrive here are the very object that reaches the main loss.",
+        by_signature=True,
     ),
     Seam(
         id="mtp-block",
         targets=(f"{_MTP}:MultiTokenPredictionBlock.forward",),
         use="wrapped on the model by mcore where MTP is detached from the rest",
         why="It takes hidden states and an embedding by keyword, in every release.",
+        by_signature=True,
         when=frozenset({"mtp", "mtp-detached"}),
     ),
     Seam(
@@ -34,6 +37,7 @@ SEAMS = (
         targets=("megatron.core.tensor_parallel.layers:ColumnParallelLinear.forward",),
         use="hooked on the model's output layer by mcore where MTP is detached from the embeddings",
         why="It takes a weight by keyword, also where it has its own.",
+        by_signature=True,
         when=frozenset({"mtp", "mtp-detached"}),
     ),
     Seam(
@@ -69,6 +73,7 @@ SEAMS = (
         ),
         use="called by verification, which shows what they get wrong",
         why="Megatron's own router replay; the engine replays through the choice that is behind them.",
+        by_signature=True,
         range=">=0.16",
         when=frozenset({"moe", "router-replay"}),
     ),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from bundle.errors import UsageError
 from bundle.frozen import frozen
 from bundle.patches import reading
-from bundle.patches.entry import Patch
+from bundle.patches.entry import Patch, Seam, Trap
 from bundle.patches.reading import Reading
 from bundle.patches.table import Table
 from bundle.stack import Copy, Stack, megatron, text, versions
@@ -43,24 +43,25 @@ class Subject:
 
 @frozen
 class Reader:
-    """Reads one megatron for any patch: from the reviewed list where it equals a reference of it."""
+    """Reads one megatron for any entry: from the reviewed list where it equals a reference of it."""
 
     reference: str | None
     definitions: "Definitions | None"
     table: Table
 
-    def read(self, patch: Patch) -> Reading:
-        """What is known about the patch."""
+    def read(self, entry: Patch | Trap) -> Reading:
+        """What is known about a patch or a trap."""
         if self.reference is not None:
-            return reading.of_reference(patch, self.reference, self.table)
+            return reading.of_reference(entry, self.reference, self.table)
         if self.definitions is not None:
-            return reading.of_tree(patch, self.definitions, self.table)
+            return reading.of_tree(entry, self.definitions, self.table)
         return reading.NUMBER_ALONE
 
-    def look(self, targets: tuple[str, ...]) -> Reading | None:
-        """What the tree says about some names; None where it is reviewed, or not at hand."""
+    def look(self, seam: Seam) -> Reading | None:
+        """What the tree says about the names of a seam; None where it is reviewed, or not at hand."""
         if self.definitions is None:
             return None
+        targets = dict.fromkeys(seam.targets, seam.by_signature)
         return reading.of_targets(targets, self.definitions, self.table)
 
 

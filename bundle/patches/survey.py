@@ -64,9 +64,9 @@ def survey(
     )
     reader = of.reader(table)
     decisions = [deciding.decide(patch, reader.read(patch), job) for patch in PATCHES]
-    decisions += [decision for trap in TRAPS if (decision := deciding.decide_trap(trap, job)) is not None]
-    seams = [deciding.decide_seam(seam, reader.look(seam.targets), job) for seam in SEAMS]
-    decisions += [decision for decision in seams if decision is not None]
+    others = [deciding.decide_trap(trap, reader.read(trap), job) for trap in TRAPS]
+    others += [deciding.decide_seam(seam, reader.look(seam), job) for seam in SEAMS]
+    decisions += [decision for decision in others if decision is not None]
     return Survey(of, deciding.exclude(decisions, known))
 
 

@@ -15,6 +15,7 @@ from bundle.patches.entry import Presence
 SHIPPED = Path(__file__).with_name("releases.json")
 # name -> value -> the references that have it, in one string: a line of the file for each value
 Listing = Mapping[str, Mapping[str, str]]
+_LISTINGS = ("targets", "signatures", "defects", "modules")  # the fields of a Table, and of the file
 
 
 @frozen
@@ -22,21 +23,25 @@ class Table:
     """What was read in every reviewed reference: a release ("0.16.1") or a commit ("0.16.2+0123abcd4567")."""
 
     references: tuple[str, ...]  # oldest first
-    targets: Listing  # target -> fingerprint -> references
-    defects: Listing  # patch id -> presence -> references
+    targets: Listing  # target -> fingerprint of its code -> references
+    signatures: Listing  # target -> fingerprint of its signature -> references
+    defects: Listing  # id of a patch or trap -> presence -> references
     modules: Listing  # module that was read -> digest of its file -> references
 
-    def fingerprint(self, target: str, reference: str) -> str | None:
+    def fingerprint(self, target: str, reference: str, *, by_signature: bool = False) -> str | None:
         """The target's fingerprint in a reference; None where it does not have the target."""
-        return _value(self.targets.get(target, {}), reference)
+        return _value(self._known(target, by_signature), reference)
 
-    def defect(self, patch_id: str, reference: str) -> Presence:
-        """What was found in a reference; UNKNOWN for a patch that the reference was not read for."""
-        return Presence(_value(self.defects.get(patch_id, {}), reference) or Presence.UNKNOWN)
+    def defect(self, entry: str, reference: str) -> Presence:
+        """What was found in a reference; UNKNOWN for an entry that the reference was not read for."""
+        return Presence(_value(self.defects.get(entry, {}), reference) or Presence.UNKNOWN)
 
-    def reviewed(self, target: str, fingerprint: str) -> tuple[str, ...]:
-        """The references in which this code of the target was reviewed."""
-        return tuple(self.targets.get(target, {}).get(fingerprint, "").split())
+    def reviewed(self, target: str, fingerprint: str, *, by_signature: bool = False) -> tuple[str, ...]:
+        """The references in which this code, or signature, of the target was reviewed."""
+        return tuple(self._known(target, by_signature).get(fingerprint, "").split())
+
+    def _known(self, target: str, by_signature: bool) -> Mapping[str, str]:
+        return (self.signatures if by_signature else self.targets).get(target, {})
 
     def matching(self, digests: Mapping[str, str]) -> str | None:
         """The newest reference whose every module that was read has this digest ("" is no such module)."""
@@ -65,18 +70,14 @@ def load() -> Table:
 def parse(text: str) -> Table:
     """The table of a releases.json."""
     document = json.loads(text)
-    return Table(
-        tuple(document["references"].split()), document["targets"], document["defects"], document["modules"]
-    )
+    return Table(tuple(document["references"].split()), *(document[listing] for listing in _LISTINGS))
 
 
 def write(table: Table, path: Path) -> None:
     """Writes the table as releases.json."""
     document = {
         "references": " ".join(table.references),
-        "targets": table.targets,
-        "defects": table.defects,
-        "modules": table.modules,
+        **{listing: getattr(table, listing) for listing in _LISTINGS},
     }
     path.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
 
@@ -86,9 +87,7 @@ def merged(tables: Iterable[Table], order: Iterable[str]) -> Table:
     tables, references = list(tables), tuple(order)
     return Table(
         references,
-        _merged([table.targets for table in tables], references),
-        _merged([table.defects for table in tables], references),
-        _merged([table.modules for table in tables], references),
+        *(_merged([getattr(table, listing) for table in tables], references) for listing in _LISTINGS),
     )
 
 

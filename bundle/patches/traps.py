@@ -1,11 +1,85 @@
 """Known traps: defects of megatron-core that no narrow patch mends; recipes that meet one are refused."""
 
-from bundle.patches.entry import Trap
+import ast
+from typing import TYPE_CHECKING
+
+from bundle.patches.entry import Presence, Trap
+
+if TYPE_CHECKING:
+    from bundle.patches.definitions import Evidence
+
+_COLUMN = "megatron.core.tensor_parallel.layers:ColumnParallelLinear.__init__"
+_PREDICTION = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer"
+_PREDICTION_FORWARD = f"{_PREDICTION}.forward"
+_BATCHED = "megatron.core.pipeline_parallel.p2p_communication:_batched_p2p_ops"
+_READY = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.register_grad_ready"
+
+
+def _marked_without_expert_tensor_parallel(source: "Evidence") -> Presence:
+    """Whether expert parallelism alone decides over which ranks an expert's gradient is summed."""
+    column = source[_COLUMN]
+    if column is None:
+        return Presence.UNKNOWN
+    if column.has('setattr(self.weight, "allreduce", not (self.is_expert and self.expert_parallel))'):
+        return Presence.PRESENT
+    minds = "expert_tensor_parallel_size" in column.names
+    marked = column.has('setattr(self.weight, "allreduce", not use_expert_pgs)')
+    return Presence.ABSENT if minds and marked else Presence.UNKNOWN
+
+
+def _packs_refused(source: "Evidence") -> Presence:
+    forward = source[_PREDICTION_FORWARD]
+    if forward is None or "packed_seq_params" not in forward.parameters:
+        return Presence.UNKNOWN
+    if forward.has("assert packed_seq_params is None, _") or forward.has("assert packed_seq_params is None"):
+        return Presence.PRESENT
+    refusing = [
+        node
+        for node in forward.walk()
+        if isinstance(node, ast.Assert | ast.If)
+        and any(isinstance(name, ast.Name) and name.id == "packed_seq_params" for name in ast.walk(node.test))
+        and (isinstance(node, ast.Assert) or any(isinstance(n, ast.Raise) for n in ast.walk(node)))
+    ]
+    return Presence.UNKNOWN if refusing else Presence.ABSENT
+
+
+def _gather_that_reduces(source: "Evidence") -> Presence:
+    """Whether the projection is gathered by the function whose backward pass sums over the ranks."""
+    layer = source[_PREDICTION]
+    if layer is None:
+        return Presence.UNKNOWN
+    if layer.calls("all_gather_last_dim_from_tensor_parallel_region"):
+        return Presence.PRESENT
+    gathers = layer.calls("gather_from_tensor_model_parallel_region")
+    return Presence.ABSENT if gathers else Presence.UNKNOWN
+
+
+def _told_apart_by_order(source: "Evidence") -> Presence:
+    """Whether the messages of a batch carry no tag."""
+    batched = source[_BATCHED]
+    messages = batched.calls("P2POp") if batched else ()
+    if batched is None or not messages or not batched.calls("batch_isend_irecv"):
+        return Presence.UNKNOWN
+    return Presence.of(any(len(m.args) < 5 and all(k.arg != "tag" for k in m.keywords) for m in messages))
+
+
+def _waits_for_every_weight(source: "Evidence") -> Presence:
+    """Whether a bucket is sent only when every one of its weights has a gradient."""
+    ready = source[_READY]
+    if ready is None:
+        return Presence.UNKNOWN
+    if ready.has("len(self.params_with_grad) == len(self.params)"):
+        return Presence.PRESENT
+    counts = ready.has("self.per_param_grad_ready_counts == self.golden_per_param_grad_ready_counts")
+    return Presence.ABSENT if counts else Presence.UNKNOWN
+
 
 TRAPS = (
     Trap(
         id="moe-tensor-without-expert-parallel",
         range="<0.19",
+        evidence=(_COLUMN,),
+        defect=_marked_without_expert_tensor_parallel,
         when=frozenset({"moe", "tp"}),
         unless=frozenset({"ep", "etp"}),
         why="The experts' gradients are not summed over the tensor-parallel ranks: silently wrong.",
@@ -18,6 +92,8 @@ TRAPS = (
     Trap(
         id="mtp-packed",
         range="<0.16",
+        evidence=(_PREDICTION_FORWARD,),
+        defect=_packs_refused,
         when=frozenset({"mtp", "packed"}),
         why="Multi-token prediction refuses packed sequences.",
         cause="MultiTokenPredictionLayer.forward asserts packed_seq_params is None; lifted in 0.16.0",
@@ -26,6 +102,8 @@ TRAPS = (
     Trap(
         id="mtp-tensor-parallel",
         range="<0.13",
+        evidence=(_PREDICTION,),
+        defect=_gather_that_reduces,
         when=frozenset({"mtp", "tp"}),
         why="The gradients of multi-token prediction are reduced once too often over tensor-parallel ranks.",
         cause=(
@@ -37,6 +115,8 @@ TRAPS = (
     Trap(
         id="interleaved-batched-exchange",
         range="",
+        evidence=(_BATCHED,),
+        defect=_told_apart_by_order,
         when=frozenset({"vpp", "batched-exchange"}),
         why="With two stages, activations and gradients of interleaved chunks are swapped: silently wrong.",
         cause=(
@@ -48,9 +128,14 @@ TRAPS = (
     Trap(
         id="overlap-tied-mtp",
         range="<0.16",
+        evidence=(_READY,),
+        defect=_waits_for_every_weight,
         when=frozenset({"overlap-grad-reduce", "mtp", "tied-embeddings", "pp"}),
         why="The last stage holds an output weight that nothing uses and its bucket is never sent: a hang.",
-        cause="LanguageModule allocates output_layer.weight there although it is tied; measured to 0.15",
+        cause=(
+            "LanguageModule allocates output_layer.weight there although it is tied, and a bucket waits for "
+            "a gradient of each of its weights; from 0.16 on only for those that had one in the first step"
+        ),
         instead="Set distributed.overlap_grad_reduce to false, or use megatron-core 0.16 or later.",
     ),
 )

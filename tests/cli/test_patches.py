@@ -108,7 +108,7 @@ def test_a_changed_seam_is_a_warning(release: Release, tmp_path: Path):
 
 
 def test_an_allowed_drift_goes_on(release: Release, tmp_path: Path):
-    edits = {MLA: ("self.qkv_up_checkpoint = None", "self.qkv_up_checkpoint = self.added = None")}
+    edits = {MLA: ("cp_comm_type: Optional[str] = None,", "cp_comm_type: str = 0,")}
     tree = copied(release("0.16.1"), tmp_path, edits)
     assert decisions(tree, code=4)["mla-thd-value-padding"]["decision"] == "DRIFT"
     row = decisions(tree, "--allow-drift", "mla-thd-value-padding")["mla-thd-value-padding"]
@@ -199,9 +199,11 @@ def test_what_a_patch_assumes_of_its_caller_is_said_where_it_is_applied_and_list
 def test_lock_says_what_is_new(release: Release, tmp_path: Path):
     root = release("0.16.1")
     assert "Nothing that was not reviewed" in run("lock", str(root)).stdout
-    edits = {MLA: ("self.qkv_up_checkpoint = None", "self.qkv_up_checkpoint = self.added = None")}
+    edits = {MLA: ("cp_comm_type: Optional[str] = None,", "cp_comm_type: str = 0,")}
     tree = copied(root, tmp_path, edits)
     (tree / "megatron_core-0.16.1.dist-info").mkdir()
     (tree / "megatron_core-0.16.1.dist-info/METADATA").write_text("Name: megatron-core\nVersion: 0.16.1\n")
-    assert "new fingerprint" in run("lock", str(tree)).stdout
+    says = run("lock", str(tree)).stdout
+    assert "new signature" in says and ":MultiLatentAttention.__init__ in 0.16.1" in says
+    assert "new code" in says and ":MLASelfAttention.__init__ in 0.16.1" in says
     assert "no version or no commit" in run("lock", str(copied(root, tmp_path / "b", {})), code=2).stderr

@@ -112,6 +112,8 @@ def test_an_allowed_drift_is_applied_where_there_is_something_to_wrap():
 
 def test_an_opt_in_patch_waits_to_be_asked_for():
     patch = replace(PATCH, opt_in=True)
+    # not even a warning for who did not
+    assert decide(patch, CHANGED, IN).action is Action.SKIP
     assert decide(patch, REVIEWED, IN).reason == "opt-in: --request p asks for it"
     asked = replace(IN, requested=frozenset({"p"}))
     assert decide(patch, REVIEWED, asked).action is Action.APPLY
@@ -188,6 +190,8 @@ def test_two_wrappers_share_a_target_but_a_replacement_shares_it_with_none():
 TRAP = Trap(
     id="t",
     range="<0.19",
+    evidence=(TARGET,),
+    defect=lambda source: Presence.UNKNOWN,
     when=frozenset({"moe", "tp"}),
     unless=frozenset({"ep"}),
     why="Wrong.",
@@ -196,17 +200,48 @@ TRAP = Trap(
 )
 
 
-def test_a_trap_stops_a_recipe_that_meets_it():
-    met = decide_trap(TRAP, replace(IN, features=frozenset({"moe", "tp", "cp"})))
-    assert met is not None and met.action is Action.TRAP and met.stops and "Do otherwise." in met.reason
+USES = frozenset({"moe", "tp", "cp"})
+NEW = Job(version="0.19.0")
+
+
+@pytest.mark.parametrize(
+    ("job", "reading", "action", "proven", "says"),
+    [
+        (IN, Reading(P), Action.TRAP, True, ""),
+        (NEW, Reading(P), Action.TRAP, True, ""),
+        (Job(version=None), Reading(P), Action.TRAP, True, ""),
+        (IN, Reading(A), None, True, ""),
+        (NEW, Reading(A), None, True, ""),
+        (IN, Reading(U), Action.TRAP, False, "the number 0.17.1 alone: the code is unfamiliar"),
+        (Job(version=None), Reading(U), Action.TRAP, False, "the code is unfamiliar"),
+        (IN, Reading(U, trouble="a.py cannot be parsed"), Action.TRAP, False, "a.py cannot be parsed"),
+        (NEW, Reading(U), Action.SKIP, False, "the number 0.19.0 alone: the code is unfamiliar"),
+        (IN, NUMBER_ALONE, Action.TRAP, False, "the number 0.17.1 alone: give --mcore PATH"),
+        (NEW, NUMBER_ALONE, Action.SKIP, False, "give --mcore PATH"),
+        # a number that cannot be placed is no reason to let it pass
+        (Job(version="nightly"), NUMBER_ALONE, Action.TRAP, False, "the number nightly alone"),
+    ],
+)
+def test_a_row_of_the_table_for_a_trap(
+    job: Job, reading: Reading, action: Action | None, proven: bool, says: str
+):
+    decision = decide_trap(TRAP, reading, replace(job, features=USES))
+    if decision is None:
+        assert action is None
+        return
+    assert (decision.action, decision.proven) == (action, proven)
+    assert decision.stops == (action is Action.TRAP) == ("Wrong. Do otherwise." in decision.reason)
+    assert says in decision.reason and ("By the number" in decision.reason) != proven
+
+
+def test_a_trap_stops_only_a_recipe_that_meets_it():
     for features in ({"moe"}, {"moe", "tp", "ep"}):
-        assert decide_trap(TRAP, replace(IN, features=frozenset(features))) is None
-    assert decide_trap(TRAP, Job(version="0.19.0")) is None
-    assert decide_trap(replace(TRAP, backends=("cpu",)), replace(IN, backend="cuda")) is None
+        assert decide_trap(TRAP, Reading(P), replace(IN, features=frozenset(features))) is None
+    assert decide_trap(replace(TRAP, backends=("cpu",)), Reading(P), replace(IN, backend="cuda")) is None
 
 
 def test_without_a_recipe_a_trap_is_only_said():
-    said = decide_trap(TRAP, IN)
+    said = decide_trap(TRAP, Reading(P), IN)
     assert said is not None and said.action is Action.TRAP and not said.stops
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import packaging
 import pytest
 
-from bundle.patches.fingerprint import fingerprint
+from bundle.patches.fingerprint import fingerprint, signature
 from bundle.patches.table import load
 
 
@@ -51,6 +51,45 @@ DIFFERENT = [
     ("x[1:2]", "x[1, 2]"),
     ("x = [None]", "x = []"),
 ]
+
+
+CALLED_ALIKE = [
+    ("def f(a): return a", "def f(a): return a + 1"),
+    ("def f(a: int = 1) -> int: return a", "def f(a=1): pass"),
+    ("def f(*a: int, **b: str): pass", "def f(*a, **b): return 1"),
+    ("def f(a, /, *, b: int = 2): pass", "def f(a, /, *, b=2): 'says'"),
+    ("if x:\n  def f(a): return 1", "if x:\n  def f(a): return 2"),
+]
+CALLED_DIFFERENTLY = [
+    ("def f(a): pass", "def f(b): pass"),
+    ("def f(a): pass", "def f(a, b): pass"),
+    ("def f(a=1): pass", "def f(a=2): pass"),
+    ("def f(a, b=1): pass", "def f(a, *, b=1): pass"),
+    ("def f(*, a): pass", "def f(*, a=None): pass"),
+    ("def f(*a): pass", "def f(**a): pass"),
+    ("def f(a, /): pass", "def f(a): pass"),
+    ("def f(a): pass", "async def f(a): pass"),
+    ("@g\ndef f(a): pass", "def f(a): pass"),
+    ("@g\ndef f(a): pass", "@h\ndef f(a): pass"),
+    ("f = g", "f = h"),
+    ("class f(A): pass", "class f(B): pass"),
+]
+
+
+def called(source: str) -> str:
+    """The signature of the definition in a source, which may stand under an `if`."""
+    node = ast.parse(source).body[0]
+    return signature(node.body if isinstance(node, ast.If) else [node])
+
+
+@pytest.mark.parametrize(("one", "other"), CALLED_ALIKE)
+def test_the_body_and_annotations_do_not_count_in_a_signature(one: str, other: str):
+    assert called(one) == called(other)
+
+
+@pytest.mark.parametrize(("one", "other"), CALLED_DIFFERENTLY)
+def test_how_it_is_called_counts_in_a_signature(one: str, other: str):
+    assert called(one) != called(other)
 
 
 @pytest.mark.parametrize(("one", "other"), SAME)

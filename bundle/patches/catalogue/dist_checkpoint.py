@@ -92,9 +92,13 @@ PATCHES = (
     Patch(
         id="restricted-unpickle",
         replacements=(
-            Replacement(_LOAD, "bundle.wrappers.dist_checkpoint:data_only", optional=True),
-            Replacement(_LOAD_METHOD, "bundle.wrappers.dist_checkpoint:data_only", optional=True),
-            Replacement(_LOAD_OBJECTS, "bundle.wrappers.dist_checkpoint:data_only", optional=True),
+            Replacement(_LOAD, "bundle.wrappers.dist_checkpoint:data_only", optional=True, by_signature=True),
+            Replacement(
+                _LOAD_METHOD, "bundle.wrappers.dist_checkpoint:data_only", optional=True, by_signature=True
+            ),
+            Replacement(
+                _LOAD_OBJECTS, "bundle.wrappers.dist_checkpoint:data_only", optional=True, by_signature=True
+            ),
         ),
         why="Loading a checkpoint runs whatever code its common state holds.",
         upstream="fixed upstream in 0.14, back in 0.17.0, fixed again in 0.17.1",

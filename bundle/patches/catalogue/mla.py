@@ -49,10 +49,13 @@ PATCHES = (
         id="mla-packed-qkv",
         replacements=(
             Replacement(_HEADS, "bundle.wrappers.mla:packed_heads"),
-            Replacement(f"{_MODULE}:apply_rotary_pos_emb", "bundle.wrappers.mla:packed_rotary"),
+            Replacement(
+                f"{_MODULE}:apply_rotary_pos_emb", "bundle.wrappers.mla:packed_rotary", by_signature=True
+            ),
             Replacement(
                 "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:get_pos_emb_on_this_cp_rank",
                 "bundle.wrappers.mla:whole_table",
+                by_signature=True,
             ),
         ),
         why=(
@@ -74,7 +77,9 @@ PATCHES = (
     Patch(
         id="mla-thd-value-padding",
         replacements=(
-            Replacement(f"{_MODULE}:MultiLatentAttention.__init__", "bundle.wrappers.mla:pad_value"),
+            Replacement(
+                f"{_MODULE}:MultiLatentAttention.__init__", "bundle.wrappers.mla:pad_value", by_signature=True
+            ),
         ),
         why=(
             "Packed input whose value heads are narrower than its query heads is refused by kernels that "
@@ -91,7 +96,11 @@ PATCHES = (
     ),
     Patch(
         id="cpu-mla-without-te-linear",
-        replacements=(Replacement(_TE_LINEAR, "bundle.wrappers.mla:duplicated_linear", exclusive=True),),
+        replacements=(
+            Replacement(
+                _TE_LINEAR, "bundle.wrappers.mla:duplicated_linear", exclusive=True, by_signature=True
+            ),
+        ),
         why=(
             "Without Transformer Engine the down projections can only be column parallel, whose gather drops "
             "the other ranks' part of a gradient: the class must be one of a list in which TELinear is None."

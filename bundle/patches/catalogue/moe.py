@@ -35,7 +35,7 @@ def _unbound_without_te(source: "Evidence") -> Presence:
 PATCHES = (
     Patch(
         id="cpu-moe-splits-on-host",
-        replacements=(Replacement(_MOVE, "bundle.wrappers.moe:splits_on_host"),),
+        replacements=(Replacement(_MOVE, "bundle.wrappers.moe:splits_on_host", by_signature=True),),
         why="The sizes of the all-to-all become numbers only if they were on a GPU: TypeError with EP > 1.",
         upstream="not reported; met on gloo in every release",
         range="",
@@ -48,7 +48,9 @@ PATCHES = (
     ),
     Patch(
         id="cpu-router-without-te-gemm",
-        replacements=(Replacement(_GEMM, "bundle.wrappers.moe:without_te_gemm", exclusive=True),),
+        replacements=(
+            Replacement(_GEMM, "bundle.wrappers.moe:without_te_gemm", exclusive=True, by_signature=True),
+        ),
         why="NameError without Transformer Engine when the router computes in another type than the model.",
         upstream="fixed upstream in 0.17",
         range=">=0.13,<0.17",

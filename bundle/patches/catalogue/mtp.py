@@ -171,6 +171,7 @@ PATCHES = (
             Replacement(
                 "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
                 "bundle.wrappers.mtp:no_layers",
+                by_signature=True,
             ),
         ),
         why="mtp_num_layers=0 enters the branch of multi-token prediction, which then wants labels.",
@@ -184,7 +185,7 @@ PATCHES = (
     ),
     Patch(
         id="mtp-without-labels",
-        replacements=(Replacement(_FORWARD, "bundle.wrappers.mtp:only_with_labels"),),
+        replacements=(Replacement(_FORWARD, "bundle.wrappers.mtp:only_with_labels", by_signature=True),),
         why=(
             "Logits without labels, as reinforcement learning wants them: an error to 0.16, wasted work in "
             "0.17 and 0.18, and from 0.19 on the layers are trained on the input, in evaluation too."

@@ -41,7 +41,9 @@ def _set_by_name(code: "Definition") -> set[object]:
 PATCHES = (
     Patch(
         id="cuda-norm-of-whole-weights",
-        replacements=(Replacement(_LINEAR, "bundle.wrappers.norm:count_whole_weights_once"),),
+        replacements=(
+            Replacement(_LINEAR, "bundle.wrappers.norm:count_whole_weights_once", by_signature=True),
+        ),
         why=(
             "The gradient norm is too large, clipping too strong: the down projections of latent attention, "
             "whole on every tensor-parallel rank, keep Transformer Engine's mark of a split weight and are "
@@ -59,7 +61,9 @@ PATCHES = (
     ),
     Patch(
         id="cuda-norm-of-expert-weights",
-        replacements=(Replacement(_GROUPED_LINEAR, "bundle.wrappers.norm:count_expert_weights"),),
+        replacements=(
+            Replacement(_GROUPED_LINEAR, "bundle.wrappers.norm:count_expert_weights", by_signature=True),
+        ),
         why=(
             "The gradient norm is too small, clipping too weak: from Transformer Engine 2.13 on the weights "
             "of grouped experts are not marked as split, and only those of the first tensor-parallel rank "

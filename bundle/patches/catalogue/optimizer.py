@@ -26,7 +26,9 @@ PATCHES = (
         id="cpu-optimizer-without-fp8-quantize",
         replacements=(
             Replacement(
-                f"{_MODULE}:quantize_param_shard", "bundle.wrappers.optimizer:quantize_only_what_there_is"
+                f"{_MODULE}:quantize_param_shard",
+                "bundle.wrappers.optimizer:quantize_only_what_there_is",
+                by_signature=True,
             ),
         ),
         why="Every step ends in an error without Transformer Engine, although no parameter is FP8.",

@@ -89,6 +89,7 @@ PATCHES = (
             Replacement(
                 "megatron.core.transformer.moe.moe_layer:MoELayer.forward",
                 "bundle.wrappers.recompute:release_graph",
+                by_signature=True,
             ),
         ),
         why=(

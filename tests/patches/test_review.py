@@ -1,0 +1,56 @@
+"""What a changed body and a changed signature mean: for wrappers that call through, and for others."""
+
+from pathlib import Path
+
+import pytest
+
+from bundle.patches import Action
+from bundle.patches.catalogue import PATCHES
+from bundle.patches.subject import named
+from bundle.patches.survey import survey
+from bundle.patches.table import load
+from bundle.stack import detect
+from tests.patches.trees import Release, copied
+
+GPT, ROUTER = "models/gpt/gpt_model.py", "transformer/moe/router.py"
+BY_SIGNATURE, BY_CODE = "mtp-without-labels", "router-replay"
+
+
+def action(tree: Path, patch_id: str) -> tuple[Action, str]:
+    rows = {
+        decision.id: decision for decision in survey(named(str(tree), load()), load(), detect()).decisions
+    }
+    return rows[patch_id].action, rows[patch_id].reason
+
+
+OPTIONAL = "runtime_gather_output: Optional[bool] = None,"
+
+
+@pytest.mark.parametrize(
+    ("version", "file", "edit", "patch_id", "expected"),
+    [
+        ("0.16.1", GPT, (OPTIONAL, "runtime_gather_output: bool = None,"), BY_SIGNATURE, Action.APPLY),
+        ("0.16.1", GPT, ("self.decoder(", "1 * self.decoder("), BY_SIGNATURE, Action.APPLY),
+        ("0.16.1", GPT, ("labels: Tensor = None,", "labels: Tensor = 0,"), BY_SIGNATURE, Action.DRIFT),
+        ("0.15.3", ROUTER, ("def routing(self, logits", "def routing(self, log"), BY_CODE, Action.DRIFT),
+        ("0.15.3", ROUTER, ("# Apply Z-Loss", "logits = 1 * logits"), BY_CODE, Action.DRIFT),
+    ],
+)
+def test_a_changed_target(
+    release: Release,
+    tmp_path: Path,
+    version: str,
+    file: str,
+    edit: tuple[str, str],
+    patch_id: str,
+    expected: Action,
+):
+    found, reason = action(copied(release(version), tmp_path, {file: edit}), patch_id)
+    assert found is expected, reason
+
+
+def test_what_depends_on_the_body_says_so():
+    by_code = {r.target.rpartition(":")[2] for p in PATCHES for r in p.replacements if not r.by_signature}
+    depending = {"roll_tensor", "process_mtp_loss", "TopKRouter.routing", "RouterReplay.get_replay_topk"}
+    depending |= {"MLASelfAttention.get_query_key_value_tensors", "_ParamAndGradBuffer.__init__"}
+    assert depending <= by_code
