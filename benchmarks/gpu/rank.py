@@ -22,6 +22,8 @@ from benchmarks.gpu.cases import CASES, Case, plan_of
 from benchmarks.gpu.run import Run
 from bundle.backends import preparation
 from bundle.distributed import store, world
+from bundle.planning.planned import Planned
+from bundle.recipe import Recipe
 from bundle.rendezvous.discovery import discover
 
 TIMEOUT = timedelta(seconds=120)
@@ -29,30 +31,43 @@ PACKAGES = ("torch", "megatron-core", "transformer-engine")
 
 
 def main(case: Case, backend: str, directory: Path) -> None:
+    with prepared(plan_of(case, backend)) as (runtime, device, rank):
+        with first_weights_kept() if case.keeps_first_weights else _as_it_is():
+            run = train(case, backend, directory, runtime, device)
+        if rank == 0:
+            run.write(directory / f"{run.name}.json")
+
+
+@contextmanager
+def prepared(plan: Planned) -> Iterator[tuple[Any, torch.device, int]]:
+    """The planned backend's runtime, this rank's device and number, inside the process group of all ranks."""
     rendezvous = discover(os.environ)
     assert rendezvous.rank is not None and rendezvous.local_rank is not None, "started by torchrun only"
     meeting = store.open_store(rendezvous, TIMEOUT)
-    runtime = preparation.prepare(plan_of(case, backend))
+    runtime = preparation.prepare(plan)
     device = runtime.device(rendezvous.local_rank)
     world.initialize(rendezvous, meeting, runtime.collectives, TIMEOUT, device)
-    with first_weights_kept() if case.keeps_first_weights else _as_it_is():
-        run = train(case, backend, directory, runtime, device)
-    if rendezvous.rank == 0:
-        run.write(directory / f"{run.name}.json")
+    yield runtime, device, rendezvous.rank
     world.destroy()
+
+
+def grouped(recipe: Recipe, runtime: Any) -> Any:
+    """Megatron's process groups for the recipe's layout."""
+    from bundle.mcore import groups
+
+    sizes = {name: getattr(recipe.parallel, name) for name in ("tp", "pp", "vpp", "cp", "ep", "etp")}
+    with runtime.megatron():
+        return groups.initialize(**sizes, seed=recipe.seed, timeout_seconds=int(TIMEOUT.total_seconds()))
 
 
 def train(case: Case, backend: str, directory: Path, runtime: Any, device: torch.device) -> Run:
     """Trains `case` and says what happened in each step."""
     from bundle.engine import Engine
-    from bundle.mcore import groups
     from bundle.training import data
     from bundle.training.batches import Batches
 
     recipe = case.recipe(backend)
-    sizes = {name: getattr(recipe.parallel, name) for name in ("tp", "pp", "vpp", "cp", "ep", "etp")}
-    with runtime.megatron():
-        state = groups.initialize(**sizes, seed=recipe.seed, timeout_seconds=int(TIMEOUT.total_seconds()))
+    state = grouped(recipe, runtime)
     feed = data.Feed(recipe, data.prepare(recipe, directory / "data"), state.dp.rank, state.dp.size)
     batches = Batches(recipe, feed, state, device)
     engine = Engine(recipe, runtime, state, device)
