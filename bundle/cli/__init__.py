@@ -5,10 +5,12 @@ The verbs are listed without typer, which is four fifths of what `--help` would 
 
 import gc
 import importlib
+import os
 import sys
 
 from bundle import __version__
-from bundle.errors import BundleError, ExitCode, UsageError
+from bundle.cli import output
+from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, UsageError
 
 # verb -> what it does; the module is bundle.cli.<verb>, which holds a typer app named `app`.
 VERBS: dict[str, str] = {
@@ -34,8 +36,12 @@ Commands:
 
 def main() -> None:
     """Runs the command line; ends the process with a code of `errors.ExitCode`."""
+    output.guard()
     try:
-        _run(sys.argv[1:])
+        try:
+            _run(sys.argv[1:])
+        finally:
+            sys.stdout.flush()
     except BundleError as error:
         print(f"mcore-bundle: {error}", file=sys.stderr)
         sys.exit(int(error.code))
@@ -56,8 +62,16 @@ def _run(words: list[str]) -> None:
         return
     if verb not in VERBS:
         raise UsageError(f"no verb {verb[:100]!r}", [f"{verb}: {what}" for verb, what in VERBS.items()])
+    _refuse_a_directory_that_is_gone()
     gc.disable()  # modules are no garbage: searching them for some, now and at the end, is a sixth of a verb
     app = importlib.import_module(f"bundle.cli.{verb}").app
     gc.freeze()
     gc.enable()
     app(rest, prog_name=f"mcore-bundle {verb}")
+
+
+def _refuse_a_directory_that_is_gone() -> None:
+    try:
+        os.getcwd()  # noqa: PTH109  pathlib would be a tenth of --help
+    except FileNotFoundError as error:
+        raise EnvironmentUnfit("the working directory is gone: change into one that is there") from error

@@ -8,6 +8,7 @@ from pathlib import Path
 import typer
 
 from bundle import hardware
+from bundle.cli import output
 from bundle.launchers import local, outcomes, process
 from bundle.planning import Plan
 from bundle.planning.planned import planned
@@ -46,6 +47,8 @@ def train(
     job = load(recipe, overrides)
     where = discover(os.environ, nodes=nodes, node_rank=node_rank, endpoint=rendezvous)
     directory = run_directory or Path("runs") / job.name
+    if not dry_run:
+        output.may_fail()  # the run directory has it all
     if where.is_rank:
         # Only a rank imports torch.
         from bundle.training.worker import work

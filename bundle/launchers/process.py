@@ -120,7 +120,10 @@ def _signals(agent: subprocess.Popen[bytes], folder: Path) -> Iterator[dict[str,
         else:
             agent.send_signal(signal.SIGINT)
 
-    before = {number: signal.signal(number, stop) for number in (*_REQUESTS, signal.SIGINT)}
+    # Started by nohup, or in the background of a shell script, we are not to hear of it.
+    ignored = [number for number in _REQUESTS if signal.getsignal(number) is signal.SIG_IGN]
+    heard = (number for number in (*_REQUESTS, signal.SIGINT) if number not in ignored)
+    before = {number: signal.signal(number, stop) for number in heard}
     try:
         yield stopped
     finally:

@@ -94,3 +94,15 @@ def test_a_python_without_torch_is_said(tmp_path):
     _, err = finish(start(tmp_path, WORKER, "well"), 5)
     assert err.startswith("torchrun could not start the ranks\n")
     assert "no torch here" in err
+
+
+def test_a_launch_that_nohup_started_does_not_hear_the_terminal_go(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    starter = start(tmp_path, WORKER, "wait_for_request")
+    signal.signal(signal.SIGHUP, before)
+    wait_until_ready(tmp_path)
+    starter.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert not (tmp_path / "logs" / outcomes.STOP).exists()
+    starter.send_signal(signal.SIGTERM)
+    finish(starter, 75, 20)

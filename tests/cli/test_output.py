@@ -1,0 +1,71 @@
+"""Output that nobody reads, that has no room, and a working directory that is gone."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+BUNDLE = [sys.executable, "-m", "bundle"]
+VERBS = ["--help", "plan demo --mcore 0.16.1 --json", "patches list", "plan demo --nonsense", "nonsense"]
+
+
+def closed_pipe() -> int:
+    """The writing end of a pipe whose reader has gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_closed_pipe_changes_neither_the_code_nor_what_is_said(verb, tmp_path):
+    heard = subprocess.run([*BUNDLE, *verb.split()], capture_output=True, cwd=tmp_path, timeout=60)
+    writer = closed_pipe()
+    unheard = subprocess.run(
+        [*BUNDLE, *verb.split()], stdout=writer, stderr=subprocess.PIPE, cwd=tmp_path, timeout=60
+    )
+    nobody = subprocess.run([*BUNDLE, *verb.split()], stdout=writer, stderr=writer, cwd=tmp_path, timeout=60)
+    os.close(writer)
+    assert (unheard.returncode, unheard.stderr) == (heard.returncode, heard.stderr)
+    assert nobody.returncode == heard.returncode
+
+
+@pytest.mark.parametrize("verb", ["--help", "plan demo --mcore 0.16.1 --json", "recipes list"])
+def test_output_without_room_is_one_line_and_1(verb, tmp_path):
+    with open("/dev/full", "wb") as full:
+        ran = subprocess.run(
+            [*BUNDLE, *verb.split()], stdout=full, stderr=subprocess.PIPE, cwd=tmp_path, timeout=60
+        )
+    assert ran.returncode == 1
+    assert ran.stderr.decode() == "mcore-bundle: standard output cannot be written: No space left on device\n"
+
+
+def test_errors_without_room_keep_their_code(tmp_path):
+    with open("/dev/full", "wb") as full:
+        ran = subprocess.run([*BUNDLE, "nonsense"], stdout=full, stderr=full, cwd=tmp_path, timeout=60)
+    assert ran.returncode == 2
+
+
+def test_closed_standard_streams(tmp_path):
+    line = f"exec {sys.executable} -m bundle recipes list >&- 2>&-"
+    assert subprocess.run(["/bin/sh", "-c", line], cwd=tmp_path, timeout=60).returncode == 0
+
+
+def test_characters_that_the_locale_lacks_are_escaped(tmp_path):
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    ran = subprocess.run(
+        [*BUNDLE, "plan", "démo"], env=environment, capture_output=True, cwd=tmp_path, timeout=60
+    )
+    assert ran.returncode == 2 and ran.stderr.startswith(b"mcore-bundle: no recipe named 'd\\xe9mo'")
+
+
+@pytest.mark.parametrize(
+    "verb", ["doctor", "plan demo", "patches plan", "train demo --dry-run", "recipes list"]
+)
+def test_a_working_directory_that_is_gone_is_one_line_and_3(verb, tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    line = f"rmdir {gone} && exec {sys.executable} -P -m bundle {verb}"
+    ran = subprocess.run(["/bin/sh", "-c", line], cwd=gone, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 3
+    assert ran.stderr == "mcore-bundle: the working directory is gone: change into one that is there\n"
