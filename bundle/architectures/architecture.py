@@ -49,8 +49,9 @@ class MoE:
     scaling_factor: float = 1.0
     groups: int | None = None
     group_topk: int | None = None
-    aux_loss_coeff: float = 0.0
+    aux_loss_coeff: float = 0.0  # of the loss that balances experts
     aux_loss_per_sequence: bool = False
+    unused_aux_loss_coeff: float = 0.0  # stands in the config, which does not ask for the loss
 
 
 @frozen

@@ -93,7 +93,7 @@ def mixtral(keys: Keys) -> Architecture:
         ffn_hidden_size=base["ffn_hidden_size"],
         shared_ffn_hidden_size=0,
         layer_pattern=(1,) * base["num_layers"],
-        aux_loss_coeff=keys.number("router_aux_loss_coef", 0.0),
+        **_on_demand(keys),
     )
     return Architecture("mixtral", **base, moe=moe)
 
@@ -136,7 +136,7 @@ def qwen3_moe(keys: Keys) -> Architecture:
         shared_ffn_hidden_size=0,
         layer_pattern=tuple(pattern),
         pre_softmax=not keys.flag("norm_topk_prob"),
-        aux_loss_coeff=keys.number("router_aux_loss_coef", 0.0),
+        **_on_demand(keys),
     )
     return Architecture("qwen3_moe", **base, moe=moe)
 
@@ -226,6 +226,16 @@ def _sigmoid(keys: Keys) -> dict[str, Any]:
         keys.refuse("topk_group", group_topk, why)
     grouped = {"groups": groups, "group_topk": group_topk} if groups > 1 else {}
     return {"score_function": "sigmoid", "expert_bias": True} | grouped
+
+
+def _on_demand(keys: Keys) -> dict[str, Any]:
+    """The balancing loss as transformers has it: its coefficient counts only with output_router_logits.
+
+    Published configs name a coefficient and leave that false. DeepSeek's own code knows no such switch.
+    """
+    coefficient = keys.number("router_aux_loss_coef", 0.0)
+    asked = keys.flag("output_router_logits", False)
+    return {"aux_loss_coeff" if asked else "unused_aux_loss_coeff": coefficient}
 
 
 def _mtp(keys: Keys) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from bundle.engine.balancing import Balancing
 from bundle.engine.collection import collect
 from bundle.engine.losses import Losses, LossTap, Objective, sequence_weight
 from bundle.engine.microbatch import MicroBatch
@@ -48,6 +49,7 @@ class Engine:
             self.optimizer = optimization.optimizer(recipe, self.chunks)
             self.scheduler = optimization.schedule(recipe, self.optimizer)
         self.replay = RouterReplay(recipe, self.models, groups)
+        self._balancing = Balancing(recipe, self.models, groups)
         mtp = recipe.model.mtp
         if mtp.detached:
             prediction.detach(self.models[-1], trunk=mtp.detach_trunk, embeddings=mtp.detach_embeddings)
@@ -88,6 +90,7 @@ class Engine:
                 self.optimizer.prepare_grads()
                 norm = float(self.optimizer.get_grad_norm())
                 if not math.isfinite(norm):
+                    self._balancing.forget_step()
                     return StepResult(norm, float(learning_rate), False)
             updated, grad_norm, _ = self.optimizer.step()
         if updated:
@@ -145,7 +148,11 @@ class Engine:
                 f"Pipeline stages exchange activations of one shape, these micro-batches have {len(shapes)}:"
                 " pad them to one length (the `length` of Packing.of)."
             )
-        with self.replay.of_run(micro_batches, backward=not forward_only):
+        backward = not forward_only
+        with (
+            self.replay.of_run(micro_batches, backward=backward),
+            self._balancing.of_run(micro_batches, backward=backward),
+        ):
             schedules.run(
                 step,
                 micro_batches,
@@ -187,7 +194,10 @@ class Engine:
         self, micro_batch: MicroBatch, chunk: torch.nn.Module, objective: Objective | None
     ) -> torch.Tensor:
         self._tap.expect(micro_batch, objective)
-        with self.replay.of_forward(self.chunks.index(chunk), micro_batch):
+        with (
+            self.replay.of_forward(self.chunks.index(chunk), micro_batch),
+            self._balancing.of_forward(micro_batch),
+        ):
             output: torch.Tensor = chunk(
                 micro_batch.ids,
                 micro_batch.position_ids,

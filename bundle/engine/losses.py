@@ -37,13 +37,18 @@ class Losses:
 def sequence_weight(micro_batches: Sequence[MicroBatch]) -> Tensor | None:
     """What a mean over sequences is multiplied by before it is divided by tokens; None for one over tokens.
 
-    Megatron divides by the tokens of the step, and counts on that for the balancing loss of experts.
+    Megatron divides by the learned tokens of the step.
     """
     sequences = [one.sequences for one in micro_batches if one.sequences is not None]
     if not sequences:
         return None
     tokens = [one.tokens for one in micro_batches]
-    counts = torch.stack([torch.stack(each).sum() for each in (tokens, sequences)]).float()
+    return ratio(torch.stack(tokens).sum(), torch.stack(sequences).sum())
+
+
+def ratio(count: Tensor, by: Tensor) -> Tensor:
+    """One number over another, each added up over data-parallel and context-parallel ranks; float32."""
+    counts = torch.stack([count, by]).float()
     dist.all_reduce(counts, group=data_parallel_with_context())
     return counts[0] / counts[1].clamp(min=1)
 

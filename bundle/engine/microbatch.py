@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bundle.engine.replay.routes import Routes
+from bundle.mcore.groups import Axis
 from bundle.mcore.packed import packed_seq_params
+from bundle.sequences.alignment import Alignment
 from bundle.sequences.packing import Packing, join, shard
 
 Mean = Literal["token", "sequence"]  # of what the loss is a mean
@@ -136,6 +138,18 @@ def from_packing(
         packing=packing,
         temperature=None if temperatures is None else packing.spread(temperatures, fill=1),
         values={name: packing.pack(value) for name, value in (values or {}).items()},
+    )
+
+
+def packing_of(micro_batch: MicroBatch, cp: Axis) -> Packing:
+    """How a micro-batch was packed; rows of equal length are a bshd pack without padding."""
+    if micro_batch.packing is not None:
+        return micro_batch.packing
+    return Packing.of(
+        [micro_batch.sequence_length] * micro_batch.rows,
+        Alignment("bshd", cp=cp.size),
+        rank=cp.rank,
+        device=micro_batch.ids.device,
     )
 
 

@@ -64,7 +64,9 @@ def transformer_config(recipe: Recipe, backend_options: Mapping[str, Any]) -> Tr
     if model.recompute is not None:
         options |= _recompute(model.recompute)
     if architecture.moe is not None:
-        options |= _experts(architecture.moe)
+        options |= _experts(architecture.moe) | {
+            "moe_router_bias_update_rate": model.moe.bias_update_rate,
+        }
         # 0.16 and later choose experts behind this; earlier ones behind the router itself.
         options |= known(TransformerConfig, moe_enable_routing_replay=model.router_replay)
     kind = TransformerConfig
@@ -85,7 +87,6 @@ def _recompute(recompute: Any) -> dict[str, Any]:
 
 
 def _experts(moe: MoE) -> dict[str, Any]:
-    balancing = "seq_aux_loss" if moe.aux_loss_per_sequence else "aux_loss"
     return {
         "num_moe_experts": moe.num_experts,
         "moe_router_topk": moe.topk,
@@ -98,8 +99,8 @@ def _experts(moe: MoE) -> dict[str, Any]:
         "moe_router_num_groups": moe.groups,
         "moe_router_group_topk": moe.group_topk,
         "moe_router_enable_expert_bias": moe.expert_bias,
-        "moe_router_load_balancing_type": balancing if moe.aux_loss_coeff else "none",
-        "moe_aux_loss_coeff": moe.aux_loss_coeff,
+        # The engine adds the losses that balance experts itself, with the same numbers in every layout.
+        "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
         "moe_token_dispatcher_type": "alltoall",
     }

@@ -80,3 +80,8 @@ def destroy() -> None:
 def data_parallel_with_context() -> ProcessGroup:
     """The group over which gradients of dense parameters are reduced: dp x cp."""
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def sharing_tokens() -> ProcessGroup:
+    """The ranks that hold the parts of one micro-batch under sequence parallelism: tp x cp."""
+    return parallel_state.get_tensor_and_context_parallel_group()

@@ -6,6 +6,7 @@ from bundle.hardware import plain
 from bundle.planning.capacity import Stage
 from bundle.planning.placement import Placement
 from bundle.planning.plan import Plan
+from bundle.recipe import Recipe
 
 SCHEMA = 1
 
@@ -23,6 +24,7 @@ def document(plan: Plan, run: str, starts: str) -> dict[str, Any]:
             "world": plan.world,
             **(_layout(plan.placement) if plan.placement else {}),
         },
+        "balancing": _balancing(plan.recipe),
         "stages": [_stage(stage) for stage in plan.stages],
         "attention": plain(plan.attention),
         "patches": [plain(decision) for decision in plan.decisions],
@@ -45,6 +47,19 @@ def _layout(placement: Placement) -> dict[str, Any]:
             axis.name: {"size": axis.size, "stride": axis.stride, "first_group": list(axis.group(0))}
             for axis in placement.axes
         },
+    }
+
+
+def _balancing(recipe: Recipe) -> dict[str, Any] | None:
+    """How experts are balanced; None where there are none."""
+    moe, chosen = recipe.architecture.moe, recipe.model.moe
+    if moe is None:
+        return None
+    return {
+        "aux_loss_coeff": moe.aux_loss_coeff,
+        "over": "sequence" if moe.aux_loss_per_sequence else "micro-batch",
+        "z_loss_coeff": chosen.z_loss_coeff,
+        "bias_update_rate": chosen.bias_update_rate if moe.expert_bias else None,
     }
 
 

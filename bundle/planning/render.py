@@ -6,6 +6,7 @@ from bundle.patches import Action
 from bundle.planning.capacity import Stage, shown
 from bundle.planning.placement import Chunk
 from bundle.planning.plan import Plan
+from bundle.recipe import Recipe
 
 _WIDTH = 13
 
@@ -18,6 +19,7 @@ def text(plan: Plan, run: str, starts: str) -> str:
         ("megatron", [f"megatron-core {plan.target.version} ({plan.target.origin})"]),
         ("attention", [f"{plan.attention.value}: {plan.attention.why}"]),
         ("layout", list(_layout(plan))),
+        ("experts", list(_experts(plan.recipe))),
         ("stages", [_holds(stage) for stage in plan.stages]),
         ("memory", list(_memory(plan))),
         ("patches", list(_patches(plan))),
@@ -50,6 +52,27 @@ def _layout(plan: Plan) -> Iterator[str]:
             group = axis.group(0)
             ranks = " ".join(map(str, group[:8])) + (" ..." if len(group) > 8 else "")
             yield f"{axis.name} {axis.size}: ranks {ranks}"
+
+
+def _experts(recipe: Recipe) -> Iterator[str]:
+    """How experts are balanced, where there are any."""
+    moe, chosen = recipe.architecture.moe, recipe.model.moe
+    if moe is None:
+        return
+    if moe.aux_loss_coeff:
+        of = "sequence" if moe.aux_loss_per_sequence else "micro-batch"
+        yield f"balancing loss {moe.aux_loss_coeff:g} over each {of}"
+    elif moe.unused_aux_loss_coeff:
+        yield (
+            f"no balancing loss: router_aux_loss_coef {moe.unused_aux_loss_coeff:g} counts only with"
+            " output_router_logits true, or as model.moe.aux_loss_coeff"
+        )
+    else:
+        yield "no balancing loss"
+    if chosen.z_loss_coeff:
+        yield f"z-loss {chosen.z_loss_coeff:g}"
+    if moe.expert_bias:
+        yield f"steering bias moves by {chosen.bias_update_rate:g} a step"
 
 
 def _holds(stage: Stage) -> str:

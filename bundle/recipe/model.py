@@ -80,6 +80,24 @@ class MTP:
 
 
 @section
+class Experts:
+    """What keeps experts equally busy; of a model with experts."""
+
+    aux_loss_coeff: NotNegative | None = key(
+        default=None,
+        description="Weight of the balancing loss of each layer; null: what the config asks for"
+        " (aux_loss_alpha; router_aux_loss_coef where output_router_logits is true).",
+    )
+    z_loss_coeff: NotNegative = key(
+        default=0.0, description="Weight of the z-loss of each router, which keeps its logits small."
+    )
+    bias_update_rate: NotNegative = key(
+        default=1e-3,
+        description="How far a steering bias (noaux_tc) moves in a step; 0: it stays.",
+    )
+
+
+@section
 class Model:
     """What is trained."""
 
@@ -103,6 +121,7 @@ class Model:
         description="Experts that routers chose can be recorded and given back (RL: rollout and training).",
     )
     mtp: MTP = key(default_factory=MTP, description="Multi-token prediction.")
+    moe: Experts = key(default_factory=Experts, description="Balancing of experts.")
 
     def __post_init__(self) -> None:
         if self.path is None and not self.config:

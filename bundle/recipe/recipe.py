@@ -46,10 +46,14 @@ class Recipe:
 
     @cached_property
     def architecture(self) -> Architecture:
-        """The model's dimensions, with as many MTP layers as this job trains."""
+        """The model's dimensions, with as many MTP layers, balanced as this job trains them."""
         read = from_config(self.model.config, "model.config")
-        layers = self.model.mtp.layers
-        return read if layers is None else replace(read, mtp_layers=layers)
+        layers, balancing = self.model.mtp.layers, self.model.moe.aux_loss_coeff
+        if layers is not None:
+            read = replace(read, mtp_layers=layers)
+        if read.moe is not None and balancing is not None:
+            read = replace(read, moe=replace(read.moe, aux_loss_coeff=balancing, unused_aux_loss_coeff=0.0))
+        return read
 
     @cached_property
     def features(self) -> frozenset[str]:

@@ -45,8 +45,14 @@ def _tensors(recipe: Recipe) -> Iterator[Violation]:
 
 
 def _experts(recipe: Recipe) -> Iterator[Violation]:
-    parallel, moe = recipe.parallel, recipe.architecture.moe
+    parallel, moe, balancing = recipe.parallel, recipe.architecture.moe, recipe.model.moe
     if moe is None:
+        for key, value in (
+            ("aux_loss_coeff", balancing.aux_loss_coeff),
+            ("z_loss_coeff", balancing.z_loss_coeff),
+        ):
+            if value:
+                yield f"model.moe.{key}", "balances experts, but the model has none"
         if recipe.model.router_replay:
             yield "model.router_replay", "replays which experts were chosen, but the model has none"
         if parallel.ep > 1:

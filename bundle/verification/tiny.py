@@ -37,7 +37,8 @@ EXPERTS = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
     "norm_topk_prob": True,
-    "router_aux_loss_coef": 0.0,
+    "router_aux_loss_coef": 0.5,
+    "output_router_logits": True,
     **_SIZES,
 }
 # Latent attention whose value heads (16) are narrower than its query heads (16 + 8); no experts.

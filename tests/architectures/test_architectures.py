@@ -135,6 +135,9 @@ def test_mimo_is_qwen2_with_mtp():
     assert read == replace(from_config(DENSE | {"model_type": "qwen2"}), model_type="mimo", mtp_layers=1)
 
 
+MOE = {"model_type": "qwen3_moe", "moe_intermediate_size": 32}
+
+
 def test_qwen3_moe_pattern_and_both_spellings_of_experts():
     config = DENSE | {
         "model_type": "qwen3_moe",
@@ -151,6 +154,17 @@ def test_qwen3_moe_pattern_and_both_spellings_of_experts():
     assert from_config(config | {"num_local_experts": 8}) == read
     unnormalised = from_config(config | {"num_experts": 8, "norm_topk_prob": False})
     assert unnormalised.moe and unnormalised.moe.pre_softmax
+
+
+@pytest.mark.parametrize("experts", [{"num_experts": 8, "norm_topk_prob": True}, {"num_local_experts": 8}])
+def test_a_balancing_coefficient_counts_where_transformers_adds_the_loss(experts):
+    config = DENSE | experts | {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.02}
+    config |= {"model_type": "mixtral"} if len(experts) == 1 else MOE
+    for asked in ({}, {"output_router_logits": False}):
+        moe = from_config(config | asked).moe
+        assert moe and (moe.aux_loss_coeff, moe.unused_aux_loss_coeff) == (0.0, 0.02)
+    moe = from_config(config | {"output_router_logits": True}).moe
+    assert moe and (moe.aux_loss_coeff, moe.unused_aux_loss_coeff) == (0.02, 0.0)
 
 
 def test_glm_rotates_half_a_head():

@@ -18,6 +18,8 @@ class Cell:
     depths: int = 0
     mean: str = "token"
     objective: bool = False
+    learned: float = 0.7  # of the tokens behind a prompt
+    recompute: bool = False
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -67,5 +69,14 @@ GROUPS = {
         Cell("dense", "pp", "bshd", depths=1, objective=True),
         Cell("dense", "pp vpp", "rows", depths=1, objective=True),
     ),
+    # the losses that balance experts, in every layout and form, with few learned tokens
+    "balancing": (
+        *(Cell(m, layout, learned=0.25) for m in ("moe", "balanced") for layout in ("", "tp", "cp", "ep")),
+        *(Cell("balanced", layout, "bshd", learned=0.25) for layout in ("", "cp", "ep")),
+        *(Cell("moe", layout, "rows") for layout in ("tp", "cp")),
+        *(Cell("balanced", layout, recompute=True) for layout in ("tp", "pp")),
+        Cell("moe", "pp vpp", "bshd", mean="sequence", recompute=True),
+    ),
+    "balancing of prediction": (Cell("balanced", "cp", depths=1), Cell("balanced", "pp", depths=1)),
     "packed scores": (Cell("dense", "cp", depths=1, objective=True),),
 }

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from bundle.sequences.packing import Packing
 from bundle.verification.bench import Bench
 from bundle.verification.numbers import Numbers, gap
 from bundle.verification.tiny import DENSE, EXPERTS, LATENT
+from tests.engine.balanced import Balance
 from tests.engine.cells import AGREES, GROUPS, Cell
 from tests.engine.reference import ENTROPY, Text, computed, texts
 
@@ -28,6 +30,12 @@ MODELS = {
     "gqa": DENSE | {"num_key_value_heads": 2},
     "mla": LATENT,
     "moe": EXPERTS,
+    "balanced": LATENT | {"first_k_dense_replace": 1, "aux_loss_alpha": 0.4, "seq_aux": True},
+}
+Z_LOSS = 0.03
+BALANCES = {
+    "moe": Balance(0.5, Z_LOSS, topk=2, sigmoid=False, together=2),
+    "balanced": Balance(0.4, Z_LOSS, topk=2, sigmoid=True, together=1),
 }
 
 
@@ -44,6 +52,7 @@ def recipe(
                 "dtype": "fp32",
                 "recompute": recompute,
                 "mtp": {"layers": 0, **mtp},
+                "moe": {"z_loss_coeff": Z_LOSS if "num_experts_per_tok" in config else 0},
             },
             "parallel": parallel,
             "data": {"source": "text", "path": ["none"], "sequence_length": 128, "packed": packed},
@@ -107,10 +116,13 @@ def _micro_batch(of: Engine, pair: list[Text], form: str, mean: str, depths: int
 
 def compare(bench: Bench, cell: Cell) -> float:
     """The largest relative distance of a forward and backward pass from the reference."""
-    sequences = texts(EVEN if cell.form == "rows" else UNEVEN)
-    config = tuple((MODELS[cell.model] | ({"num_hidden_layers": 4} if "vpp" in cell.sizes else {})).items())
-    wanted = _reference(bench, config, cell.form == "rows", cell.depths, cell.mean, cell.objective)
-    job = recipe(dict(config), cell.sizes, packed=cell.form == "thd", layers=cell.depths)
+    sequences, wanted = _reference(
+        bench, replace(cell, layout="vpp" if "vpp" in cell.sizes else "", recompute=False)
+    )
+    recompute = {"granularity": "full"} if cell.recompute else None
+    job = recipe(
+        _config(cell), cell.sizes, packed=cell.form == "thd", layers=cell.depths, recompute=recompute
+    )
 
     def loss(micro_batch: MicroBatch, scores: Scores) -> torch.Tensor:
         return -micro_batch.values["advantages"] * scores.log_probs - ENTROPY * scores.entropy
@@ -131,12 +143,24 @@ def compare(bench: Bench, cell: Cell) -> float:
 
 
 @functools.cache
-def _reference(
-    bench: Bench, config: tuple[Any, ...], even: bool, depths: int, mean: str, objective: bool
-) -> Numbers:
+def _reference(bench: Bench, cell: Cell) -> tuple[list[Text], Numbers]:
     """Computed once for all layouts that are compared with it in one process."""
-    sequences = texts(EVEN if even else UNEVEN)
-    return computed(bench, dict(config), sequences, depths=depths, mean=mean, objective=objective)
+    sequences = texts(EVEN if cell.form == "rows" else UNEVEN, cell.learned)
+    numbers = computed(
+        bench,
+        _config(cell),
+        sequences,
+        depths=cell.depths,
+        mean=cell.mean,
+        objective=cell.objective,
+        balance=BALANCES.get(cell.model),
+    )
+    return sequences, numbers
+
+
+def _config(cell: Cell) -> dict[str, Any]:
+    """Interleaved stages take more layers."""
+    return MODELS[cell.model] | ({"num_hidden_layers": 4} if "vpp" in cell.sizes else {})
 
 
 def scored(of: Engine, batches: list[MicroBatch], sequences: list[Text]) -> Numbers:

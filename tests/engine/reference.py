@@ -9,6 +9,7 @@ from bundle.models import naming
 from bundle.verification.bench import Bench
 from bundle.verification.numbers import Numbers
 from bundle.verification.tiny import VOCABULARY, chunk
+from tests.engine.balanced import Balance, hear, term
 
 ENTROPY = 0.1  # its weight in the objective
 
@@ -23,13 +24,13 @@ class Text:
     temperature: float
 
 
-def texts(lengths: tuple[int, ...]) -> list[Text]:
-    """Sequences with a prompt that is not learned and a gap; the second one is learned nowhere."""
+def texts(lengths: tuple[int, ...], learned: float = 0.7) -> list[Text]:
+    """Sequences with a prompt that is not learned and gaps; the second one is learned nowhere."""
     generator = torch.Generator().manual_seed(5)
     found = []
     for place, n in enumerate(lengths):
         tokens = torch.randint(1, VOCABULARY, (n + 1,), generator=generator)
-        mask = (torch.rand(n, generator=generator) > 0.3).float()
+        mask = (torch.rand(n, generator=generator) > 1 - learned).float()
         mask[: n // 4] = 0
         if place == 1:
             mask.zero_()
@@ -54,6 +55,7 @@ def computed(
     scale: float = 0.1,
     mean: str = "token",
     objective: bool = False,
+    balance: Balance | None = None,
 ) -> Numbers:
     """Losses, scores of each sequence and every gradient of the whole model."""
     sums = torch.zeros(1 + depths, dtype=torch.float64)
@@ -64,6 +66,7 @@ def computed(
     divisor = learned if mean == "token" else sum(float(text.mask.any()) for text in sequences)
     with bench.layout() as groups:
         model = chunk(bench, groups, config, mtp={"layers": depths})
+        heard = hear(model)
         for place, text in enumerate(sequences):
             n = len(text.mask)
             share = text.mask.double() / (1 if mean == "token" else text.mask.sum().clamp(min=1))
@@ -84,7 +87,10 @@ def computed(
                 weights[depth] += share[depth:].sum()
             sums += torch.stack(terms).detach()
             total = total + terms[0] + scale / max(1, depths) * sum(terms[1:])
-        (total / divisor).backward()
+        total = total / divisor
+        if balance is not None:
+            total = total + term(heard, balance)
+        total.backward()
         found |= {f"loss {k}": value for k, value in enumerate(sums / weights)}
         for named in naming.parameters(model, groups):
             if named.parameter.grad is not None:

@@ -13,19 +13,24 @@ from bundle.verification.verifying import decide, everything
 from tests.engine.cells import AGREES, GROUPS
 from tests.matrix.test_layouts import newest_of_each_minor
 
-CELLS, DETACHING = "tests.engine.experiments", "tests.engine.detaching"
+CELLS, DETACHING, STEERING = "tests.engine.experiments", "tests.engine.detaching", "tests.engine.steering"
 DEFAULT = (
     *(f"{CELLS}:{name}" for name in GROUPS if "pairs" not in name and name != "crossed"),
     *(f"{DETACHING}:{name}" for name in ("everything", "tied", "recomputed")),
+    *(f"{STEERING}:{name}" for name in ("moved", "left_out")),
 )
 OTHERS = (
     *(
         f"{CELLS}:{name}"
-        for name in ("pairs", "mtp pairs", "means", "packed means", "scores", "packed scores")
+        for name in (
+            *("pairs", "mtp pairs", "means", "packed means", "scores", "packed scores", "balancing"),
+            "balancing of prediction",
+        )
     ),
     *(f"{DETACHING}:{name}" for name in ("everything", "tied", "recomputed")),
+    *(f"{STEERING}:{name}" for name in ("moved", "left_out")),
 )
-PACKED_PREDICTION = ("mtp", "mtp pairs", "packed means", "packed scores")
+PACKED_PREDICTION = ("mtp", "mtp pairs", "packed means", "packed scores", "balancing of prediction")
 PREDICTION_OVER_TENSOR_RANKS = ("scores",)
 
 

@@ -33,6 +33,8 @@ _MODEL = {
     "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 1,
+    "aux_loss_alpha": 0.3,
+    "seq_aux": True,
     "max_position_embeddings": 128,
 }
 
@@ -57,7 +59,12 @@ class Case:
             {
                 "name": "layouts",
                 "backend": "cpu",
-                "model": {"config": _MODEL, **self.arithmetic, "mtp": {"layers": int(self.mtp)}},
+                "model": {
+                    "config": _MODEL,
+                    **self.arithmetic,
+                    "mtp": {"layers": int(self.mtp)},
+                    "moe": {"z_loss_coeff": 0.02},
+                },
                 "parallel": self.parallel,
                 "data": {"source": "text", "path": ["stdlib"], "sequence_length": LENGTH},
                 "train": {"steps": STEPS, "micro_batch_size": 2, "global_batch_size": ROWS},

@@ -16,6 +16,15 @@ from bundle.recipe import load
 from tests.hardware.machines import recorded
 from tests.planning.jobs import DEEPSEEK, QWEN3, job
 
+QWEN3_MOE = QWEN3 | {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.02,
+    "output_router_logits": False,
+}
 TARGET = Target("0.16.1", "a test")
 
 
@@ -204,6 +213,25 @@ def test_a_plan_is_json_and_text():
     assert "APPLY a-apply: because" in shown
     assert "1 not needed" in shown
     assert "embedding, layers 0-3, 1 MTP layer, head" in shown
+
+
+def test_the_balancing_of_experts_is_shown():
+    unasked = DEEPSEEK | {"aux_loss_alpha": 0.25, "seq_aux": True}
+    chosen = {"z_loss_coeff": 0.125, "bias_update_rate": 0.5}
+    made = plan(job(unasked, model={"config": unasked, "moe": chosen}))
+    shown = text(made, "run", "starts")
+    assert "balancing loss 0.25 over each sequence" in shown
+    assert "z-loss 0.125" in shown and "moves by 0.5 a step" in shown
+    said = document(made, "run", "starts")["balancing"]
+    assert said == {"aux_loss_coeff": 0.25, "over": "sequence", **chosen}
+
+
+def test_a_coefficient_that_the_config_does_not_ask_for_is_shown_and_can_be_taken():
+    made = plan(job(QWEN3_MOE))
+    assert "no balancing loss: router_aux_loss_coef 0.02 counts only with" in text(made, "run", "starts")
+    taken = plan(job(QWEN3_MOE, model={"config": QWEN3_MOE, "moe": {"aux_loss_coeff": 0.02}}))
+    assert "balancing loss 0.02 over each micro-batch" in text(taken, "run", "starts")
+    assert document(plan(job(QWEN3)), "run", "starts")["balancing"] is None
 
 
 def test_a_named_machine_wins_over_the_recipe_and_says_so():

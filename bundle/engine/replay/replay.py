@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from bundle.engine.microbatch import MicroBatch
+from bundle.engine.microbatch import MicroBatch, packing_of
 from bundle.engine.replay.collecting import Stages, collect
 from bundle.engine.replay.routes import Routes, Routing
 from bundle.engine.replay.rows import forced
@@ -15,7 +15,6 @@ from bundle.errors import JobFailed, UsageError
 from bundle.mcore import context, experts
 from bundle.mcore.groups import Groups
 from bundle.recipe import Recipe
-from bundle.sequences.alignment import Alignment
 from bundle.sequences.packing import Packing
 
 
@@ -67,7 +66,7 @@ class RouterReplay:
             yield
             return
         routing = self.routing
-        packings = [self._packing(one) for one in micro_batches]
+        packings = [packing_of(one, self._groups.cp) for one in micro_batches]
         _check(routing, micro_batches, packings)
         layers = {router: layer for routers in self._routers for router, layer in routers.items()}
         self._run = _Run(
@@ -107,17 +106,6 @@ class RouterReplay:
             rows = packing.shape[0] * packing.shape[1] // parts
             none = torch.empty(rows, 0, self.routing.topk, dtype=self.routing.dtype, device=packing.device)
             run.chosen[chunk].append(torch.stack([made[layer] for layer in layers], 1) if layers else none)
-
-    def _packing(self, micro_batch: MicroBatch) -> Packing:
-        """How a micro-batch was packed; rows of equal length are a bshd pack without padding."""
-        if micro_batch.packing is not None:
-            return micro_batch.packing
-        return Packing.of(
-            [micro_batch.sequence_length] * micro_batch.rows,
-            Alignment("bshd", cp=self._groups.cp.size),
-            rank=self._groups.cp.rank,
-            device=micro_batch.ids.device,
-        )
 
 
 def _check(routing: Routing, micro_batches: Sequence[MicroBatch], packings: Sequence[Packing]) -> None:

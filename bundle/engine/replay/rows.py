@@ -27,23 +27,25 @@ def forced(
     if not layers or (routes is None and not padded):
         return None
 
-    def seen(x: Tensor) -> Tensor:
-        """[b, s/cp, ...] -> [t, ...] of this tensor rank."""
-        return x.transpose(0, 1).flatten(0, 1).chunk(parts)[part]
-
     spread = _spread(packing.valid, routing)
     if routes is None:
-        rows = seen(~packing.valid)
-        experts = seen(spread)[:, None].expand(-1, len(layers), -1)
+        rows = seen(~packing.valid, part, parts)
+        experts = seen(spread, part, parts)[:, None].expand(-1, len(layers), -1)
     else:
         columns = [routes.layers.index(layer) for layer in layers]
         chosen = routes.experts[:, columns].to(packing.device, non_blocking=True)
-        experts = seen(packing.pack(chosen, fill=spread[:, :, None]))
+        experts = seen(packing.pack(chosen, fill=spread[:, :, None]), part, parts)
         rows = None
         if routes.free is not None:
-            rows = seen(packing.pack(~routes.free.to(packing.device, non_blocking=True), fill=True))
+            given = ~routes.free.to(packing.device, non_blocking=True)
+            rows = seen(packing.pack(given, fill=True), part, parts)
     by_layer = experts.transpose(0, 1).contiguous()
     return Forced(dict(zip(layers, by_layer, strict=True)), rows)
+
+
+def seen(x: Tensor, part: int, parts: int) -> Tensor:
+    """[b, s/cp, ...] of this rank -> [t, ...] as its router sees it; `part` of `parts`: the tensor rank."""
+    return x.transpose(0, 1).flatten(0, 1).chunk(parts)[part]
 
 
 def unseen(x: Tensor, packing: Packing) -> Tensor:

@@ -25,7 +25,8 @@ _MODEL = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
     "norm_topk_prob": True,
-    "router_aux_loss_coef": 0.0,
+    "router_aux_loss_coef": 0.5,
+    "output_router_logits": True,
     "mlp_only_layers": [0, 2],
 }
 

@@ -1,0 +1,146 @@
+"""The loss that keeps experts equally busy, and the z-loss of their routers, alike in every release.
+
+Megatron's own depend on the layout, on padding and on how many tokens are learned, each release in its own
+way (docs/architecture.md); it is told to compute none. What is added to the mean loss of a step here is, for
+each layer with experts:
+
+    balancing: aux_loss_coeff * sum_g T_g / T * E / (k * T_g^2) * sum_i n_gi * p_gi
+    z-loss:    z_loss_coeff / T * sum_t logsumexp(logits_t)^2
+
+over the T tokens of the step, padding left out, prompts not. A group g is a sequence where the model balances
+each sequence (in packs and rows alike), else a micro-batch: that loss then depends on the cut into
+micro-batches, by its definition. n_gi are the tokens of the group that have expert i among their k best
+scores, without the steering bias; p_gi are the sums of the scores. Layers of multi-token prediction balance
+the same tokens.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bundle.architectures import MoE
+from bundle.engine.losses import ratio
+from bundle.engine.microbatch import MicroBatch, packing_of
+from bundle.engine.replay.rows import seen
+from bundle.mcore import balancing, experts
+from bundle.mcore.balancing import Rows
+from bundle.mcore.context import in_backward
+from bundle.mcore.groups import Groups, sharing_tokens
+from bundle.recipe import Recipe
+from bundle.sequences.packing import Packing
+
+
+class Balancing:
+    """What is behind the routers of one engine's model chunks; idle where the model has no experts."""
+
+    def __init__(self, recipe: Recipe, models: Sequence[torch.nn.Module], groups: Groups) -> None:
+        """`models` are the bare chunks of this rank."""
+        self._moe, self._z_loss_coeff = recipe.architecture.moe, recipe.model.moe.z_loss_coeff
+        self._groups, self._tp = groups, groups.tp if recipe.parallel.sequence_parallel else None
+        self._routers = [router for model in models for router in experts.routers(model)]
+        self._rows: dict[int, Rows] = {}  # by id of the micro-batch
+        self._current: Rows | None = None  # of the forward pass that runs
+        self._again: dict[object, deque[Rows]] = defaultdict(deque)  # to be recomputed
+        self._weight: Tensor | None = None
+        self._biases: list[Tensor] = []
+        for router in self._routers:
+            balancing.attach(router, self)
+
+    @contextmanager
+    def of_run(self, micro_batches: Sequence[MicroBatch], *, backward: bool) -> Iterator[None]:
+        """Around one run of a schedule; all ranks enter it with the same micro-batches of their replica."""
+        if self._moe is None or not backward:
+            yield
+            return
+        packings = [packing_of(one, self._groups.cp) for one in micro_batches]
+        self._rows = {id(one): self._of(each) for one, each in zip(micro_batches, packings, strict=True)}
+        self._weight = self._learned_by_tokens(micro_batches, packings)
+        self._biases = [router.expert_bias.clone() for router in self._routers if self._moe.expert_bias]
+        try:
+            yield
+        finally:
+            self._rows, self._again = {}, defaultdict(deque)
+
+    @contextmanager
+    def of_forward(self, micro_batch: MicroBatch) -> Iterator[None]:
+        """Around one forward pass of a model chunk."""
+        self._current = self._rows.get(id(micro_batch))
+        try:
+            yield
+        finally:
+            self._current = None
+
+    def forget_step(self) -> None:
+        """Puts the steering biases back to where they were before the latest run moved them."""
+        for router, bias in zip(self._routers, self._biases, strict=bool(self._biases)):
+            router.expert_bias.copy_(bias)
+
+    def rows(self, router: object) -> Rows | None:
+        """See `bundle.mcore.balancing.Balancer`."""
+        if not self._rows:
+            return None
+        if in_backward():  # the pipeline recomputes micro-batches in the order of their forward passes
+            return self._again[router].popleft()
+        if self._current and not torch.is_grad_enabled():  # the first pass of a checkpoint
+            self._again[router].append(self._current)
+        return self._current
+
+    def term(self, rows: Rows, logits: Tensor) -> Tensor | None:
+        """See `bundle.mcore.balancing.Balancer`; megatron divides it by the learned tokens."""
+        assert self._moe is not None and self._weight is not None, "a router runs inside of a run"
+        logits, terms = logits.float(), []
+        if self._moe.aux_loss_coeff:
+            terms.append(self._moe.aux_loss_coeff * _unevenness(self._moe, rows, logits))
+        if self._z_loss_coeff:
+            squares = logits.logsumexp(-1).square()
+            terms.append(self._z_loss_coeff * (squares * (rows.owner < len(rows.lengths))).sum())
+        return torch.stack(terms).sum() * self._weight if terms else None
+
+    def _of(self, packing: Packing) -> Rows:
+        """The rows of a micro-batch; its sequences are groups, or it is one group."""
+        assert self._moe is not None
+        padding = packing.padding
+        if self._moe.aux_loss_per_sequence:
+            lengths = list(padding.lengths)
+            owner = packing.spread(torch.arange(len(lengths)).to(packing.device), fill=len(lengths))
+        else:
+            lengths, owner = [padding.tokens], (~packing.valid).long()
+        part, parts = (self._tp.rank, self._tp.size) if self._tp else (0, 1)
+        padded = padding.total > padding.tokens
+        return Rows(
+            seen(owner, part, parts),
+            torch.tensor(lengths, dtype=torch.float32).to(packing.device, non_blocking=True),
+            seen(~packing.valid, part, parts) if padded else None,
+        )
+
+    def _learned_by_tokens(self, micro_batches: Sequence[MicroBatch], packings: Sequence[Packing]) -> Tensor:
+        """Learned tokens of the step, by which megatron divides, over all its tokens, which are meant."""
+        here = sum(packing.padding.tokens for packing in packings) if self._groups.cp.rank == 0 else 0
+        learned = torch.stack([one.tokens for one in micro_batches]).sum()
+        return ratio(learned, torch.tensor(here).to(learned.device, non_blocking=True))
+
+
+def _unevenness(moe: MoE, rows: Rows, logits: Tensor) -> Tensor:
+    """This rank's part of the balancing loss of all groups, each by its tokens: 1 for a token at its best."""
+    if moe.score_function == "sigmoid":
+        scores = logits.sigmoid()
+        scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+    else:
+        scores = logits.softmax(-1)
+    groups, shape = len(rows.lengths), (len(rows.lengths) + 1, moe.num_experts)
+    with torch.no_grad():
+        best = scores.topk(moe.topk, dim=-1).indices
+        places = (rows.owner[:, None] * moe.num_experts + best).flatten()
+        counts = (
+            scores.new_zeros(shape).view(-1).scatter_add(0, places, scores.new_ones(()).expand(places.shape))
+        )
+        counts = counts.view(shape)[:groups]
+        if dist.get_world_size(sharing_tokens()) > 1:
+            dist.all_reduce(counts, group=sharing_tokens())
+    sums = scores.new_zeros(shape).index_add(0, rows.owner, scores)[:groups]
+    shares: Tensor = sums * counts / rows.lengths.clamp(min=1)[:, None]
+    return shares.sum() * (moe.num_experts / moe.topk)

@@ -1,0 +1,69 @@
+"""Where a term that balances experts enters megatron's routers, and what they count is put right."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows [t] that a router of this rank sees of one micro-batch, in its order.
+
+    `owner` is the group of tokens with which a row is balanced, and one more than the last for padding;
+    `lengths` are the tokens of each group over all ranks, float32. `padding` is True where a row is no token;
+    None: nowhere.
+    """
+
+    owner: Tensor
+    lengths: Tensor
+    padding: Tensor | None
+
+
+class Balancer(Protocol):
+    """What stands behind the routers."""
+
+    def rows(self, router: object) -> Rows | None:
+        """What this router is about to see; None where nothing is trained."""
+
+    def term(self, rows: Rows, logits: Tensor) -> Tensor | None:
+        """What is added to the loss for these logits [t, experts]; None: nothing."""
+
+
+def attach(router: torch.nn.Module, balancer: Balancer) -> None:
+    """Has a router train on the balancer's term, and count no padding for its steering bias.
+
+    The term is seen by the gradient alone, as megatron's own are: they do not reach the loss function either.
+    """
+    original: Callable[..., tuple[Tensor, Tensor]] = router.routing
+
+    def routing(logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        rows = balancer.rows(router)
+        if rows is None or not torch.is_grad_enabled():
+            return original(logits, *args, **kwargs)
+        term = balancer.term(rows, logits.flatten(0, -2))
+        if term is not None:
+            logits = _WithGradient.apply(logits, term)
+        weights, chosen = original(logits, *args, **kwargs)
+        counts = router.local_tokens_per_expert  # of what steers, which megatron has just added to
+        if counts is not None and rows.padding is not None:
+            counts -= (chosen & rows.padding[:, None]).sum(0)
+        return weights, chosen
+
+    router.routing = routing
+
+
+class _WithGradient(torch.autograd.Function):
+    """The logits as they are; in the backward pass the term has its own gradient, of weight 1."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, term: Tensor) -> Tensor:
+        ctx.save_for_backward(term)
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        (term,) = ctx.saved_tensors
+        return gradient, torch.ones_like(term)

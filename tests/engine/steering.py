@@ -1,0 +1,70 @@
+"""The bias that steers which experts are chosen: moved by real tokens alone, and not by a step left out."""
+
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Literal
+
+import torch
+
+from bundle.engine import Engine
+from bundle.mcore import experts
+from bundle.verification.bench import Bench
+from bundle.verification.tiny import chunk
+from tests.engine.balanced import hear
+from tests.engine.experiments import MODELS, UNEVEN, engine, micro_batches, recipe
+from tests.engine.reference import texts
+
+RATE = 0.25
+CONFIG = MODELS["balanced"]
+
+
+def moved(bench: Bench) -> float:
+    """How far the biases after a step are from those of single sequences, in packs and in padded rows."""
+    with bench.layout() as groups:
+        model = chunk(bench, groups, CONFIG)
+        heard = hear(model)
+        for text in texts(UNEVEN):
+            positions = torch.arange(len(text.mask))[None]
+            model(text.tokens[None, :-1], positions, None)
+    wanted = torch.stack([_moves(torch.cat(logits)) for logits in heard])
+    gaps = []
+    for layout in ("", "tp", "cp", "ep"):
+        for form in ("thd", "bshd"):
+            with _engine(bench, layout) as made:
+                made.forward_backward(micro_batches(made, texts(UNEVEN), form, "token"))
+                gaps.append((_biases(made) - wanted).abs().max().item())
+    return float(max(gaps))
+
+
+def left_out(bench: Bench) -> float:
+    """How far the biases move in a step that is skipped; infinite if the next one does not move them."""
+    with _engine(bench, "", on_nan="skip") as made:
+        good = micro_batches(made, texts(UNEVEN), "thd", "token")
+        before = _biases(made)
+        made.forward_backward([replace(one, loss_mask=one.loss_mask / 0) for one in good])
+        assert not made.step().updated
+        moved = (_biases(made) - before).abs().max().item()
+        made.forward_backward(good)
+        assert made.step().updated
+        return float(moved) if not torch.equal(_biases(made), before) else float("inf")
+
+
+def _engine(
+    bench: Bench, layout: str, on_nan: Literal["stop", "skip"] = "stop"
+) -> AbstractContextManager[Engine]:
+    job = recipe(CONFIG, dict.fromkeys(layout.split(), 2), packed=True)
+    moe = replace(job.model.moe, bias_update_rate=RATE)
+    return engine(
+        bench, replace(job, model=replace(job.model, moe=moe), train=replace(job.train, on_nan=on_nan))
+    )
+
+
+def _biases(of: Engine) -> torch.Tensor:
+    return torch.stack([router.expert_bias.clone() for router in experts.routers(of.models[0])])
+
+
+def _moves(logits: torch.Tensor) -> torch.Tensor:
+    """From 0: up where an expert is chosen less often than the average, down where more often."""
+    chosen = logits.topk(2).indices
+    counts = torch.stack([(chosen == i).sum() for i in range(logits.shape[1])]).double()
+    return RATE * (counts.mean() - counts).sign().float()
