@@ -63,8 +63,9 @@ def rolled(tensor: Tensor, boundaries: Tensor, group: Any = None) -> Tensor:
     source, firsts = known[own]
     if ranks > 1:
         mine = tensor.index_select(-1, firsts).contiguous()
-        theirs = mine.new_empty((ranks, *mine.shape))
+        theirs = mine.new_empty(ranks * len(mine), *mine.shape[1:])  # gloo takes no other shape
         torch.distributed.all_gather_into_tensor(theirs, mine, group=group)
+        theirs = theirs.view(ranks, *mine.shape)
         tensor = torch.cat([tensor, theirs.movedim(0, -2).flatten(-2)], -1)
     return F.pad(tensor, (0, 1)).index_select(-1, source)
 
