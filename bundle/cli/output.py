@@ -64,7 +64,7 @@ def _may_fail(stream: TextIO) -> None:
 
 def _guarded(stream: Any, number: int) -> TextIO:
     if stream is None:  # closed by whoever started us
-        return open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123  as long as the process
+        return open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123  as long as the process
     return io.TextIOWrapper(
         io.BufferedWriter(Outlet(number, "wb", closefd=False)),
         encoding=stream.encoding,

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -32,7 +33,7 @@ def test_a_closed_pipe_changes_neither_the_code_nor_what_is_said(verb, tmp_path)
 
 @pytest.mark.parametrize("verb", ["--help", "plan demo --mcore 0.16.1 --json", "recipes list"])
 def test_output_without_room_is_one_line_and_1(verb, tmp_path):
-    with open("/dev/full", "wb") as full:
+    with Path("/dev/full").open("wb") as full:
         ran = subprocess.run(
             [*BUNDLE, *verb.split()], stdout=full, stderr=subprocess.PIPE, cwd=tmp_path, timeout=60
         )
@@ -41,7 +42,7 @@ def test_output_without_room_is_one_line_and_1(verb, tmp_path):
 
 
 def test_errors_without_room_keep_their_code(tmp_path):
-    with open("/dev/full", "wb") as full:
+    with Path("/dev/full").open("wb") as full:
         ran = subprocess.run([*BUNDLE, "nonsense"], stdout=full, stderr=full, cwd=tmp_path, timeout=60)
     assert ran.returncode == 2
 
