@@ -24,7 +24,7 @@ class Outlet(io.FileIO):
 
     may_fail = False
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any, /) -> int:
         """The number of bytes that are done with."""
         try:
             return super().write(data)
