@@ -125,7 +125,7 @@ def qwen3_moe(keys: Keys) -> Architecture:
     _no_output_bias(keys)
     base = _decoder(keys, qk_layernorm=True)
     step = keys.integer("decoder_sparse_step", 1)
-    dense = keys.integers("mlp_only_layers")
+    dense = set(keys.integers("mlp_only_layers"))
     pattern = (int(i not in dense and (i + 1) % step == 0) for i in range(base["num_layers"]))
     # transformers 5 writes num_local_experts for what the published configs call num_experts.
     name = "num_local_experts" if keys.present("num_local_experts") else "num_experts"

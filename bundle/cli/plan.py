@@ -11,6 +11,7 @@ from bundle import hardware, planning
 from bundle.launchers import local, outcomes
 from bundle.planning.planned import planned
 from bundle.recipe import load
+from bundle.recipe.sections import MOST_PER_NODE, MOST_RANKS
 from bundle.rendezvous import LOOPBACK, Rendezvous
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -22,9 +23,9 @@ def plan(
     overrides: list[str] = typer.Option(
         [], "--set", metavar="KEY=VALUE", help="Override one key of the recipe."
     ),
-    nodes: int = typer.Option(0, min=0, help="Machines; without it, the recipe's."),
+    nodes: int = typer.Option(0, min=0, max=MOST_RANKS, help="Machines; without it, the recipe's."),
     per_node: int = typer.Option(
-        0, "--devices-per-node", min=0, help="Devices of each; without it, the recipe's."
+        0, "--devices-per-node", min=0, max=MOST_PER_NODE, help="Devices of each; without it, the recipe's."
     ),
     named: str = typer.Option(
         "", "--hardware", help=f"Instead of this machine: {', '.join(hardware.NAMES)}."

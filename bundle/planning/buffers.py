@@ -6,8 +6,7 @@ a multiple of lcm(ranks, 128), so that every rank's part is equal and aligned.
 """
 
 import math
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 
 from bundle.frozen import frozen
 from bundle.planning.parameters import Parameter
@@ -40,21 +39,25 @@ class Buffer:
         """The size of the buffer, padding included."""
         return self.buckets[-1][1] if self.buckets else 0
 
-    @cached_property
-    def owned(self) -> tuple[tuple[int, int], ...]:
-        """For each rank the elements, and the tensors or pieces of them, whose optimizer state it keeps."""
-        elements, tensors = [0] * self.ranks, [0] * self.ranks
+    def changes(self) -> Iterator[tuple[int, int, int]]:
+        """What a rank keeps optimizer state for beyond the rank before it: (rank, elements, tensors).
+
+        Nothing is counted rank by rank: between the ends of a tensor all keep alike, however many they are.
+        """
         bucket = 0
         for span in self.spans:
             while span.start >= self.buckets[bucket][1]:
                 bucket += 1
             first, last = self.buckets[bucket]
             share = (last - first) // self.ranks
-            for rank in range((span.start - first) // share, -(-(span.end - first) // share)):
-                begin = max(span.start, first + rank * share)
-                elements[rank] += min(span.end, first + (rank + 1) * share) - begin
-                tensors[rank] += 1
-        return tuple(zip(elements, tensors, strict=True))
+            begin, end = (span.start - first) // share, (span.end - first - 1) // share
+            for rank, until in {(begin, begin + 1), (begin + 1, end), (end, end + 1)}:
+                if rank < until:
+                    elements = min(span.end, first + (rank + 1) * share) - max(
+                        span.start, first + rank * share
+                    )
+                    yield rank, elements, 1
+                    yield until, -elements, -1
 
 
 def lay_out(parameters: Sequence[Parameter], ranks: int, bucket_size: int | None = None) -> Buffer:

@@ -6,8 +6,9 @@ from bundle.frozen import frozen
 from bundle.hardware import Fact, Hardware
 from bundle.planning.activations import Activations
 from bundle.planning.placement import Chunk
-from bundle.planning.problem import Problem, hardware_problem
+from bundle.planning.problem import Problem, hardware_problem, recipe_problem
 from bundle.planning.states import States
+from bundle.recipe.sections import MOST_PER_NODE
 
 GIB = 2**30
 # What a plan does not count: the device's context, communication buffers, workspaces and fragmentation.
@@ -30,8 +31,10 @@ class Stage:
 
 
 def devices_problems(hardware: Hardware, per_node: int) -> Iterator[Problem]:
-    """Too few devices, or ones that are not for training."""
+    """Too few devices, ones that are not for training, or more ranks than a machine can start."""
     present = len(hardware.devices)
+    if per_node > MOST_PER_NODE:
+        yield recipe_problem(f"devices.per_node: {per_node} ranks on one machine, {MOST_PER_NODE} at most")
     if hardware.backend != "cpu" and per_node > present:
         yield hardware_problem(
             f"devices.per_node: {per_node} wanted, {present} visible here ({hardware.reason}): "

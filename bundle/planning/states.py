@@ -6,6 +6,7 @@ fp32 (DistributedOptimizer._build_model_and_main_param_groups).
 """
 
 from dataclasses import fields
+from itertools import accumulate
 from typing import Self
 
 from packaging.version import Version
@@ -39,9 +40,6 @@ class States:
         """All of them."""
         return sum(getattr(self, item.name) for item in fields(self))
 
-    def __add__(self, other: "States") -> "States":
-        return States(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
 
 @frozen
 class Ledger:
@@ -63,35 +61,44 @@ class Ledger:
 
     def rank(self, rank: int) -> States:
         """The bytes of one rank."""
-        return self._at(self.placement.axis("pp").index(rank), *self._shares(rank))
+        pp = self.placement.axis("pp")
+        stage, inside = pp.index(rank), rank % pp.stride
+        *_, kept = (kept for first, *kept in self._steps(stage) if first <= inside)
+        return self._states(self._elements(stage), *kept)
 
     def largest(self, stage: int) -> States:
         """The bytes of the rank of a stage that needs most: the padding falls on the others."""
-        ranks = self.placement.axis("pp").stride
-        shares = {self._shares(rank) for rank in range(stage * ranks, (stage + 1) * ranks)}
-        return max((self._at(stage, *share) for share in shares), key=lambda states: states.total)
+        elements = self._elements(stage)
+        every = (self._states(elements, *kept) for _, *kept in self._steps(stage))
+        return max(every, key=lambda states: states.total)
 
-    def _shares(self, rank: int) -> tuple[int, int]:
-        """Which share of the dense and of the expert buffers a rank keeps optimizer state for."""
-        cp, dp = self.placement.axis("cp"), self.placement.axis("dp")
-        return cp.size * dp.index(rank) + cp.index(rank), self.placement.axis("expert-dp").index(rank)
+    def _elements(self, stage: int) -> int:
+        """The sizes of a stage's buffers together, padding included."""
+        return sum(buffer.elements for buffers in self.stages[stage] for buffer in buffers)
 
-    def _at(self, stage: int, dense_rank: int, expert_rank: int) -> States:
-        total = States()
-        for dense, expert in self.stages[stage]:
-            total += self._buffer(dense, dense_rank) + self._buffer(expert, expert_rank)
-        return total
+    def _steps(self, stage: int) -> list[tuple[int, int, int]]:
+        """(rank, elements, tensors) that ranks of a stage keep optimizer state for, from that rank on."""
+        # Ranks that differ in tp alone keep the same share of dense buffers; of experts', in etp or ep.
+        strides = self.placement.axis("cp").stride, self.placement.axis("expert-dp").stride
+        changes = {0: (0, 0)}
+        for buffers in self.stages[stage]:
+            for buffer, stride in zip(buffers, strides, strict=True):
+                for share, elements, tensors in buffer.changes():
+                    before = changes.get(share * stride, (0, 0))
+                    changes[share * stride] = before[0] + elements, before[1] + tensors
+        kept = accumulate(
+            (changes[rank] for rank in sorted(changes)), lambda a, b: (a[0] + b[0], a[1] + b[1])
+        )
+        there = self.placement.axis("pp").stride
+        return [(rank, *sizes) for rank, sizes in zip(sorted(changes), kept, strict=True) if rank < there]
 
-    def _buffer(self, buffer: Buffer, rank: int) -> States:
-        if not buffer.spans:
-            return States()
-        elements, pieces = buffer.owned[rank]
+    def _states(self, elements: int, own: int, tensors: int) -> States:
         return States(
-            parameters=buffer.elements * (BF16 if self.bf16 else FP32),
-            gradients=buffer.elements * FP32,
-            master=elements * FP32 if self.bf16 else 0,
-            moments=elements * 2 * FP32,
-            counters=pieces * FP32 if self.layers.adam_counters else 0,
+            parameters=elements * (BF16 if self.bf16 else FP32),
+            gradients=elements * FP32,
+            master=own * FP32 if self.bf16 else 0,
+            moments=own * 2 * FP32,
+            counters=tensors * FP32 if self.layers.adam_counters else 0,
         )
 
 

@@ -10,7 +10,16 @@ from bundle.recipe.features import features
 from bundle.recipe.model import Model
 from bundle.recipe.parallel import Layout, Parallel
 from bundle.recipe.section import key, plain, section
-from bundle.recipe.sections import Checkpoint, Data, Devices, Distributed, Metrics, Optimizer, Train
+from bundle.recipe.sections import (
+    MOST_RANKS,
+    Checkpoint,
+    Data,
+    Devices,
+    Distributed,
+    Metrics,
+    Optimizer,
+    Train,
+)
 
 
 @section
@@ -71,6 +80,8 @@ class Recipe:
     def layout_violations(self, world: int) -> list[str]:
         """Every reason why `world` ranks cannot run this recipe; empty when they can."""
         parallel, train = self.parallel, self.train
+        if world > MOST_RANKS:
+            return [f"devices: {world} ranks are more than the {MOST_RANKS} that a plan is made for"]
         if not parallel.fits(world):
             least = parallel.minimal_world
             return [f"parallel: this layout needs a multiple of {least} ranks, {world} is none"]

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from bundle.recipe.recipe import Recipe
 from bundle.recipe.sections import BYTE_VOCABULARY
 
+# Experts of all layers, undivided: above any model known, and planned in a second or two.
+MOST_EXPERTS = 2**16
+
 # (the key to change, what is wrong with it)
 Violation = tuple[str, str]
 
@@ -60,6 +63,13 @@ def _experts(recipe: Recipe) -> Iterator[Violation]:
         if parallel.etp != parallel.tp:
             yield "parallel.etp", "tensor parallelism of experts, but the model has none"
         return
+    layers = sum(moe.layer_pattern) + recipe.architecture.mtp_layers
+    if layers * moe.num_experts > MOST_EXPERTS * parallel.ep:
+        yield (
+            "parallel.ep",
+            f"{layers} layers of {moe.num_experts} experts are more than {MOST_EXPERTS} undivided experts, "
+            "for which a plan is made: raise it",
+        )
     if moe.num_experts % parallel.ep:
         yield "parallel.ep", f"{parallel.ep} does not divide the {moe.num_experts} experts"
     if moe.ffn_hidden_size % parallel.etp:

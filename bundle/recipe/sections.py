@@ -7,6 +7,10 @@ from bundle.recipe.section import Count, CountOrZero, Names, NotNegative, Pair, 
 # 256 bytes, end of text, padding.
 BYTE_VOCABULARY = 258
 
+# Beyond any machine, and small enough that a slip of the finger is refused rather than worked on.
+MOST_RANKS = 2**20
+MOST_PER_NODE = 1024
+
 
 @section
 class Devices:
@@ -15,6 +19,7 @@ class Devices:
     nodes: Count = key(default=1, description="Machines.")
     per_node: Count | None = key(
         default=None,
+        le=MOST_PER_NODE,
         description="Devices of each machine; null: all it has (cpu: the smallest world that fits).",
     )
 
