@@ -198,5 +198,34 @@ _CHECKS = (
         without=(Gap(1.0),),  # the code ran
         agreement=0.0,
     ),
+    Check(
+        name="padding-mask-expert-bias",
+        measurement=f"{_MEASURED}.padding:expert_bias",
+        without=(Raises("RuntimeError", "must match the size of tensor"),),
+        agreement=0.0,
+    ),
+    Check(
+        name="padding-mask-own-count",
+        measurement=f"{_MEASURED}.padding:own_count",
+        world=2,
+        without=(Gap(0.5),),  # twice as large
+    ),
+    Check(
+        name="global-aux-loss-tokens",
+        measurement=f"{_MEASURED}.padding:global_loss",
+        without=(Gap(1e-2),),
+    ),
+    Check(
+        name="label-smoothing-over-ranks",
+        measurement=f"{_MEASURED}.vocabulary:label_smoothing",
+        world=2,
+        without=(Gap(1e-2),),
+    ),
+    Check(
+        name="loss-of-gathered-logits",
+        measurement=f"{_MEASURED}.vocabulary:gathered_logits",
+        world=2,
+        without=(Gap(1e-2),),
+    ),
 )
 CHECKS = {check.name: check for check in _CHECKS}

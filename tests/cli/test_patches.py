@@ -101,10 +101,9 @@ def test_a_moved_method_is_named(release: Release, tmp_path: Path):
 
 
 def test_a_changed_seam_is_a_warning(release: Release, tmp_path: Path):
-    language = "models/common/language_module/language_module.py"
-    edits = {language: ("def compute_language_model_loss(self, labels", "def compute_loss(self, labels")}
-    row = decisions(copied(release("0.16.1"), tmp_path, edits))["main-loss"]
-    assert row["decision"] == "DRIFT" and "intercepted on the model by the engine" in row["reason"]
+    edits = {"models/gpt/gpt_model.py": ("self.mtp_process =", "self.mtp_process = self.added =")}
+    row = decisions(copied(release("0.16.1"), tmp_path, edits))["mtp-switch"]
+    assert row["decision"] == "DRIFT" and "is set by mcore" in row["reason"]
 
 
 def test_an_allowed_drift_goes_on(release: Release, tmp_path: Path):

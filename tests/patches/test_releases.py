@@ -50,6 +50,11 @@ PRESENT = {
     "cpu-moe-splits-on-host": [("0.12.0", "0.19.2")],
     "cpu-router-without-te-gemm": [("0.13.0", "0.16.1")],
     "cpu-optimizer-without-fp8-quantize": [("0.12.0", "0.12.3")],
+    "padding-mask-expert-bias": [("0.16.0", "0.19.2")],
+    "padding-mask-own-count": [("0.16.0", "0.19.2")],
+    "global-aux-loss-tokens": [("0.15.0", "0.19.2")],
+    "label-smoothing-over-ranks": [("0.12.0", "0.19.2")],
+    "loss-of-gathered-logits": [("0.12.0", "0.19.2")],
 }
 
 

@@ -8,8 +8,10 @@ from bundle.patches.catalogue import (
     mtp,
     norm,
     optimizer,
+    padding,
     recompute,
     router,
+    vocabulary,
 )
 from bundle.patches.entry import Patch
 
@@ -24,4 +26,6 @@ PATCHES: tuple[Patch, ...] = (
     *dist_checkpoint.PATCHES,
     *moe.PATCHES,
     *optimizer.PATCHES,
+    *padding.PATCHES,
+    *vocabulary.PATCHES,
 )
