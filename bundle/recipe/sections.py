@@ -69,6 +69,11 @@ class Data:
     template: Literal["plain", "chat"] = key(
         default="plain", description="SFT: roles as plain headings, or the tokenizer's own chat template."
     )
+    learn: Literal["all_turns", "last_turn"] = key(
+        default="all_turns",
+        description="SFT: learn what the assistant says in every turn, or in the last one only, as templates"
+        " need that write earlier turns without thoughts.",
+    )
 
 
 @section

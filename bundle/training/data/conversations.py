@@ -1,22 +1,30 @@
 """SFT rows to token ids, and which of them are learned: only what the assistant says."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bundle.recipe.sections import Fields
+from bundle.errors import UsageError
+from bundle.recipe.sections import Data, Fields
+from bundle.training.data.templates import ChatTemplate, Message
 from bundle.training.data.tokenizers import HuggingFace, Tokenizer, Tokens
 
 Learned = NDArray[np.bool_]
-Message = dict[str, Any]
+# The ids of each conversation and which of them are learned, or what is wrong with it.
+Writer = Callable[[Sequence[list[Message]]], list[tuple[Tokens, Learned] | str]]
 ROLES = ("system", "user", "assistant", "tool")
 
 
 def messages_of(values: Mapping[str, Any], fields: Fields) -> list[Message] | str:
-    """The conversation of a row (its messages, else its prompt and response), or what is wrong with it."""
-    if fields.messages in values:
+    """The conversation of a row (its messages, else its prompt and response), or what is wrong with it.
+
+    A field that is null counts as missing where the row has the others: tables have every column in each row.
+    """
+    others = fields.prompt in values or fields.response in values
+    if values.get(fields.messages) is not None or (fields.messages in values and not others):
         return _checked(values[fields.messages], fields.messages)
     for name in (fields.prompt, fields.response):
         text = values.get(name)
@@ -41,44 +49,65 @@ def _checked(messages: Any, field: str) -> list[Message] | str:
             return f"{where}: content must be text, is {_shown(message.get('content'))}"
     if messages[-1]["role"] != "assistant" or not messages[-1]["content"].strip():
         return f"field {field}: must end with what the assistant says"
-    return messages
+    return [{key: value for key, value in one.items() if value is not None} for one in messages]
 
 
-def plain(messages: Sequence[Message], tokenizer: Tokenizer) -> tuple[Tokens, Learned]:
-    """The conversation under headings like "### User", the end of text after each turn of the assistant."""
-    texts, learned = [], []
-    for message in messages:
-        texts += [f"### {message['role'].capitalize()}\n", f"{message['content']}\n"]
-        learned += [False, message["role"] == "assistant"]
-    end = np.asarray([tokenizer.end_of_text], np.uint32)
-    parts = [
-        np.concatenate([ids, end]) if says else ids
-        for ids, says in zip(tokenizer.encode(texts), learned, strict=True)
-    ]
-    return np.concatenate(parts), np.repeat(learned, [len(part) for part in parts])
+def writer(data: Data, tokenizer: Tokenizer) -> Writer:
+    """What makes tokens of conversations as `data.template` says; many at once, for a tokenizer's threads.
 
-
-def templated(messages: Sequence[Message], tokenizer: HuggingFace) -> tuple[Tokens, Learned] | str:
-    """The conversation by the tokenizer's chat template, or why the assistant's part cannot be told in it.
-
-    A turn is what the conversation up to it adds to the prompt before it, so a template that writes earlier
-    turns differently once later ones follow cannot be used.
+    Raises UsageError where the tokenizer has no chat template that can be used.
     """
-    ids = tokenizer.chat(messages, prompt=False)
-    learned = np.zeros(len(ids), np.bool_)
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = tokenizer.chat(messages[:index], prompt=True)
-        after = tokenizer.chat(messages[: index + 1], prompt=False)
-        if not (_begins(ids, after) and _begins(after, before)):
-            return f"message {index}: the chat template writes it differently when the conversation goes on"
-        learned[len(before) : len(after)] = True
-    return ids, learned
+    if data.template == "plain":
+        return lambda conversations: _plain(conversations, tokenizer, data.learn)
+    if not isinstance(tokenizer, HuggingFace):
+        raise UsageError(f"data.template: {data.tokenizer} has no chat template; use data.template: plain")
+    template = ChatTemplate(tokenizer, data.learn)
+    return lambda conversations: _templated(conversations, tokenizer, template)
 
 
-def _begins(ids: Tokens, beginning: Tokens) -> bool:
-    return len(beginning) <= len(ids) and np.array_equal(ids[: len(beginning)], beginning)
+def _plain(
+    conversations: Sequence[list[Message]], tokenizer: Tokenizer, learn: str
+) -> list[tuple[Tokens, Learned] | str]:
+    """Under headings like "### User", the end of text after each turn of the assistant."""
+    headed = (
+        text
+        for messages in conversations
+        for message in messages
+        for text in (f"### {message['role'].capitalize()}\n", f"{message['content']}\n")
+    )
+    encoded = iter(tokenizer.encode(list(headed)))
+    end = np.asarray([tokenizer.end_of_text], np.uint32)
+    written: list[tuple[Tokens, Learned] | str] = []
+    for messages in conversations:
+        parts, learned = [], []
+        for index, message in enumerate(messages):
+            heading, said = islice(encoded, 2)
+            answers = message["role"] == "assistant"
+            parts += [heading, np.concatenate([said, end]) if answers else said]
+            learned += [False, answers and (learn == "all_turns" or index == len(messages) - 1)]
+        written.append((np.concatenate(parts), np.repeat(learned, [len(part) for part in parts])))
+    return written
+
+
+def _templated(
+    conversations: Sequence[list[Message]], tokenizer: HuggingFace, template: ChatTemplate
+) -> list[tuple[Tokens, Learned] | str]:
+    """By the chat template: a token is learned when it begins in a part that is."""
+    drafts = [template.write(messages) for messages in conversations]
+    encoded = iter(tokenizer.encode_placed([draft[0] for draft in drafts if not isinstance(draft, str)]))
+
+    def finished() -> Iterator[tuple[Tokens, Learned] | str]:
+        for draft in drafts:
+            if isinstance(draft, str):
+                yield draft
+                continue
+            ids, places = next(encoded)
+            learned = np.zeros(len(ids), np.bool_)
+            for start, until in draft[1]:
+                learned |= (places >= start) & (places < until)
+            yield ids, learned
+
+    return list(finished())
 
 
 def _shown(value: Any) -> str:

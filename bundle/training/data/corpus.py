@@ -82,7 +82,7 @@ def changed(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 def _key(recipe: Recipe, sources: Sequence[files.Source], made: Tokenizer, room: int) -> Any:
     """What the token store is made from. File contents count by size and time; the tokens get a digest."""
     stats = [(source.name, source.path.stat().st_size, source.path.stat().st_mtime_ns) for source in sources]
-    names = ("source", "separator", "fields", "template", "on_error")
+    names = ("source", "separator", "fields", "template", "learn", "on_error")
     chosen = {name: plain(getattr(recipe.data, name)) for name in names}
     return [recipe.task, chosen, made.identity, room if recipe.task == "sft" else 0, stats]
 

@@ -1,5 +1,6 @@
 """Documents and rows out of text, JSONL and parquet files; what cannot be read is a problem, not a crash."""
 
+import codecs
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,12 +21,21 @@ class Row:
     values: dict[str, Any]
 
 
-def texts(sources: Sequence[Source], separator: str | None, problems: Problems) -> Iterator[str]:
+@dataclass(frozen=True)
+class Text:
+    """One document; `place` is "file:line" of its beginning."""
+
+    place: str
+    text: str
+
+
+def texts(sources: Sequence[Source], separator: str | None, problems: Problems) -> Iterator[Text]:
     """The documents of text files: the parts between separators that are not blank."""
     for source in sources:
         content = _bytes_of(source, problems)
         if content is None:
             continue
+        content = content.removeprefix(codecs.BOM_UTF8)
         try:
             text = content.decode()
         except UnicodeDecodeError as error:
@@ -36,7 +46,15 @@ def texts(sources: Sequence[Source], separator: str | None, problems: Problems) 
             if not source.may_be_empty:
                 problems.add(source.name, "empty")
             continue
-        yield from (part for part in (text.split(separator) if separator else [text]) if part.strip())
+        yield from _documents(source.name, text, separator)
+
+
+def _documents(name: str, text: str, separator: str | None) -> Iterator[Text]:
+    line = 1
+    for part in text.split(separator) if separator else [text]:
+        if part.strip():
+            yield Text(f"{name}:{line}", part)
+        line += part.count("\n") + (separator.count("\n") if separator else 0)
 
 
 def json_lines(sources: Sequence[Source], problems: Problems) -> Iterator[Row]:
@@ -52,15 +70,18 @@ def json_lines(sources: Sequence[Source], problems: Problems) -> Iterator[Row]:
 def _objects(name: str, lines: Iterator[bytes], problems: Problems) -> Iterator[Row]:
     any_line = False
     for number, line in enumerate(lines, start=1):
+        line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
         if not line.strip():
             continue
-        any_line = True
-        place = f"{name}:{number}"
+        place, first, any_line = f"{name}:{number}", not any_line, True
         try:
             value = json.loads(line.decode())
         except UnicodeDecodeError as error:
             problems.add(place, f"not UTF-8: byte {line[error.start]:#04x} at {error.start + 1}")
         except ValueError as error:
+            if first and (line.lstrip().startswith(b"[") or line.strip() == b"{"):
+                problems.add(name, "one JSON value over several lines: write one object a line (jq -c '.[]')")
+                return
             problems.add(place, f"not JSON: {error}")
         except RecursionError:
             problems.add(place, "not JSON that we read: nested too deep")
@@ -96,7 +117,7 @@ def parquet_rows(sources: Sequence[Source], wanted: Sequence[str], problems: Pro
                         yield Row(f"{source.name}:{number}", values)
                 if not number:
                     problems.add(source.name, "empty")
-        except (pyarrow.ArrowException, OSError) as error:
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
             problems.add(source.name, f"not parquet that can be read: {error}")
 
 

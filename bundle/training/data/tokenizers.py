@@ -12,12 +12,13 @@ from bundle.errors import EnvironmentUnfit, UsageError
 from bundle.recipe.sections import BYTE_VOCABULARY
 
 Tokens = NDArray[np.uint32]
+Places = NDArray[np.int64]
 
 
 class Tokenizer(Protocol):
     """What the data room asks of a tokenizer. `identity` names it and its content, for resumes."""
 
-    vocab_size: int
+    vocab_size: int  # more than the highest id
     end_of_text: int
     identity: str
 
@@ -55,30 +56,55 @@ class HuggingFace:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 str(directory), local_files_only=True, trust_remote_code=False
             )
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except Exception as error:  # transformers trusts what stands in the files
             raise UsageError(f"data.tokenizer: {directory} holds no tokenizer that loads: {error}") from error
         if self._tokenizer.eos_token_id is None:
             raise UsageError(f"data.tokenizer: {directory} names no eos_token, which ends documents")
-        self.vocab_size = len(self._tokenizer)
+        self.directory = directory
+        # Ids may have gaps: then there are fewer tokens than the highest id says.
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab().values())
         self.end_of_text = int(self._tokenizer.eos_token_id)
         self.identity = f"hf sha256:{_digest(directory)}"
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        """The ids of each text, without special tokens."""
-        encoded = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-        return [np.asarray(ids, np.uint32) for ids in encoded]
+        """The ids of each text, without special tokens; half surrogate pairs become question marks."""
+        return [np.asarray(ids, np.uint32) for ids in self._encoded(texts)["input_ids"]]
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether the tokenizer says how conversations are written."""
-        return bool(self._tokenizer.chat_template)
+    def encode_placed(self, texts: Sequence[str]) -> list[tuple[Tokens, Places]]:
+        """The ids of each text, and of each the character where it begins."""
+        encoded = self._encoded(texts, return_offsets_mapping=True)
+        return [
+            (np.asarray(ids, np.uint32), np.asarray(offsets, np.int64).reshape(-1, 2)[:, 0])
+            for ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        ]
 
-    def chat(self, messages: Sequence[dict[str, Any]], *, prompt: bool) -> Tokens:
-        """The ids of a conversation by the tokenizer's template; `prompt` opens the assistant's next turn."""
-        text = self._tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=prompt
+    def chat_template(self) -> str:
+        """The tokenizer's chat template. Raises UsageError where it has none that we can use."""
+        try:
+            template: str = self._tokenizer.get_chat_template()
+        except ValueError as error:
+            raise UsageError(
+                f"data.template: {self.directory} has no chat template; use data.template: plain ({error})"
+            ) from error
+        if not self._tokenizer.is_fast:
+            raise UsageError(
+                f"data.template: {self.directory} has no fast tokenizer (tokenizer.json), which tells where a"
+                " token begins; use data.template: plain"
+            )
+        return template
+
+    def render(self, messages: Sequence[dict[str, Any]], template: str, *, prompt: bool) -> str:
+        """The conversation by a chat template; `prompt` opens the assistant's next turn."""
+        text: str = self._tokenizer.apply_chat_template(
+            list(messages), chat_template=template, tokenize=False, add_generation_prompt=prompt
         )
-        return self.encode([text])[0]
+        return text
+
+    def _encoded(self, texts: Sequence[str], **options: Any) -> Any:
+        if not texts:
+            return {"input_ids": [], "offset_mapping": []}
+        whole = [text.encode(errors="replace").decode() for text in texts]
+        return self._tokenizer(whole, add_special_tokens=False, verbose=False, **options)
 
 
 def tokenizer(name: str, vocabulary: int) -> Tokenizer:
@@ -86,7 +112,8 @@ def tokenizer(name: str, vocabulary: int) -> Tokenizer:
     made: Tokenizer = Bytes() if name == "bytes" else HuggingFace(Path(name.removeprefix("hf:")))
     if made.vocab_size > vocabulary:
         raise UsageError(
-            f"data.tokenizer: {name} has {made.vocab_size} tokens, the model's vocab_size is {vocabulary}"
+            f"data.tokenizer: {name} has ids up to {made.vocab_size - 1},"
+            f" the model's vocab_size is {vocabulary}"
         )
     return made
 

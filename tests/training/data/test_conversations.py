@@ -1,11 +1,15 @@
 """SFT: what is written, and that only the assistant's words are learned."""
 
+import json
+from typing import Any
+
 import pytest
 
 from bundle.errors import UsageError
-from bundle.recipe.sections import Fields
-from bundle.training.data.conversations import messages_of, plain, templated
+from bundle.recipe.sections import Data, Fields
+from bundle.training.data.conversations import messages_of, writer
 from bundle.training.data.tokenizers import Bytes, HuggingFace, tokenizer
+from tests.training.data import chat
 
 TALK = [
     {"role": "system", "content": "Be short."},
@@ -14,14 +18,15 @@ TALK = [
     {"role": "user", "content": "2+2?"},
     {"role": "assistant", "content": "4"},
 ]
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
-    "{% if m.role == 'assistant' %}<end>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-FORGETFUL = TEMPLATE.replace(
-    "{{ m.content }}", "{% if loop.last or m.role != 'assistant' %}{{ m.content }}{% endif %}"
-)
+
+
+def data(**keys):
+    return Data(source="jsonl", path=("rows.jsonl",), sequence_length=64, **keys)
+
+
+def written(chosen, tokenizer, *talks) -> Any:
+    """Ids and what is learned of each conversation, or what is wrong with it."""
+    return writer(chosen, tokenizer)(talks)
 
 
 def text(ids):
@@ -29,13 +34,21 @@ def text(ids):
 
 
 def test_plain_conversations_have_headings_and_an_end_after_each_answer():
-    ids, learned = plain(TALK, Bytes())
+    short = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    (ids, learned), (other, _) = written(data(), Bytes(), TALK, short)
     assert (
         text(ids)
         == "### System\nBe short.\n### User\n1+1?\n### Assistant\n2\n### User\n2+2?\n### Assistant\n4\n"
     )
     assert text(ids[learned]) == "2\n4\n"
     assert ids[learned].tolist().count(256) == 2 and ids[-1] == 256
+    assert text(other) == "### User\nhi\n### Assistant\nho\n"
+
+
+def test_the_last_turn_alone_can_be_learned_of_plain_conversations():
+    ((every, _),) = written(data(), Bytes(), TALK)
+    ((ids, learned),) = written(data(learn="last_turn"), Bytes(), TALK)
+    assert ids.tolist() == every.tolist() and ids[learned].tolist() == [*b"4\n", 256]
 
 
 def test_prompt_and_response_are_a_conversation_of_two():
@@ -45,6 +58,15 @@ def test_prompt_and_response_are_a_conversation_of_two():
         {"role": "assistant", "content": "a"},
     ]
     assert messages_of({"messages": TALK, "answer": 3}, fields) == TALK
+    assert messages_of({"messages": TALK, "question": None, "answer": None}, fields) == TALK
+
+
+def test_what_is_null_in_a_table_counts_as_missing():
+    row = {"messages": None, "prompt": "q", "response": "a"}
+    assert messages_of(row, Fields()) == messages_of({"prompt": "q", "response": "a"}, Fields())
+    wide = [{**message, "tool_calls": None} for message in TALK]
+    assert messages_of({"messages": wide}, Fields()) == TALK
+    assert "field response: missing" in messages_of({"messages": None, "prompt": "q"}, Fields())
 
 
 @pytest.mark.parametrize(
@@ -70,42 +92,35 @@ def test_rows_that_are_no_conversation_are_named_by_field(row, named):
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """A real tokenizer of `transformers` with one token per byte, saved to a directory."""
-    transformers = pytest.importorskip("transformers")
-    tokenizers = pytest.importorskip("tokenizers")
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    model = tokenizers.models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[])
-    raw = tokenizers.Tokenizer(model)
-    raw.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = tokenizers.decoders.ByteLevel()
-    path = tmp_path_factory.mktemp("tokenizer")
-    made = transformers.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>")
-    made.chat_template = TEMPLATE
-    made.save_pretrained(path)
-    return path
+    return chat.directory(tmp_path_factory.mktemp("tokenizer"))
 
 
 def test_a_chat_template_writes_and_the_answers_are_found_in_it(directory):
     made = HuggingFace(directory)
-    written = templated(TALK, made)
-    assert not isinstance(written, str)
-    ids, learned = written
+    headless = TALK[2:]
+    first, second, third = written(data(template="chat"), made, TALK, headless, TALK[1:3])
     decode = made._tokenizer.decode
+    ids, learned = first
     assert decode(ids.tolist()) == "<system>Be short.<user>1+1?<assistant>2<end><user>2+2?<assistant>4<end>"
     assert decode(ids[learned].tolist()) == "2<end>4<end>"
+    assert isinstance(second, str) and decode(third[0][third[1]].tolist()) == "2<end>"
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(directory):
+def test_half_a_surrogate_pair_becomes_a_question_mark_for_every_tokenizer(directory):
+    whole = json.loads('"\\ud800 \\ud83d\\ude00\\udc00"')
+    talk = [{"role": "user", "content": whole}, {"role": "assistant", "content": whole}]
     made = HuggingFace(directory)
-    made._tokenizer.chat_template = FORGETFUL
-    assert "message 2: the chat template writes it differently" in str(templated(TALK, made))
+    assert made._tokenizer.decode(made.encode([whole])[0].tolist()) == "? \U0001f600?"
+    assert bytes(Bytes().encode([whole])[0].tolist()).decode() == "? \U0001f600?"
+    ((ids, learned),) = written(data(template="chat"), made, talk)
+    assert made._tokenizer.decode(ids[learned].tolist()) == "? \U0001f600?<end>"
 
 
 def test_tokenizers_are_named_by_their_content_and_must_fit_the_model(directory):
     made = tokenizer(f"hf:{directory}", 1000)
     assert made.identity == HuggingFace(directory).identity and made.identity.startswith("hf sha256:")
     assert made.end_of_text == 256 and made.vocab_size == 257
-    with pytest.raises(UsageError, match="has 257 tokens, the model's vocab_size is 200"):
+    with pytest.raises(UsageError, match="has ids up to 256, the model's vocab_size is 200"):
         tokenizer(f"hf:{directory}", 200)
 
 
@@ -114,3 +129,21 @@ def test_directories_without_a_tokenizer_are_usage_errors(name, tmp_path):
     pytest.importorskip("transformers")
     with pytest.raises(UsageError, match=r"data\.tokenizer"):
         tokenizer(name.format(empty=tmp_path), 1000)
+
+
+@pytest.mark.parametrize("content", ["[]", "{", "3", '{"tokenizer_class": []}'])
+def test_a_tokenizer_whose_files_say_something_odd_is_a_usage_error(tmp_path, content):
+    path = chat.directory(tmp_path / "tokenizer")
+    (path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(UsageError, match=r"data\.tokenizer: .* holds no tokenizer that loads"):
+        HuggingFace(path)
+
+
+def test_ids_may_have_gaps_and_the_highest_one_must_fit_the_model(tmp_path):
+    path = chat.directory(tmp_path / "tokenizer")
+    content = json.loads((path / "tokenizer.json").read_text())
+    content["model"]["vocab"]["a"] = 900
+    (path / "tokenizer.json").write_text(json.dumps(content))
+    assert tokenizer(f"hf:{path}", 901).encode(["ab"])[0].tolist()[0] == 900
+    with pytest.raises(UsageError, match="has ids up to 900, the model's vocab_size is 900"):
+        tokenizer(f"hf:{path}", 900)

@@ -131,6 +131,19 @@ def test_rows_are_filled_up_and_only_responses_count(rows, tmp_path):
     assert batch.ids.shape == (3, 256)
 
 
+def test_learning_the_last_turn_alone_is_other_data(tmp_path):
+    talk = [{"role": role, "content": role * 5} for role in ("user", "assistant") * 2]
+    path = tmp_path / "talks.jsonl"
+    path.write_text("\n".join([json.dumps({"messages": talk})] * 20))
+    made = [
+        prepare(recipe(path, "task=sft", f"data.learn={learn}"), tmp_path / "cache")
+        for learn in ("all_turns", "last_turn")
+    ]
+    counts = [int(each.training.batch(np.asarray([0])).loss_mask.sum()) for each in made]
+    assert counts[0] == 2 * counts[1] > 0
+    assert len(changed(made[0].identity, made[1].identity)) == 1
+
+
 @pytest.mark.parametrize("sft", [False, True])
 def test_packs_fit_every_layout_and_are_the_same_at_each(rows, tmp_path, sft):
     task = ["task=sft"] if sft else []

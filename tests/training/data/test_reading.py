@@ -2,12 +2,15 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from bundle.errors import JobFailed, UsageError
 from bundle.recipe import load
 from bundle.training.data import prepare
 from bundle.training.data.files import expand
+from bundle.training.data.tokenizers import Bytes
+from tests.training.data import chat
 
 GOOD = {"text": "def f():\n    return 1\n" * 10}
 
@@ -27,6 +30,7 @@ def corrupt(tmp_path, made):
 
 BAD_LINES = [
     ('{"text": ', "not JSON"),
+    ('[{"text": "x"},', "not JSON"),
     ("[1]", "must be a JSON object, is list"),
     ('{"txt": "x"}', "field text: missing; the row has txt"),
     ('{"text": 3}', "field text: must be text, is 3"),
@@ -57,6 +61,76 @@ def test_empty_files_are_named(tmp_path):
     for name, source in (("a.jsonl", "jsonl"), ("b.txt", "text")):
         (tmp_path / name).write_text("\n")
         assert corrupt(tmp_path, recipe(tmp_path / name, source=source)) == (f"{tmp_path / name}: empty",)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    bom = b"\xef\xbb\xbf"
+    (tmp_path / "a.jsonl").write_bytes(bom + json.dumps(GOOD).encode() + b"\n" + bom + b"{}\n")
+    assert [line.split(": ")[0] for line in corrupt(tmp_path, recipe(tmp_path / "a.jsonl"))] == [
+        f"{tmp_path / 'a.jsonl'}:2"
+    ]
+    (tmp_path / "b.txt").write_bytes(bom + b"four" * 40)
+    corpus = prepare(recipe(tmp_path / "b.txt", "data.validation=0", source="text"), tmp_path / "cache")
+    assert bytes(corpus.store.ids[:5].tolist()) == b"fourf"
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_json_that_is_not_one_object_a_line_gets_one_complaint(tmp_path, indent):
+    path = tmp_path / "rows.jsonl"
+    written = json.dumps([GOOD] * 50, indent=indent)
+    path.write_text("\n" + written.replace("}, {", "},\n{"))
+    (line,) = corrupt(tmp_path, recipe(path))
+    assert line.startswith(f"{path}: one JSON value over several lines") and "one object a line" in line
+    path.write_text(json.dumps(GOOD, indent=1))
+    assert len(corrupt(tmp_path, recipe(path))) == 1
+
+
+def test_a_first_row_that_is_cut_does_not_condemn_the_file(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "x\n' + "\n".join([json.dumps(GOOD)] * 9))
+    corpus = prepare(recipe(path, "data.on_error=skip", "data.validation=0"), tmp_path / "cache")
+    assert len(corpus.store.lengths) == 9 and len(corpus.skipped) == 1
+
+
+def test_ids_that_the_model_does_not_have_are_named_by_row(tmp_path, monkeypatch):
+    """A tokenizer may give ids that are not among those that it says it has."""
+    right = Bytes.encode
+    monkeypatch.setattr(
+        Bytes, "encode", lambda of, texts: [np.where(ids == 195, 258, ids) for ids in right(of, texts)]
+    )
+    (tmp_path / "a.txt").write_text("one\n\n\nñ\n\n\ntwo\n\n\n\n\n\nthree\n\né\n\n\n")
+    made = recipe(tmp_path / "a.txt", r'data.separator="\n\n\n"', source="text")
+    assert corrupt(tmp_path, made) == (
+        f"{tmp_path}/a.txt:4: token 258 is not in the vocabulary of 258",
+        f"{tmp_path}/a.txt:13: token 258 is not in the vocabulary of 258",
+    )
+    rows = [{"prompt": "q", "response": said, "text": said} for said in ("a", "é", "b")]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for task in ("pretrain", "sft"):
+        (line,) = corrupt(tmp_path, recipe(tmp_path / "rows.jsonl", f"task={task}"))
+        assert line == f"{tmp_path}/rows.jsonl:2: token 258 is not in the vocabulary of 258"
+
+
+def test_rows_of_which_nothing_would_be_learned_are_named(tmp_path):
+    tokenizer = chat.directory(tmp_path / "tokenizer", chat.BARE, merged=("qa",))
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "q", "response": said} for said in ("b", "a", "ab")]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    keys = [f"data.tokenizer=hf:{tokenizer}", "data.template=chat", "task=sft"]
+    assert corrupt(tmp_path, recipe(path, *keys)) == (f"{path}:2: not one token of it would be learned",)
+
+
+def test_what_a_template_refuses_is_named_by_row_and_can_be_skipped(tmp_path):
+    tokenizer = chat.directory(tmp_path / "tokenizer", chat.ALTERNATING)
+    path = tmp_path / "rows.jsonl"
+    good = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    rows = [good, [{"role": "system", "content": "s"}, *good], good, good[1:], good]
+    path.write_text("\n".join(json.dumps({"messages": messages}) for messages in rows))
+    keys = [f"data.tokenizer=hf:{tokenizer}", "data.template=chat", "task=sft", "data.validation=0"]
+    refused = "the chat template refuses it: roles must take turns, and this one does not"
+    assert corrupt(tmp_path, recipe(path, *keys)) == (f"{path}:2: {refused}", f"{path}:4: {refused}")
+    corpus = prepare(recipe(path, *keys, "data.on_error=skip"), tmp_path / "cache")
+    assert len(corpus.store.lengths) == 3 and len(corpus.skipped) == 2
 
 
 def test_a_limit_keeps_the_message_short_and_counts_the_rest(tmp_path):

@@ -1,0 +1,157 @@
+"""Chat templates as models have them: what is learned, and what becomes a row's or the job's problem."""
+
+import importlib.util
+import time
+from pathlib import Path
+
+import pytest
+
+from bundle.errors import UsageError
+from bundle.recipe.sections import Data
+from bundle.training.data import templates
+from bundle.training.data.conversations import writer
+from bundle.training.data.templates import ChatTemplate
+from bundle.training.data.tokenizers import HuggingFace
+from tests.training.data import chat
+
+
+def said(*contents, system=None):
+    roles = ("user", "assistant")
+    first = [{"role": "system", "content": system}] if system else []
+    return first + [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+QUESTIONS = said("1+1?", "<b>2", "2+2?", "<4>")
+THOUGHTS = said("1+1?", "<think>\nhm\n</think>\n\n2")
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory):
+    """What is learned of a conversation by a template, as text."""
+
+    def of(template, messages, learn="all_turns"):
+        made = HuggingFace(chat.directory(tmp_path_factory.mktemp("tokenizer"), template))
+        written = ChatTemplate(made, learn).write(messages)
+        return written if isinstance(written, str) else [written[0][start:end] for start, end in written[1]]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("template", "last", "every"),
+    [
+        (chat.SIMPLE, "<4><end>", "<b>2<end>"),
+        (chat.THOUGHTFUL, "<think>\n\n</think>\n\n<4><end>", None),
+        (chat.THINKING, "\n</think>\n\n<4><end>", None),
+        (chat.CLOSED, "</think><4><end>", "</think><b>2<end>"),
+        (chat.DISTILLED, "<4><end>", "<b>2<end>"),
+        (chat.ALTERNATING, " <4><end>", " <b>2<end>"),
+        (chat.RENAMED, "<4><over>\n", "<b>2<over>\n"),
+        (chat.MARKED, "<4><end>", "<b>2<end>"),
+        (chat.FORGETFUL, "<4><end>", None),
+    ],
+)
+def test_the_last_turn_is_learned_of_every_template_and_each_where_each_is_written_alike(
+    learned, template, last, every
+):
+    assert learned(template, QUESTIONS, "last_turn") == [last]
+    if every is None:
+        found = learned(template, QUESTIONS)
+        assert found.startswith("message 1: the chat template writes it differently") and "last_turn" in found
+    else:
+        assert learned(template, QUESTIONS) == [every, last]
+
+
+def test_of_a_last_turn_that_a_template_marks_with_its_name_what_follows_the_prompt_is_learned(learned):
+    named = ["<assistant><b>2<end>", "<assistant><4><end>"]
+    assert learned(chat.MARKED_WITH_NAME, QUESTIONS) == named
+    assert learned(chat.MARKED_WITH_NAME, QUESTIONS, "last_turn") == ["<4><end>"]
+
+
+PUBLISHED = importlib.util.find_spec("trl")
+
+
+@pytest.mark.skipif(PUBLISHED is None, reason="trl is not installed, which carries the templates of models")
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3", "qwen3_5_think", "deepseek_r1_distill", "deepseekv3", "gemma", "gemma3", "llama3", "glm4moe"],
+)
+def test_published_templates_learn_the_last_turn(learned, name):
+    assert PUBLISHED is not None and PUBLISHED.submodule_search_locations is not None
+    folder = Path(PUBLISHED.submodule_search_locations[0]) / "chat_templates"
+    for path in (folder / f"{name}.jinja", folder / f"{name}_training.jinja"):
+        if path.exists():
+            (found,) = learned(path.read_text(), QUESTIONS, "last_turn")
+            assert "<4>" in found and "2+2" not in found and "assistant" not in found
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (chat.THOUGHTFUL, ["<think>\nhm\n</think>\n\n2<end>"]),
+        (chat.THINKING, ["hm\n</think>\n\n2<end>"]),
+        (chat.ALTERNATING, [" <think>\nhm\n</think>\n\n2<end>"]),
+    ],
+)
+@pytest.mark.parametrize("learn", ["all_turns", "last_turn"])
+def test_thoughts_are_learned_where_the_template_writes_them(learned, template, expected, learn):
+    assert learned(template, THOUGHTS, learn) == expected
+
+
+@pytest.mark.parametrize(
+    "template", [chat.DISTILLED, chat.MARKED.replace("m.content +", "m.content.split('</think>')[-1] +")]
+)
+@pytest.mark.parametrize("learn", ["all_turns", "last_turn"])
+def test_thoughts_that_a_template_leaves_out_are_told(learned, template, learn):
+    assert learned(template, THOUGHTS, learn).startswith("the chat template leaves out the assistant's t")
+    assert learned(template, said("1?", "<think>\n1\n</think>", "2?", "2"), "last_turn") == ["2<end>"]
+
+
+@pytest.mark.parametrize("template", [chat.ALTERNATING, chat.RENAMED])
+@pytest.mark.parametrize("messages", [said("q", "a", system="Be short."), [*said("q"), *QUESTIONS]])
+def test_what_a_template_raises_about_a_row_is_said_of_that_row(learned, template, messages):
+    assert learned(template, messages) == (
+        "the chat template refuses it: roles must take turns, and this one does not"
+    )
+    assert learned("{{ 1 // 0 }}", QUESTIONS).startswith("the chat template refuses it: ")
+
+
+def test_rows_that_no_template_can_take(learned):
+    assert learned(chat.SIMPLE, said("q", "a")[1:]).startswith("message 0: ")
+    assert "no characters" in learned(chat.MARKED, said("q", "a\ufdd0b"))
+    other = chat.SIMPLE.replace("<assistant>", "<robot>")
+    assert (
+        learned(chat.SPEECHLESS, QUESTIONS)
+        == "the chat template does not write what the assistant says: '<b>2'"
+    )
+    assert learned(other, QUESTIONS).startswith("message 1: the chat template's prompt for it is not what")
+
+
+def test_marks_of_generation_are_read_as_transformers_reads_them(tmp_path):
+    made = HuggingFace(chat.directory(tmp_path, chat.MARKED))
+    talk = said("1+1?\n", "\n 2 ", "2+2?", "ünï", system="Be short.")
+    theirs = made._tokenizer.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)
+
+    chosen = Data(source="jsonl", path=("rows.jsonl",), sequence_length=64, template="chat")
+    (written,) = writer(chosen, made)([talk])
+    assert not isinstance(written, str)
+    ids, ours = written
+    assert ids.tolist() == theirs["input_ids"] and ours.tolist() == list(map(bool, theirs["assistant_masks"]))
+    assert 0 < ours.sum() < len(ids)
+
+
+def test_a_template_that_comes_to_no_end_stops_the_job_in_seconds(learned, monkeypatch):
+    monkeypatch.setattr(templates, "RENDERING_SECONDS", 0.3)
+    before = time.process_time()
+    with pytest.raises(UsageError, match=r"came to no end in 0\.3 s .* begins '1\+1\?'"):
+        learned(chat.ENDLESS, QUESTIONS)
+    assert time.process_time() - before < 10
+    assert learned(chat.SIMPLE, QUESTIONS, "last_turn") == ["<4><end>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "why"), [(None, "has no chat template"), ("{% for %}", "cannot be read: .*line 1")]
+)
+def test_a_tokenizer_without_a_template_that_can_be_read_is_a_usage_error(learned, template, why):
+    with pytest.raises(UsageError, match=rf"data\.template: .* {why}"):
+        learned(template, QUESTIONS)
