@@ -52,17 +52,20 @@ class SourceTree:
         source = text.read_bytes(self.root / file, _LIMIT)
         if source is None:
             raise Unreadable(f"{file} is no regular file below {_LIMIT >> 20} MiB that can be read")
-        try:
-            with warnings.catch_warnings(
-                action="ignore"
-            ):  # their invalid escapes are not our user's business
-                tree = ast.parse(source)
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise Unreadable(f"{file} cannot be parsed: {type(error).__name__}: {error}") from None
-        package = name if file.endswith("__init__.py") else name.rpartition(".")[0]
-        imports = [node for node in statements(tree.body) if isinstance(node, ast.ImportFrom)]
-        stars = [absolute(node, package) for node in imports if node.names[0].name == "*"]
-        return Module(name, file, package, bindings(tree.body), tuple(stars))
+        return parsed(name, file, source)
+
+
+def parsed(name: str, file: str, source: bytes) -> Module:
+    """The module that a file's bytes make. Raises Unreadable."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # their invalid escapes are not our user's business
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise Unreadable(f"{file} cannot be parsed: {type(error).__name__}: {error}") from None
+    package = name if file.endswith("__init__.py") else name.rpartition(".")[0]
+    imports = [node for node in statements(tree.body) if isinstance(node, ast.ImportFrom)]
+    stars = [absolute(node, package) for node in imports if node.names[0].name == "*"]
+    return Module(name, file, package, bindings(tree.body), tuple(stars))
 
 
 def module_file(root: Path, name: str) -> str | None:
@@ -104,12 +107,23 @@ def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def bindings(body: list[ast.stmt]) -> dict[str, list[ast.stmt]]:
-    """The statements that bind each name of a scope: definitions, imports (narrowed to it), assignments."""
+    """The statements that bind each name of a scope: definitions, imports and assignments, narrowed to it."""
     bound: dict[str, list[ast.stmt]] = {}
     for node in statements(body):
         for name, statement in _bound(node):
             bound.setdefault(name, []).append(statement)
     return bound
+
+
+def _unpacked(target: ast.Tuple | ast.List, value: ast.expr) -> Iterator[tuple[ast.Name, ast.expr | None]]:
+    """The names in `a, b = x, y`, each with its own value; None where they cannot be told apart."""
+    values: list[ast.expr | None] = [None] * len(target.elts)
+    if isinstance(value, ast.Tuple | ast.List) and len(value.elts) == len(values):
+        if not any(isinstance(element, ast.Starred) for element in (*target.elts, *value.elts)):
+            values = list(value.elts)
+    for name, own in zip(target.elts, values, strict=True):
+        if isinstance(name, ast.Name):
+            yield name, own
 
 
 def _bound(node: ast.stmt) -> Iterator[tuple[str, ast.stmt]]:
@@ -124,6 +138,8 @@ def _bound(node: ast.stmt) -> Iterator[tuple[str, ast.stmt]]:
     elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         for target in targets:
-            for name in target.elts if isinstance(target, ast.Tuple | ast.List) else [target]:
-                if isinstance(name, ast.Name):
-                    yield name.id, node
+            if isinstance(target, ast.Name):
+                yield target.id, node
+            elif isinstance(target, ast.Tuple | ast.List):
+                for name, value in _unpacked(target, node.value):
+                    yield name.id, ast.Assign([name], value) if value else node

@@ -103,13 +103,13 @@ def read_copy(entry: Entry) -> Copy | None:
     root = entry.path.parent
     installed = metadata.distributions([root]).get("megatron-core")
     record = metadata.read(installed) if installed else None
-    version = _version(text.read(entry.path / "core" / "package_info.py"))
+    version = declared(text.read(entry.path / "core" / "package_info.py"))
     commit = git.commit(root) or (record.commit if record else None)
     return Copy(entry.path, entry.origin, version or (record.version if record else None), commit)
 
 
-def _version(source: str | None) -> str | None:
-    """The version that the constants of a package_info.py make; None when they are not literals.
+def declared(source: str | None) -> str | None:
+    """The version that the constants of a package_info.py's text make; None when they are not literals.
 
     `__version__` itself is not read: from 0.19 on importing the file runs git and appends whatever commit the
     surrounding directory is at, which need not be megatron's.

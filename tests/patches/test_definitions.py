@@ -157,3 +157,94 @@ def test_questions_about_a_function(tmp_path: Path):
     assert found.parameters == {"a", "b"}
     assert len(found.calls("g")) == 2
     assert {"a", "b", "g", "key", "attribute"} <= found.names
+
+
+def test_mutual_star_imports_end_at_once(tmp_path: Path):
+    names = [f"m{i}" for i in range(12)]
+    tree = {name: "".join(f"from {other} import *\n" for other in names) for name in names}
+    tree["m11"] += "def there(): pass\n"
+    definitions = written(tmp_path, tree)
+    assert definitions["m0:nowhere"] is None and definitions.bindings("m0:nowhere") == ()
+    assert definitions["m0:there"] is not None and len(definitions.bindings("m0:there")) == 1
+
+
+def test_mutual_inheritance_ends_at_once(tmp_path: Path):
+    names = [f"C{i}" for i in range(12)]
+    tree = {"m": "".join(f"class {name}({', '.join(names)}): pass\n" for name in names)}
+    assert written(tmp_path, tree)["m:C0.nowhere"] is None
+
+
+@pytest.mark.parametrize("last", ["def f(): pass\n", ""])
+def test_a_legal_chain_of_star_imports_is_followed_once(tmp_path: Path, last: str):
+    """28 levels of two modules each, every one importing all of both of the next level."""
+    tree = {}
+    for level in range(28):
+        stars = f"from a{level + 1} import *\nfrom b{level + 1} import *\n" if level < 27 else ""
+        tree |= {f"a{level}": stars, f"b{level}": stars}
+    tree["b27"] = last
+    assert (written(tmp_path, tree)["a0:f"] is not None) == bool(last)
+
+
+def test_a_diamond_of_bases_is_searched_once_and_found(tmp_path: Path):
+    levels = "class A0:\n    def f(self): pass\nclass B0: pass\n"
+    for level in range(1, 29):
+        levels += f"class A{level}(B{level - 1}, A{level - 1}): pass\n"
+        levels += f"class B{level}(B{level - 1}, A{level - 1}): pass\n"
+    definitions = written(tmp_path, {"m": levels})
+    assert definitions["m:A28.f"] is not None and definitions["m:A28.g"] is None
+
+
+def test_a_chain_without_end_is_given_up(tmp_path: Path):
+    tree = {f"m{i}": f"from m{i + 1} import f\nclass C{i}(C{i + 1}): pass\n" for i in range(2000)}
+    found = written(tmp_path, tree)["m0:f"]
+    assert found is not None and found.module != "m0"  # as far as we go
+
+
+ALIASES = {
+    "pkg.__init__": "",
+    "pkg.impl": "def f(a): return a\nclass C:\n    def m(self): pass\n    @staticmethod\n    def s(): pass\n",
+    "pkg.user": (
+        "from pkg import impl as i\nimport pkg.impl\nimport pkg.impl as whole\nfrom .impl import C\n"
+        "f = i.f\ng = pkg.impl.f\nh = whole.f\nk = f\nm = C.m\nD = C\nx = y = i.f\n"
+        "if f:\n    either = i.f\nelse:\n    either = None\n"
+        "loop = loop2\nloop2 = loop\nself_ = self_\nnone = i.nothing\n"
+    ),
+    "pkg.starred": "from .user import *\n",
+}
+
+
+@pytest.mark.parametrize("name", ["f", "g", "h", "k", "x", "y"])
+@pytest.mark.parametrize("module", ["pkg.user", "pkg.starred"])
+def test_a_name_bound_by_assignment_is_what_it_was_bound_to(tmp_path: Path, module: str, name: str):
+    definitions = written(tmp_path, ALIASES)
+    found = definitions[f"{module}:{name}"]
+    assert found == definitions["pkg.impl:f"]
+
+
+def test_attributes_of_an_alias_are_found(tmp_path: Path):
+    definitions = written(tmp_path, ALIASES)
+    assert definitions["pkg.user:m"] == definitions["pkg.user:D.m"] == definitions["pkg.impl:C.m"]
+    either = definitions["pkg.user:either"]
+    assert either is not None and len(either.nodes) == 2  # a variable
+    for name in ("loop", "self_", "none"):
+        variable = definitions[f"pkg.user:{name}"]
+        assert variable is not None and variable.module == "pkg.user"
+
+
+def test_a_name_of_several_is_bound_to_its_own_value(tmp_path: Path):
+    one = written(tmp_path / "a", {"m": "a, b = (None, None)\nc, d = f()\n"})
+    other = written(tmp_path / "b", {"m": "a, x, b = [None, 1, None]\nd, c = f()\n"})
+    for name, same in (("b", True), ("c", False)):
+        mine, theirs = one[f"m:{name}"], other[f"m:{name}"]
+        assert mine is not None and theirs is not None
+        assert (mine.fingerprint == theirs.fingerprint) == same
+
+
+def test_bindings_are_found_behind_import_star(tmp_path: Path):
+    tree = {
+        "pkg.__init__": "from .front import *\n",
+        "pkg.front": "from ._impl import *\n",
+        "pkg._impl": "try:\n    from te import Linear\nexcept ImportError:\n    Linear = None\n",
+    }
+    definitions = written(tmp_path, tree)
+    assert len(definitions.bindings("pkg:Linear")) == len(definitions.bindings("pkg._impl:Linear")) == 2

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 from bundle.patches.entry import NOTHING, Patch, Presence, Replacement
 
 if TYPE_CHECKING:
-    from bundle.patches.definitions import Definition, Evidence
+    from bundle.patches.definition import Definition
+    from bundle.patches.definitions import Evidence
 
 _MODULE = "megatron.core.transformer.multi_token_prediction"
 _GPT = "megatron.core.models.gpt.gpt_model"

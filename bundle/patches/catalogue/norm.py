@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 from bundle.patches.entry import NOTHING, Patch, Presence, Replacement
 
 if TYPE_CHECKING:
-    from bundle.patches.definitions import Definition, Evidence
+    from bundle.patches.definition import Definition
+    from bundle.patches.definitions import Evidence
 
 _TE = "megatron.core.extensions.transformer_engine"
 _LINEAR = f"{_TE}:TELinear.__init__"
