@@ -26,9 +26,10 @@ def from_config(config: Mapping[str, Any], origin: str = "config") -> Architectu
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         near = closest(str(model_type), FAMILIES)
+        supported = f"supported: {', '.join(SUPPORTED)}"
         raise UsageError(
-            f"{origin}: model_type {model_type!r} is not supported{near}",
-            [f"supported: {', '.join(SUPPORTED)}"],
+            f"{origin}: this model is not supported",
+            [f"model_type: {model_type!r} is not supported{near}; {supported}"],
         )
     keys = Keys(config)
     architecture = FAMILIES[model_type](keys)

@@ -5,7 +5,7 @@ from bundle.frozen import frozen
 
 @frozen
 class RopeScaling:
-    """How rotary positions are stretched beyond the length of pre-training."""
+    """How rotary positions are stretched beyond the length of pre-training, as `transformers` computes it."""
 
     kind: str  # linear | llama3 | yarn
     factor: float
@@ -14,8 +14,9 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    mscale: float = 1.0
-    mscale_all_dim: float = 0.0
+    truncate: bool = True  # yarn's two bounds are whole pairs
+    concentration: float = 1.0  # sines and cosines, of queries and of keys, are multiplied by it
+    softmax_mscale: float = 0.0  # latent attention: logits grow by (0.1 x this x ln(factor) + 1)²
 
 
 @frozen
@@ -27,6 +28,7 @@ class MLA:
     qk_head_dim: int  # the part without positions
     qk_pos_emb_head_dim: int
     v_head_dim: int
+    norm_epsilon: float = 1e-6  # of the norms between the projections: DeepSeek's code knows no other
 
     @property
     def q_head_dim(self) -> int:

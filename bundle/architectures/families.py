@@ -25,6 +25,7 @@ def _decoder(keys: Keys, *, num_key_value_heads: Any = REQUIRED, head_dim: Any =
             )
     keys.only("hidden_act", "silu", why="only gated SiLU (silu) is computed")
     keys.only("mlp_bias", False, why="biases in feed-forward layers are not computed")
+    keys.only("use_mrope", False, why="positions in several dimensions are not computed")
     kinds = keys.value("layer_types") or [FULL]
     if not isinstance(kinds, list) or any(kind != FULL for kind in kinds):
         keys.refuse("layer_types", kinds, f"only {FULL} is computed")
@@ -108,7 +109,6 @@ def mimo(keys: Keys) -> Architecture:
     """MiMo: Qwen2 with multi-token prediction."""
     _no_window_in_use(keys)
     keys.only("attention_bias", True, why="MiMo's queries, keys and values have a bias")
-    keys.only("use_mrope", False, why="positions in several dimensions are not computed")
     return Architecture("mimo", **_decoder(keys, qkv_bias=True, mtp_layers=_mtp(keys)))
 
 

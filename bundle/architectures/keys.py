@@ -9,8 +9,9 @@ REQUIRED: Any = object()
 # Far beyond any model, and small enough that a hostile file cannot make us allocate by its numbers.
 LARGEST = 2**31 - 1
 
-# Keys that do not change what a training step computes. `quantization_config` says how the checkpoint's
-# weights are stored, which is the weight loader's business.
+# Keys that do not change what a training step computes: whose file this is, what generation does by default,
+# what other programs have noted. `quantization_config` says how the checkpoint's weights are stored, which is
+# the weight loader's business.
 IRRELEVANT = frozenset(
     {
         "architectures", "auto_map", "_name_or_path", "name_or_path", "transformers_version",
@@ -19,6 +20,14 @@ IRRELEVANT = frozenset(
         "output_hidden_states", "output_router_logits", "return_dict", "_attn_implementation",
         "attn_implementation", "quantization_config", "max_window_layers", "tokenizer_class",
         "chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id", "problem_type",
+        "is_decoder", "_attn_implementation_autoset", "attn_implementation_autoset", "sep_token_id", "prefix",
+        "task_specific_params", "finetuning_task", "torchscript", "use_bfloat16", "tf_legacy_loss",
+        "tie_encoder_decoder", "unsloth_version", "unsloth_fixed", "max_length", "min_length", "do_sample",
+        "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "temperature", "top_k",
+        "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
+        "num_return_sequences", "encoder_no_repeat_ngram_size", "bad_words_ids", "output_scores",
+        "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",
+        "suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty",
     }
 )  # fmt: skip
 
@@ -43,7 +52,8 @@ class Keys:
 
     def _unreadable(self, violation: str) -> None:
         self.unreadable = True
-        self.violations.append(violation)
+        if violation not in self.violations:  # several readers may want one number
+            self.violations.append(violation)
 
     def integer(self, name: str, default: Any = REQUIRED, least: int = 1, most: int = LARGEST) -> int:
         """The integer under `name`; a missing or impossible one is a violation and reads as `least`."""

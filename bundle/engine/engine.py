@@ -57,6 +57,7 @@ class Engine:
             self.models[-1],
             depths=recipe.architecture.mtp_layers,
             scale=mtp.loss_scale,
+            vocabulary=recipe.architecture.vocab_size,
             tp_group=groups.tp.group,
             device=device,
         )

@@ -20,6 +20,10 @@ from bundle.engine.microbatch import MicroBatch
 from bundle.engine.scores import Scores, score
 from bundle.mcore.groups import data_parallel_with_context
 
+# The logit of a padding row of the vocabulary: no share in any softmax. Finite, in bf16 and at any
+# temperature: 0 times infinity, in an entropy or on a rank whose rows are all padding, would be no number.
+_NEVER = -1e20
+
 # The loss of each token [b, s / cp] from the scores of this rank's labels. Runs where the head is; weights,
 # masks and the division by tokens or sequences come after it.
 Objective = Callable[[MicroBatch, Scores], Tensor]
@@ -62,14 +66,16 @@ class LossTap:
         *,
         depths: int,
         scale: float,
+        vocabulary: int,
         tp_group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
         """`model` is the bare GPTModel; on stages without a head the sums stay zero.
 
-        `scale` is the weight of the MTP losses in the total, shared by the `depths`.
+        `vocabulary` is the number of tokens that there are, without padding; `scale` the weight of the MTP
+        losses in the total, shared by the `depths`.
         """
-        self._depths, self._tp_group = depths, tp_group
+        self._depths, self._tp_group, self._vocabulary = depths, tp_group, vocabulary
         self._totals = torch.zeros(3 + 2 * depths, dtype=torch.float64, device=device)
         self._scales = torch.tensor([1.0, *[scale / max(1, depths)] * depths], device=device)
         self._micro_batch: MicroBatch | None = None
@@ -130,6 +136,7 @@ class LossTap:
         """`labels` [b, s] and `logits` [s, b, vocabulary / tp] -> the loss of each token [b, s]."""
         micro_batch = self._micro_batch
         assert micro_batch is not None, "expect() comes before the model's forward"
+        self._hide_padding(logits)
         if labels is self._labels:
             if self._objective is None:
                 main: Tensor = self._original(labels, logits)
@@ -141,3 +148,13 @@ class LossTap:
         mask = micro_batch.mtp_masks[len(self._predicted)]
         self._predicted.append((loss.float() * mask).sum())
         return loss.detach()
+
+    def _hide_padding(self, logits: Tensor) -> None:
+        """Takes the padding rows of the vocabulary out of every softmax, in place.
+
+        Unseen by autograd, which would copy the gradient for it: that of a logit without share is 0 already.
+        """
+        width = logits.shape[-1]
+        real = self._vocabulary - width * self._tp_group.rank()
+        if real < width:
+            logits.detach()[..., max(0, real) :].fill_(_NEVER)

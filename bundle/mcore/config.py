@@ -72,7 +72,8 @@ def transformer_config(recipe: Recipe, backend_options: Mapping[str, Any]) -> Tr
     kind = TransformerConfig
     if architecture.mla is not None:
         kind = MLATransformerConfig
-        options |= _latent_attention(architecture, architecture.mla)
+        fused = bool(backend_options.get("apply_rope_fusion"))
+        options |= _latent_attention(architecture, architecture.mla, fused=fused)
     return kind(**{**options, **backend_options})
 
 
@@ -106,10 +107,15 @@ def _experts(moe: MoE) -> dict[str, Any]:
     }
 
 
-def _latent_attention(architecture: Architecture, mla: MLA) -> dict[str, Any]:
-    """Rotary settings are passed whole: their defaults changed in 0.14 and would change the softmax scale."""
+def _latent_attention(architecture: Architecture, mla: MLA, *, fused: bool) -> dict[str, Any]:
+    """Rotary settings are passed whole: their defaults changed in 0.14 and would change the softmax scale.
+
+    Frequencies are not among them (`mcore.rotary`): megatron is asked for plain positions, or for the class
+    of embedding that its fused kernel takes.
+    """
     scaling = architecture.rope_scaling
-    options: dict[str, Any] = {
+    softmax_mscale = scaling.softmax_mscale if scaling else 0.0
+    return {
         "multi_latent_attention": True,
         "q_lora_rank": mla.q_lora_rank,
         "kv_lora_rank": mla.kv_lora_rank,
@@ -117,25 +123,9 @@ def _latent_attention(architecture: Architecture, mla: MLA) -> dict[str, Any]:
         "qk_pos_emb_head_dim": mla.qk_pos_emb_head_dim,
         "v_head_dim": mla.v_head_dim,
         "rotary_base": architecture.rotary_base,
-        "rope_type": "rope",
-        "rotary_scaling_factor": 1.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 0.0,
+        "rope_type": "yarn" if fused else "rope",
+        "rotary_scaling_factor": scaling.factor if scaling else 1.0,
+        # The softmax is scaled by the first to 0.13, by the second from 0.14; with both alike, by no more.
+        "mscale": softmax_mscale,
+        "mscale_all_dim": softmax_mscale,
     }
-    if scaling is not None:
-        original = scaling.original_max_position_embeddings
-        options |= {
-            "rope_type": "yarn",
-            "rotary_scaling_factor": scaling.factor,
-            "beta_fast": scaling.beta_fast,
-            "beta_slow": scaling.beta_slow,
-            "mscale": scaling.mscale,
-            "mscale_all_dim": scaling.mscale_all_dim,
-            # one name to 0.13, the other from 0.14
-            **known(
-                MLATransformerConfig,
-                original_max_position_embeddings=original,
-                max_position_embeddings=original,
-            ),
-        }
-    return options

@@ -11,6 +11,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bundle.architectures import Architecture
+from bundle.mcore import latent, rotary
 from bundle.mcore.groups import Groups
 from bundle.mcore.signatures import known
 from bundle.planning.parameters import padded_vocabulary
@@ -55,7 +56,6 @@ def model(
     max_sequence_length: int,
 ) -> torch.nn.Module:
     """The GPTModel of model chunk `chunk`, on the current device, with megatron's own random weights."""
-    rope = {} if architecture.mla else _rope(architecture)
     built: torch.nn.Module = GPTModel(
         config,
         of.decoder,
@@ -66,20 +66,12 @@ def model(
         share_embeddings_and_output_weights=architecture.tied_embeddings,
         position_embedding_type="rope",
         rotary_base=architecture.rotary_base,
+        rotary_percent=architecture.rotary_fraction,
         mtp_block_spec=of.mtp,
-        **rope,
         **known(GPTModel, vp_stage=chunk if groups.vpp > 1 else None),
     )
     built.model_type = ModelType.encoder_or_decoder
+    rotary.stretch(built, architecture)
+    if architecture.mla is not None:
+        latent.set_norm_epsilon(built, architecture.mla.norm_epsilon)
     return built
-
-
-def _rope(architecture: Architecture) -> dict[str, Any]:
-    """Rotary scaling of attention that is not MLA (MLA reads it from the config)."""
-    options: dict[str, Any] = {"rotary_percent": architecture.rotary_fraction}
-    scaling = architecture.rope_scaling
-    if scaling is not None and scaling.kind == "llama3":
-        options |= {"rope_scaling": True, "rope_scaling_factor": scaling.factor}
-    elif scaling is not None and scaling.kind == "linear":
-        options["seq_len_interpolation_factor"] = scaling.factor
-    return options

@@ -15,8 +15,8 @@ from bundle.frozen import frozen
 from bundle.planning.placement import Chunk
 from bundle.recipe import Parallel
 
-# Rows of the embedding are a multiple that does not follow tp: the softmax is over all rows, and a padding
-# that followed tp (Megatron-LM's own rule) would make the loss depend on the layout.
+# Rows of the embedding are a multiple that does not follow tp: a padding that followed tp (Megatron-LM's own
+# rule) would make another tensor of it, and another checkpoint, in every layout.
 VOCABULARY_MULTIPLE = 128
 
 

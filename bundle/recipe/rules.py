@@ -43,6 +43,16 @@ def _tensors(recipe: Recipe) -> Iterator[Violation]:
     for name, size in sizes.items():
         if size % tp:
             yield "parallel.tp", f"{tp} does not divide {name} {size}"
+    if tp > 1 and not recipe.parallel.sequence_parallel:
+        key = "parallel.sequence_parallel"
+        if 1 in a.layer_pattern:
+            yield key, "experts with tp > 1 need it: megatron-core refuses to train otherwise"
+        elif a.mla is not None:
+            yield (
+                key,
+                "latent attention with tp > 1 needs it: without it megatron-core fails before 0.14, and from "
+                "there on a rank has only its part of the gradient of rotary keys and all that is below them",
+            )
     if recipe.parallel.sequence_parallel and tp == 1:
         yield "parallel.sequence_parallel", "divides activations between tp ranks: needs tp > 1"
 
@@ -74,11 +84,6 @@ def _experts(recipe: Recipe) -> Iterator[Violation]:
         yield "parallel.ep", f"{parallel.ep} does not divide the {moe.num_experts} experts"
     if moe.ffn_hidden_size % parallel.etp:
         yield "parallel.etp", f"{parallel.etp} does not divide moe_intermediate_size {moe.ffn_hidden_size}"
-    if parallel.tp > 1 and not parallel.sequence_parallel:
-        yield (
-            "parallel.sequence_parallel",
-            "experts with tp > 1 need it: megatron-core refuses to train otherwise",
-        )
 
 
 def _pipeline(recipe: Recipe) -> Iterator[Violation]:

@@ -88,7 +88,7 @@ def test_deepseek_v3_as_published():
         vocab_size=129280,
         max_position_embeddings=163840,
         qk_layernorm=True,
-        rope_scaling=RopeScaling("yarn", 40.0, 4096, mscale=1.0, mscale_all_dim=1.0),
+        rope_scaling=RopeScaling("yarn", 40.0, 4096, softmax_mscale=1.0),
         mla=MLA(1536, 512, 128, 64, 128),
         moe=MoE(
             num_experts=256,
@@ -176,15 +176,6 @@ def test_glm_rotates_half_a_head():
     assert read.moe and read.moe.groups is None and read.moe.score_function == "sigmoid"
 
 
-def test_rope_parameters_of_transformers_5_say_the_same():
-    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    scaling["original_max_position_embeddings"] = 8192
-    old = DENSE | {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": scaling}
-    new = DENSE | {"model_type": "llama", "rope_parameters": scaling | {"rope_theta": 5e5}}
-    assert from_config(old) == from_config(new)
-    assert from_config(old).rope_scaling == RopeScaling("llama3", 8.0, 8192)
-
-
 @pytest.mark.parametrize("model_type", [t for t in SUPPORTED if t not in {"mimo"}])
 def test_every_family_reads_what_transformers_writes(model_type):
     mapping = pytest.importorskip("transformers.models.auto.configuration_auto").CONFIG_MAPPING
@@ -204,9 +195,7 @@ REFUSED = [
     ("llama", {"attention_bias": True}, "o_proj"),
     ("llama", {"mlp_bias": True}, "mlp_bias"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act"),
-    ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
-    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 1}}, "rope_scaling.beta"),
-    ("llama", {"rope_scaling": {}, "rope_parameters": {"rope_type": "default"}}, "one of the two"),
+    ("qwen2", {"use_mrope": True}, "use_mrope"),
     ("llama", {"embedding_multiplier": 12.0}, "unknown key"),
     ("llama", {"num_key_value_head": 2}, "did you mean num_key_value_heads"),
     ("llama", {"hidden_size": True}, "hidden_size"),
@@ -246,6 +235,13 @@ def test_the_window_that_never_cuts_and_the_inactive_one_are_fine():
     from_config(DENSE | {"model_type": "qwen2", "sliding_window": 32, "use_sliding_window": False})
 
 
+def test_published_keys_without_effect_are_fine():
+    noted = {"use_mrope": False, "unsloth_version": "2025.1", "_attn_implementation_autoset": True}
+    generation = {"temperature": 0.7, "top_p": 0.8, "do_sample": True, "max_length": 20, "is_decoder": False}
+    plain = from_config(DENSE | {"model_type": "qwen2"})
+    assert from_config(DENSE | noted | generation | {"model_type": "qwen2"}) == plain
+
+
 def test_latent_heads_need_not_divide_the_hidden_size():
     assert from_config(V3 | {"hidden_size": 7167}).kv_channels == 128
 
@@ -259,7 +255,7 @@ def test_unknown_model_types_list_the_supported_ones():
     with pytest.raises(UsageError, match="did you mean qwen3 or") as caught:
         from_config({"model_type": "qwen33"})
     assert "deepseek_v3" in caught.value.violations[0]
-    with pytest.raises(UsageError, match="model_type None"):
+    with pytest.raises(UsageError, match="model_type: None"):
         from_config({})
 
 

@@ -71,6 +71,12 @@ def test_all_violations_at_once_each_with_its_place():
     assert found[0].startswith("--set train.stesp=3: ") and ".yaml:" in found[5]
 
 
+def test_an_unsupported_model_is_named_where_it_is_said():
+    (found,) = violations("model.config.model_type=qwen33")
+    assert "--set model.config.model_type=qwen33" in found
+    assert "'qwen33' is not supported; did you mean qwen3" in found and "supported: deepseek_v2" in found
+
+
 def test_types_are_strict_and_shown():
     found = violations(
         "train.steps=true", "train.global_batch_size='16'", "optimizer.lr=-1", "model.dtype=fp16", "seed=1.5"

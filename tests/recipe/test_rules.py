@@ -25,6 +25,15 @@ BROKEN = [
     ("qwen3-pp2-vpp2", ["parallel.pp=1"], "needs pp > 1"),
     ("qwen3-pp2-vpp2", ["parallel.vpp=4"], "pp x vpp = 8 does not divide"),
     ("demo", ["parallel.tp=2", "parallel.sequence_parallel=false"], "megatron-core refuses"),
+    (
+        "demo",
+        [
+            "parallel={tp: 2, sequence_parallel: false}",
+            "model.config.first_k_dense_replace=4",
+            "model.mtp.layers=0",
+        ],
+        "gradient of rotary keys",
+    ),
     ("demo", ["parallel.etp=3"], "does not divide moe_intermediate_size"),
     ("demo", ["model.config.vocab_size=257"], "at least 258"),
     ("demo", ["model.mtp.detach_trunk=true", "model.mtp.layers=0"], "no MTP layers"),

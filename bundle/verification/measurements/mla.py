@@ -6,15 +6,17 @@ from bundle.verification.tiny import LATENT, YARN, chunk, packed, single, texts
 
 
 def packed_over_ranks(bench: Bench) -> float:
-    """Three padded sequences on two context-parallel ranks, with plain and with YaRN rotary embeddings."""
+    """Three padded sequences on two context-parallel ranks, with both classes of rotary embedding."""
     sequences = texts((12, 24, 6))
     gaps = []
-    for config in (LATENT, LATENT | YARN):
+    for config, rotary in ((LATENT, "rope"), (LATENT | YARN, "yarn")):
+        embedding = {"rope_type": rotary}
         with bench.layout() as groups:
-            reference = trained(chunk(bench, groups, config), groups, single(bench, groups, sequences))
+            model = chunk(bench, groups, config, embedding)
+            reference = trained(model, groups, single(bench, groups, sequences))
         with bench.layout(cp=2) as groups:
             batch = packed(bench, groups, sequences, multiple=8)
-            gaps.append(gap(trained(chunk(bench, groups, config), groups, [batch]), reference))
+            gaps.append(gap(trained(chunk(bench, groups, config, embedding), groups, [batch]), reference))
     return max(gaps)
 
 

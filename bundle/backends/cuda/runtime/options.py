@@ -61,8 +61,8 @@ def _attention(recipe: Recipe) -> AttnBackend:
 def _rope_fusion(recipe: Recipe) -> bool:
     """Whether rotary positions are one kernel.
 
-    Latent attention has a kernel for yarn only (megatron raises for plain positions), which knows context
-    parallelism from 0.14.
+    Latent attention has one for the class of embedding that megatron calls yarn only, here with any
+    frequencies (`mcore.rotary`); it knows context parallelism from 0.14.
     """
     architecture = recipe.architecture
     if architecture.mla is None:

@@ -1,0 +1,109 @@
+"""Stretched rotary positions, as `transformers` computes them, in whatever release of megatron-core.
+
+Of the kinds of stretching, releases know linear, a llama3 whose bounds are fixed, and yarn: for latent
+attention with two meanings of mscale, for other attention from 0.15. Here megatron builds plain positions and
+is given the frequencies; what yarn multiplies sines and cosines by goes into the keys.
+"""
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.transformer.attention import Attention
+from torch import Tensor
+
+from bundle.architectures import Architecture, RopeScaling
+from bundle.errors import EnvironmentUnfit
+
+
+def stretch(chunk: torch.nn.Module, architecture: Architecture) -> None:
+    """Gives every rotary embedding of a new GPTModel the frequencies of the architecture's stretching.
+
+    Raises EnvironmentUnfit where megatron-core keeps none that takes them.
+    """
+    scaling, mla = architecture.rope_scaling, architecture.mla
+    if scaling is None:
+        return
+    whole = architecture.kv_channels * architecture.rotary_fraction
+    width = mla.qk_pos_emb_head_dim if mla else int(whole)
+    table = frequencies(architecture.rotary_base, width, scaling)
+    found = [module for module in chunk.modules() if isinstance(module, RotaryEmbedding)]
+    if not found or any(embedding.inv_freq.shape != table.shape for embedding in found):
+        raise EnvironmentUnfit(
+            f"model.config: this megatron-core has no rotary embedding of {width} values to stretch: "
+            "install a release that `mcore-bundle patches list` knows, or leave rope_scaling out"
+        )
+    for embedding in found:
+        _give(embedding, table)
+    if scaling.concentration != 1.0:
+        rotated = slice(-width, None) if mla else slice(width)
+        for module in chunk.modules():
+            if isinstance(module, Attention):
+                concentrate = _Concentration(rotated, scaling.concentration**2)
+                module.core_attention.register_forward_pre_hook(concentrate)
+
+
+def frequencies(base: float, width: int, scaling: RopeScaling) -> Tensor:
+    """Radians per position of each pair of a head's `width` rotated values: float32 [width / 2], on the CPU.
+
+    In the order of operations of `transformers.modeling_rope_utils`: a rounding of the last bit is a
+    hundredth of a radian at position 100,000.
+    """
+    grown = base ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+    plain = 1.0 / grown
+    if scaling.kind == "linear":
+        return plain / scaling.factor
+    if scaling.kind == "llama3":
+        turns = scaling.original_max_position_embeddings / (2 * math.pi / plain)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        return (1 - kept) * plain / scaling.factor + kept * plain
+    kept = 1 - _yarn_ramp(base, width, scaling)
+    return 1.0 / (scaling.factor * grown) * (1 - kept) + plain * kept
+
+
+def _yarn_ramp(base: float, width: int, scaling: RopeScaling) -> Tensor:
+    """How far each pair is stretched, [width / 2] from 0 to 1: linear between the two bounds of YaRN."""
+
+    def pair(turns: float) -> float:
+        """The pair, with fractions, that turns so often within the original length."""
+        wavelength = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
+        return width * math.log(wavelength) / (2 * math.log(base))
+
+    low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    steps = torch.arange(width // 2, dtype=torch.float32) - low
+    return (steps / (high - low if high != low else 0.001)).clamp(0, 1)
+
+
+def _give(embedding: RotaryEmbedding, table: Tensor) -> None:
+    """Makes `table` the embedding's frequencies, and has it forget what it has computed from others."""
+    embedding.inv_freq = table.to(embedding.inv_freq.device)
+    if isinstance(embedding, YarnRotaryEmbedding):  # the one that latent attention's fused kernel takes
+        embedding.inv_freq_extra = embedding.inv_freq_inter = embedding.inv_freq
+        embedding.max_seq_len_cached = 0
+    type(embedding).forward.cache_clear()
+
+
+class _Concentration:
+    """Multiplies what is rotated of the keys; queries are left alone, the product counts.
+
+    A hook on core attention, where every release and every kernel gets rotated keys: Transformer Engine's
+    fused rotation has no such factor.
+    """
+
+    def __init__(self, rotated: slice, factor: float) -> None:
+        self._rotated, self._factor = rotated, factor
+
+    def __call__(self, _attention: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        query, key, *rest = args
+        width = key.shape[-1]
+        first, last, _ = self._rotated.indices(width)
+        if last - first == width:
+            return query, key * self._factor, *rest
+        before, rotated, behind = key.split((first, last - first, width - last), -1)
+        return query, torch.cat((before, rotated * self._factor, behind), -1), *rest

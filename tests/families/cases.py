@@ -1,0 +1,98 @@
+"""A tiny model of every family with unusual numbers, every kind of rotary stretching in both spellings."""
+
+from dataclasses import dataclass
+from typing import Any
+
+LENGTH = 48  # tokens to predict: beyond the original length of every stretching below
+ORIGINAL = 16
+
+_SIZES = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 203,  # 53 of the 256 columns are padding
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 3e-3,
+}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 40}
+_QWEN3_MOE = _SIZES | _EXPERTS | {"num_experts": 8, "head_dim": 16, "norm_topk_prob": True}
+_SHARED = _EXPERTS | {"n_routed_experts": 8, "n_shared_experts": 2, "routed_scaling_factor": 1.7}
+_GLM = _SIZES | _SHARED | {"head_dim": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+_LATENT = _SIZES | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_V2 = _LATENT | _SHARED | {"q_lora_rank": 24, "topk_method": "greedy", "norm_topk_prob": False}
+_V3 = _LATENT | _SHARED | {"q_lora_rank": 24, "norm_topk_prob": True}
+
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 5.0,
+    "low_freq_factor": 0.3,
+    "high_freq_factor": 3.0,
+    "original_max_position_embeddings": ORIGINAL,
+}
+_LINEAR = {"rope_type": "linear", "factor": 3.0}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A Hugging Face config; `model_type` is that of transformers' class."""
+
+    name: str
+    config: dict[str, Any]
+    ours: str = ""  # our family's name, where transformers has no class of it
+
+    @property
+    def family(self) -> str:
+        """The model_type that we read."""
+        return self.ours or self.config["model_type"]
+
+
+def _case(model_type: str, sizes: dict, name: str = "plain", ours: str = "", **more: Any) -> Case:
+    family = ours or model_type
+    return Case(f"{family} {name}", {"model_type": model_type, **sizes, **more}, ours)
+
+
+def _old(scaling: dict, theta: float = 700.0) -> dict[str, Any]:
+    """As transformers 4 writes it."""
+    return {"rope_theta": theta, "rope_scaling": scaling}
+
+
+def _new(scaling: dict, theta: float = 700.0) -> dict[str, Any]:
+    """As transformers 5 writes it."""
+    return {"rope_parameters": {"rope_theta": theta, **scaling}}
+
+
+CASES = (
+    _case("llama", _SIZES, "llama3", **_old(_LLAMA3)),
+    _case("llama", _SIZES, "yarn", **_new(_YARN)),
+    _case("mistral", _SIZES, "linear", **_old(_LINEAR), sliding_window=None),
+    _case("mistral", _SIZES, "yarn of whole pairs", **_old(_YARN | {"truncate": True}), sliding_window=None),
+    _case("qwen2", _SIZES, "yarn with a factor", **_old(_YARN | {"attention_factor": 1.6})),
+    _case("qwen2", _SIZES, "tied", tie_word_embeddings=True),
+    _case("qwen2", _SIZES, "yarn", "mimo", **_new(_YARN | {"beta_fast": 5, "beta_slow": 0.5})),
+    _case("qwen3", _SIZES, "yarn", **_old(_YARN), head_dim=16),
+    _case("qwen3", _SIZES, "yarn not truncated", **_new(_YARN | {"truncate": False}), head_dim=16),
+    _case("qwen3_moe", _QWEN3_MOE, "mscale", **_old(_YARN | {"mscale": 1.4, "mscale_all_dim": 0.3})),
+    _case("mixtral", _SIZES, "linear", **_new(_LINEAR), num_experts_per_tok=2, num_local_experts=4),
+    _case("mixtral", _SIZES, "its own theta", num_experts_per_tok=2, num_local_experts=4),
+    _case("glm4_moe", _GLM, "yarn", **_old(_YARN), use_qk_norm=True, attention_bias=True),
+    _case("glm4_moe", _GLM, "llama3", **_old(_LLAMA3), partial_rotary_factor=0.25),
+    _case("deepseek_v2", _V2, "yarn", **_old(_YARN | {"mscale": 0.707, "mscale_all_dim": 1.9})),
+    _case("deepseek_v2", _V2, "linear", **_old(_LINEAR)),
+    _case("deepseek_v3", _V3, "plain"),
+    _case("deepseek_v3", _V3, "yarn as published", **_old(_YARN | {"mscale": 1, "mscale_all_dim": 1})),
+    _case("deepseek_v3", _V3, "yarn without mscale", **_new(_YARN)),
+    _case("deepseek_v3", _V3, "yarn with one mscale", **_old(_YARN | {"mscale_all_dim": 0.8})),
+    _case("deepseek_v3", _V3, "llama3", **_new(_LLAMA3)),
+)  # fmt: skip

@@ -1,0 +1,92 @@
+"""How far our models are from transformers' numbers.
+
+python -m tests.families.rank DIRECTORY (what `reference.write` left, by case) prints an object: case -> the
+largest distance of a log-probability, an entropy or the loss [nats].
+"""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from bundle.patches import applying
+from bundle.verification.verifying import decide, everything
+from tests import world
+from tests.families import reference, weights
+from tests.families.cases import CASES, Case
+
+
+def main(directory: Path) -> None:
+    torch.set_num_threads(1)
+    applying.apply(everything(decide("cpu")))
+    runtime = importlib.import_module("bundle.backends.cpu.runtime").prepare()
+    world.join()
+    with runtime.megatron():
+        found = {
+            case.name: distance(case, directory / case.name, runtime)
+            for case in CASES
+            if (directory / case.name).is_dir()
+        }
+    print(json.dumps(found))
+
+
+def distance(case: Case, directory: Path, runtime) -> float:
+    from bundle.engine import Engine
+    from bundle.engine.microbatch import from_rows
+    from bundle.mcore import groups
+    from bundle.recipe import from_mapping
+
+    theirs, wanted = reference.read(directory)
+    job = from_mapping(
+        {
+            "name": "families",
+            "backend": "cpu",
+            "model": {
+                "config": case.config | {"model_type": case.family},
+                "dtype": "fp32",
+                "mtp": {"layers": 0},
+            },
+            "data": {"source": "text", "path": ["none"], "sequence_length": 64, "tokenizer": "hf:none"},
+            "train": {"steps": 1, "global_batch_size": 1, "micro_batch_size": 1},
+            "optimizer": {"warmup_steps": 0},
+        }
+    )
+    made = groups.initialize(tp=1, pp=1, vpp=None, cp=1, ep=1, etp=1, seed=1, timeout_seconds=60)
+    engine = Engine(job, runtime, made, torch.device("cpu"))
+    fill(engine, theirs)
+    ids, labels = wanted["tokens"][None, :-1], wanted["tokens"][None, 1:]
+    batch = [from_rows(ids, labels, torch.ones(labels.shape), cp=1, rank=0, mtp_layers=0)]
+    scores = engine.log_probs(batch)[0]
+    engine.forward_backward(batch)
+    seen = {
+        "log-probs": scores.log_probs[0],
+        "entropy": scores.entropy[0],
+        "loss": torch.tensor([engine.take_losses().main]),
+    }
+    groups.destroy()
+    return max(float((seen[name] - wanted[name]).abs().max()) for name in seen)
+
+
+def fill(engine, theirs: dict[str, torch.Tensor]) -> None:
+    """Puts their weights where ours are, and large numbers into the padding of the vocabulary."""
+    from bundle.models import naming
+
+    architecture = engine.recipe.architecture
+    (model,) = engine.models
+    with torch.no_grad():
+        for named in naming.parameters(model, engine.groups):
+            value = weights.ours(named.name, theirs, architecture)
+            if named.name.startswith(("embedding.", "output_layer.")):
+                named.parameter.copy_(torch.randn(named.parameter.shape) * 9)
+                named.parameter[: len(value)] = value
+            else:
+                named.parameter.copy_(value)
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.copy_(weights.ours(name, theirs, architecture))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

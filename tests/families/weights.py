@@ -1,0 +1,71 @@
+"""Where each of our parameters stands in a directory of transformers, written out by hand."""
+
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from bundle.architectures import Architecture
+
+_COPIED = {
+    "embedding.word_embeddings": "model.embed_tokens",
+    "output_layer": "lm_head",
+    "decoder.final_layernorm": "model.norm",
+    "input_layernorm": "input_layernorm",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+    "self_attention.linear_proj": "self_attn.o_proj",
+    "self_attention.q_layernorm": "self_attn.q_norm",
+    "self_attention.k_layernorm": "self_attn.k_norm",
+    "mlp.linear_fc2": "mlp.down_proj",
+    "mlp.router": "mlp.gate",
+    "mlp.shared_experts.linear_fc2": "mlp.shared_experts.down_proj",
+}
+_LATENT = {
+    "self_attention.linear_q_proj": "self_attn.q_proj",
+    "self_attention.linear_q_down_proj": "self_attn.q_a_proj",
+    "self_attention.q_layernorm": "self_attn.q_a_layernorm",
+    "self_attention.linear_q_up_proj": "self_attn.q_b_proj",
+    "self_attention.linear_kv_down_proj": "self_attn.kv_a_proj_with_mqa",
+    "self_attention.kv_layernorm": "self_attn.kv_a_layernorm",
+    "self_attention.linear_kv_up_proj": "self_attn.kv_b_proj",
+}
+_GATED = {"mlp.linear_fc1": "mlp", "mlp.shared_experts.linear_fc1": "mlp.shared_experts"}
+
+
+def ours(name: str, theirs: Mapping[str, Tensor], architecture: Architecture) -> Tensor:
+    """The tensor that we call `name`; the vocabulary without its padding."""
+    path, _, leaf = name.rpartition(".")
+    layer, part = "", path
+    if found := re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", path):
+        layer, part = f"model.layers.{found[1]}.", found[2]
+    if leaf == "expert_bias":
+        return theirs[f"{layer}mlp.gate.e_score_correction_bias"]
+    if found := re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])", part):
+        return _expert(theirs, layer, found[1], found[2])
+    if part == "self_attention.linear_qkv":
+        return _qkv(theirs, f"{layer}self_attn", leaf, architecture)
+    if part in _GATED:
+        both = (f"{layer}{_GATED[part]}.{half}_proj.{leaf}" for half in ("gate", "up"))
+        return torch.cat([theirs[one] for one in both])
+    if part == "mlp.router" and f"{layer}block_sparse_moe.gate.{leaf}" in theirs:
+        return theirs[f"{layer}block_sparse_moe.gate.{leaf}"]
+    names = _COPIED | _LATENT if architecture.mla else _COPIED
+    return theirs[f"{layer}{names[part]}.{leaf}"]
+
+
+def _expert(theirs: Mapping[str, Tensor], layer: str, expert: str, linear: str) -> Tensor:
+    """Mixtral calls gate, up and down w1, w3 and w2."""
+    mixtral = f"{layer}block_sparse_moe.experts.{expert}."
+    names = {"1": ("w1", "w3"), "2": ("w2",)}
+    if f"{mixtral}w1.weight" not in theirs:
+        mixtral = f"{layer}mlp.experts.{expert}."
+        names = {"1": ("gate_proj", "up_proj"), "2": ("down_proj",)}
+    return torch.cat([theirs[f"{mixtral}{name}.weight"] for name in names[linear]])
+
+
+def _qkv(theirs: Mapping[str, Tensor], attention: str, leaf: str, architecture: Architecture) -> Tensor:
+    """Group by group: the queries of the group, its key, its value."""
+    groups = architecture.num_query_groups
+    parts = [theirs[f"{attention}.{one}_proj.{leaf}"].unflatten(0, (groups, -1)) for one in "qkv"]
+    return torch.cat(parts, 1).flatten(0, 1)
