@@ -53,8 +53,10 @@ def data_parallel(
     return wrapped
 
 
-def optimizer(recipe: Recipe, chunks: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
-    """Adam with its state and the fp32 weights sharded over data-parallel ranks."""
+def optimizer(
+    recipe: Recipe, chunks: Sequence[DistributedDataParallel], **megatrons: Any
+) -> MegatronOptimizer:
+    """Adam with its state and the fp32 weights sharded over data-parallel ranks; `megatrons` own options."""
     options, dtype = recipe.optimizer, DTYPES[recipe.model.dtype]
     config = OptimizerConfig(
         optimizer="adam",
@@ -69,6 +71,7 @@ def optimizer(recipe: Recipe, chunks: Sequence[DistributedDataParallel]) -> Mega
         params_dtype=dtype,
         use_distributed_optimizer=True,
         **known(OptimizerConfig, overlap_param_gather=recipe.distributed.overlap_param_gather),
+        **megatrons,
     )
     return get_megatron_optimizer(config, list(chunks))
 

@@ -199,6 +199,36 @@ _CHECKS = (
         agreement=0.0,
     ),
     Check(
+        name="offload-stale-weights",
+        measurement=f"{_MEASURED}.offload:loaded_weights",
+        without=(Gap(0.5),),
+        agreement=0.0,
+    ),
+    Check(
+        name="offload-resume-fp32",
+        measurement=f"{_MEASURED}.offload:loaded_state",
+        without=(Raises("KeyError", "Parameter"),),
+        agreement=0.0,
+    ),
+    Check(
+        name="attention-sinks-norm",
+        measurement=f"{_MEASURED}.attention:sinks",
+        world=2,
+        without=(Gap(1e-2),),
+    ),
+    Check(
+        name="output-gate-of-shared-groups",
+        measurement=f"{_MEASURED}.attention:gated_output",
+        world=2,
+        without=(Raises("RuntimeError", "is invalid for input of size"),),
+    ),
+    Check(
+        name="mtp-whole-embeddings",
+        measurement=f"{_MEASURED}.multimodal:whole_embeddings",
+        world=2,
+        without=(Raises("RuntimeError", "Sizes of tensors must match"),),
+    ),
+    Check(
         name="padding-mask-expert-bias",
         measurement=f"{_MEASURED}.padding:expert_bias",
         without=(Raises("RuntimeError", "must match the size of tensor"),),

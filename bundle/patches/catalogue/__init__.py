@@ -1,12 +1,15 @@
 """The patches, one module for each area of megatron-core; each holds a tuple named PATCHES."""
 
 from bundle.patches.catalogue import (
+    attention,
     dist_checkpoint,
     gradients,
     mla,
     moe,
     mtp,
+    multimodal,
     norm,
+    offload,
     optimizer,
     padding,
     recompute,
@@ -26,6 +29,9 @@ PATCHES: tuple[Patch, ...] = (
     *dist_checkpoint.PATCHES,
     *moe.PATCHES,
     *optimizer.PATCHES,
+    *offload.PATCHES,
     *padding.PATCHES,
     *vocabulary.PATCHES,
+    *attention.PATCHES,
+    *multimodal.PATCHES,
 )

@@ -1,0 +1,70 @@
+"""Attention over tensor-parallel ranks."""
+
+import ast
+from typing import TYPE_CHECKING
+
+from bundle.patches.entry import NOTHING, Patch, Presence, Replacement
+
+if TYPE_CHECKING:
+    from bundle.patches.definitions import Evidence
+
+_CORE = "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__"
+_HEADS = "megatron.core.transformer.attention:SelfAttention.get_query_key_value_tensors"
+
+
+def _sinks_unmarked(source: "Evidence") -> Presence:
+    """Whether the learned sinks are a parameter that nothing marks as one rank's share."""
+    core = source[_CORE]
+    if core is None:
+        return Presence.UNKNOWN
+    if not any(isinstance(n, ast.Constant) and n.value == "softmax_offset" for n in core.walk()):
+        return Presence.UNKNOWN if "softmax_offset" in core.names else Presence.ABSENT
+    marks = core.calls("set_tensor_model_parallel_attributes") or core.calls("setattr")
+    return Presence.of(not marks and "tensor_model_parallel" not in core.names)
+
+
+def _gate_of_the_group(source: "Evidence") -> Presence:
+    """Whether the query is cut to this rank's heads and the gate beside it is not."""
+    heads = source[_HEADS]
+    if heads is None:
+        return Presence.UNKNOWN
+    if "output_gate" not in heads.parameters:
+        return Presence.ABSENT
+    if not heads.has("query = query[:, :, _:_, :]"):
+        return Presence.UNKNOWN
+    return Presence.of(not heads.has("gate = gate[:, :, _:_, :]"))
+
+
+PATCHES = (
+    Patch(
+        id="attention-sinks-norm",
+        replacements=(Replacement(_CORE, "bundle.wrappers.attention:count_every_sink", by_signature=True),),
+        why=(
+            "The gradient norm is too small, clipping too weak: learned attention sinks, one for each head, "
+            "are not marked as split, and only those of the first tensor-parallel rank are counted."
+        ),
+        upstream="NVIDIA/Megatron-LM#7452 (finding 8), #7530 (open)",
+        range=">=0.15",
+        when=frozenset({"attention-sinks", "tp"}),
+        assumes=NOTHING,
+        evidence=(_CORE,),
+        defect=_sinks_unmarked,
+        check="attention-sinks-norm",
+    ),
+    Patch(
+        id="output-gate-of-shared-groups",
+        replacements=(Replacement(_HEADS, "bundle.wrappers.attention:gate_of_own_heads"),),
+        why=(
+            "Attention with an output gate (Qwen3-Next, Qwen3.5) fails where tensor-parallel ranks share a "
+            "group of heads: the query is cut to a rank's heads, the gate is not."
+        ),
+        upstream="NVIDIA/Megatron-LM#3528, fixed by #3575 in 0.17; slime#2221, radixark/miles#972",
+        range=">=0.16,<0.17",
+        fixed_in="0.17.0",
+        when=frozenset({"output-gate", "gqa", "tp"}),
+        assumes=NOTHING,
+        evidence=(_HEADS,),
+        defect=_gate_of_the_group,
+        check="output-gate-of-shared-groups",
+    ),
+)
