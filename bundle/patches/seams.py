@@ -4,6 +4,7 @@ from bundle.patches.entry import Seam
 
 _GPT = "megatron.core.models.gpt.gpt_model:GPTModel"
 _MTP = "megatron.core.transformer.multi_token_prediction"
+_ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
 _TRACKER = f"{_MTP}:MTPLossLoggingHelper"
 
 SEAMS = (
@@ -64,6 +65,13 @@ SEAMS = (
         targets=("megatron.core.parallel_state:_POSITION_EMBEDDING_GLOBAL_RANKS",),
         use="reset by mcore when it forgets a layout",
         why="0.12 does not forget it, and a rank then looks for a group that the next layout does not have.",
+    ),
+    Seam(
+        id="expert-balancing",
+        targets=(f"{_ROUTER}.routing", f"{_ROUTER}.__init__"),
+        use="wrapped on the routers by mcore, with what they count in local_tokens_per_expert",
+        why="All logits of a micro-batch go in, and the experts that are counted for the bias come out.",
+        when=frozenset({"moe"}),
     ),
     Seam(
         id="native-replay",

@@ -160,6 +160,30 @@ _CHECKS = (
         without=(Gap(0.5),),  # twice as large
     ),
     Check(
+        name="balancing-per-token-ranks",
+        measurement=f"{_MEASURED}.balancing:per_token",
+        world=2,
+        without=(Gap(1e-2),),
+        needs=("per-token-loss-context-parallel", "cuda-norm-of-expert-weights"),
+    ),
+    Check(
+        name="balancing-mean-context-parallel",
+        measurement=f"{_MEASURED}.balancing:mean",
+        world=2,
+        without=(Gap(1e-2),),
+    ),
+    Check(
+        name="balancing-per-token-rows",
+        measurement=f"{_MEASURED}.balancing:sequences",
+        without=(Gap(1e-2),),
+    ),
+    Check(
+        name="expert-bias-counts",
+        measurement=f"{_MEASURED}.balancing:counts",
+        without=(Gap(1e-4),),  # no odd number above 256
+        agreement=0.0,
+    ),
+    Check(
         name="shared-embedding-bucket",
         measurement=f"{_MEASURED}.gradients:shared_embedding",
         without=(Raises("AssertionError", "each param only belongs to a single bucket"),),

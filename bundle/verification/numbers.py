@@ -55,30 +55,49 @@ def summed(x: torch.Tensor, groups: Groups) -> torch.Tensor:
     return x
 
 
-def gradient_norm(bench: Bench, groups: Groups, config: Mapping[str, Any]) -> Numbers:
+def gradient_norm(
+    bench: Bench,
+    groups: Groups,
+    config: Mapping[str, Any],
+    options: Mapping[str, Any] | None = None,
+    *,
+    rows_at_once: int = 2,
+) -> Numbers:
     """The norm that the optimizer finds after a step of the pipeline schedule, the same on every rank."""
-    return {"norm": stepped(bench, groups, recipe(config, groups), chunk(bench, groups, config))}
+    model = chunk(bench, groups, config, options)
+    return {"norm": stepped(bench, groups, recipe(config, groups), model, rows_at_once=rows_at_once)}
 
 
-def norm_gap(bench: Bench, config: Mapping[str, Any], **sizes: int) -> float:
+def norm_gap(
+    bench: Bench, config: Mapping[str, Any], options: Mapping[str, Any] | None = None, **sizes: int
+) -> float:
     """The gradient norm in a layout of these parallel sizes, against that of one rank."""
     with bench.layout() as groups:
-        reference = gradient_norm(bench, groups, config)
+        reference = gradient_norm(bench, groups, config, options)
     with bench.layout(**sizes) as groups:
-        return gap(gradient_norm(bench, groups, config), reference)
+        return gap(gradient_norm(bench, groups, config, options), reference)
 
 
-def stepped(bench: Bench, groups: Groups, job: Recipe, model: torch.nn.Module) -> torch.Tensor:
-    """The gradient norm of a step of the pipeline schedule and the optimizer, which leaves its weights."""
+def stepped(
+    bench: Bench, groups: Groups, job: Recipe, model: torch.nn.Module, *, rows_at_once: int = 2
+) -> torch.Tensor:
+    """The gradient norm of a step of the pipeline schedule and the optimizer, which leaves its weights.
+
+    Of two rows, in one micro-batch or in two.
+    """
     wrapped = optimization.data_parallel(job, model.config, [model])
     optimizer = optimization.optimizer(job, wrapped)
-    batch = rows(bench, groups, torch.stack(texts((32, 32))), torch.ones(2, 32))
+    tokens = torch.stack(texts((32, 32)))
+    parts = [rows(bench, groups, part, torch.ones(rows_at_once, 32)) for part in tokens.split(rows_at_once)]
 
     def step(batches: Iterator[Batch], part: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
-        loss = run(part, next(batches))
-        return loss, lambda _: (loss, batch.mask.sum().int(), {})
+        batch = next(batches)
+        loss, tokens = run(part, batch), batch.mask.sum()
+        if model.config.calculate_per_token_loss:
+            return loss, lambda _: (loss, tokens.int(), {})
+        return loss, lambda _: (loss / (tokens * groups.cp.size), {})  # megatron multiplies by cp
 
-    schedules.run(step, [batch], wrapped, sequence_length=32, micro_batch_size=2)
+    schedules.run(step, parts, wrapped, sequence_length=32, micro_batch_size=rows_at_once)
     _, norm, _ = optimizer.step()
     return torch.tensor(norm)
 

@@ -2,6 +2,7 @@
 
 from bundle.patches.catalogue import (
     attention,
+    balancing,
     dist_checkpoint,
     gradients,
     mla,
@@ -24,6 +25,7 @@ PATCHES: tuple[Patch, ...] = (
     *mtp.PATCHES,
     *recompute.PATCHES,
     *router.PATCHES,
+    *balancing.PATCHES,
     *gradients.PATCHES,
     *norm.PATCHES,
     *dist_checkpoint.PATCHES,
