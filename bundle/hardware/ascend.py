@@ -8,7 +8,7 @@ import re
 from dataclasses import replace
 
 from bundle.hardware import npu_smi
-from bundle.hardware.facts import Device, Fact
+from bundle.hardware.facts import MOST_DEVICES, NUMBER, Device, Fact
 from bundle.hardware.found import Found
 from bundle.hardware.links import weakest
 from bundle.hardware.machine import Machine
@@ -25,8 +25,10 @@ TOOLKITS = ("/usr/local/Ascend/cann", "/usr/local/Ascend/ascend-toolkit/latest")
 def find(machine: Machine) -> Found:
     """The Ascend side of a machine; `present` is 0 where there is none, with the reason."""
     numbers = sorted(
-        int(match[1]) for name in machine.names("/dev") if (match := re.fullmatch(r"davinci(\d+)", name))
-    )
+        int(match[1])
+        for name in machine.names("/dev")
+        if (match := re.fullmatch(rf"davinci({NUMBER})", name))
+    )[:MOST_DEVICES]
     if not numbers:
         unknown: Fact[str] = Fact(None, "no Ascend NPU")
         return Found("ascend", "NPU", 0, (), "no /dev/davinci<N>", unknown, unknown, unknown)
@@ -80,7 +82,7 @@ def _generation(machine: Machine, rows: tuple[npu_smi.Row, ...], why: str) -> Fa
         return Fact("a3", f"{reason}, with two chips per NPU id")
     if name == "910":
         listed = machine.run(LIST)
-        counts = re.findall(r"Chip Count\s*:\s*(\d+)", listed.value or "")
+        counts = re.findall(rf"Chip Count\s*:\s*({NUMBER})", listed.value or "")
         if counts:
             return Fact(
                 "a3" if "2" in counts else None,

@@ -9,6 +9,11 @@ from bundle.frozen import frozen
 
 T = TypeVar("T")
 
+# Of one machine. What lists more than that is not telling the truth, and pairs of devices are compared.
+MOST_DEVICES = 1024
+# A number that a tool or a file says: no count or size has more digits, and Python reads no endless ones.
+NUMBER = r"\d{1,18}"
+
 # MindSpeed's install guide names Atlas A2 and A3 training products and Ascend 950, and no others.
 NOT_FOR_TRAINING = {"310": "an inference card", "a1": "older than anything that MindSpeed supports"}
 

@@ -5,13 +5,14 @@ import re
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
-from bundle.hardware.facts import Fact, Host
+from bundle.hardware.facts import NUMBER, Fact, Host
 from bundle.hardware.machine import Machine
 
 # cgroup v1 writes "no limit" as the largest multiple of the page size below 2^63.
 _NO_LIMIT_V1 = 2**62
 
-_RANGE = r"\d+(?:-\d+)?"
+_RANGE = rf"{NUMBER}(?:-{NUMBER})?"
+_LONGEST_PATH = 4096
 
 
 def host(machine: Machine) -> Host:
@@ -30,7 +31,7 @@ def host(machine: Machine) -> Host:
 
 def _memory_total(machine: Machine) -> Fact[float]:
     text = machine.read("/proc/meminfo")
-    match = re.search(r"^MemTotal:\s*(\d+) kB", text.value or "", re.MULTILINE)
+    match = re.search(rf"^MemTotal:\s*({NUMBER}) kB", text.value or "", re.MULTILINE)
     return Fact(
         float(int(match[1]) * 1024) if match else None, "/proc/meminfo MemTotal" if match else text.reason
     )
@@ -42,7 +43,7 @@ def _memory(machine: Machine, total: Fact[float]) -> Fact[float]:
     for directory in _cgroups(machine, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
             text = (machine.read(f"{directory}/{name}").value or "").strip()
-            if text.isdecimal() and int(text) < _NO_LIMIT_V1:
+            if re.fullmatch(r"\d{1,19}", text) and int(text) < _NO_LIMIT_V1:
                 found.append((float(text), f"{directory}/{name}"))
     return Fact(*min(found)) if found else total
 
@@ -55,7 +56,8 @@ def _processors(machine: Machine) -> Fact[float]:
     for directory in _cgroups(machine, "cpu"):
         unified = machine.read(f"{directory}/cpu.max").value or ""  # "200000 100000", or "max 100000"
         split = [machine.read(f"{directory}/cpu.cfs_{name}_us").value or "" for name in ("quota", "period")]
-        if quota := re.fullmatch(r"(\d+)\s+(\d+)\s*", unified or " ".join(split)):
+        quota = re.fullmatch(rf"({NUMBER})\s+({NUMBER})\s*", unified or " ".join(split))
+        if quota and int(quota[2]):
             found.append((int(quota[1]) / int(quota[2]), f"the quota in {directory}"))
     return Fact(*min(found)) if found else Fact(None, status.reason)
 
@@ -78,7 +80,7 @@ def _cgroups(machine: Machine, controller: str) -> Iterator[str]:
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         unified = number == "0" and not controllers
-        if not unified and controller not in controllers.split(","):
+        if len(path) > _LONGEST_PATH or (not unified and controller not in controllers.split(",")):
             continue
         for point, kind, options in mounts:
             if kind == ("cgroup2" if unified else "cgroup") and (unified or controller in options):
@@ -103,7 +105,7 @@ def _shared_memory(machine: Machine, total: Fact[float]) -> Fact[float]:
     if not mounted:
         return Fact(None, "nothing is mounted on /dev/shm")
     for option in mounted[-1]:
-        if match := re.fullmatch(r"size=(\d+)([kmg]?)", option):
+        if match := re.fullmatch(rf"size=({NUMBER})([kmg]?)", option):
             return Fact(
                 float(int(match[1]) * 1024 ** " kmg".index(match[2] or " ")),
                 f"the mount of /dev/shm, {option}",

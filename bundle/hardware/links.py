@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from itertools import combinations
 
-from bundle.hardware.facts import Fact
+from bundle.hardware.facts import NUMBER, Fact
 from bundle.hardware.machine import Machine
 
 # From the weakest up, as both tools' legends define them; NV<n> (NVLink lanes) ranks above by n.
@@ -31,7 +31,7 @@ def _table(text: str, prefix: str) -> dict[tuple[int, int], str]:
     links: dict[tuple[int, int], str] = {}
     for line in re.sub(_ESCAPES, "", text).splitlines():
         words = line.split()
-        numbers = [int(word[len(prefix) :]) for word in words if re.fullmatch(prefix + r"\d+", word)]
+        numbers = [int(word[len(prefix) :]) for word in words if re.fullmatch(prefix + NUMBER, word)]
         if len(numbers) > 1:
             columns = numbers  # the header names every device, a row only its own
         elif numbers:
@@ -41,7 +41,7 @@ def _table(text: str, prefix: str) -> dict[tuple[int, int], str]:
 
 
 def _strength(link: str) -> int:
-    if match := re.fullmatch(r"NV(\d+)", link):
+    if match := re.fullmatch(rf"NV({NUMBER})", link):
         return 100 + int(match[1])
     return _RANKS.index(link) if link in _RANKS else 0
 

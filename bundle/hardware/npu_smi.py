@@ -7,8 +7,9 @@ the second without power), and 310 cards (`Device` instead of `Phy-ID`, no HBM c
 import re
 
 from bundle.frozen import frozen
+from bundle.hardware.facts import NUMBER
 
-_USAGE = r"(\d+)\s*/\s*(\d+)"
+_USAGE = rf"({NUMBER})\s*/\s*({NUMBER})"
 
 
 @frozen
@@ -39,7 +40,7 @@ def parse(text: str) -> tuple[Row, ...]:
             numbered = len(cells[0].split()) > 1
             above = None
         elif above is None:
-            above = cells if re.match(r"\d+\s+\S", cells[0]) else None
+            above = cells if re.match(rf"{NUMBER}\s+\S", cells[0]) else None
         else:
             row = _pair(above, cells, numbered)
             rows += [row] if row else []
@@ -50,9 +51,9 @@ def parse(text: str) -> tuple[Row, ...]:
 def _pair(above: list[str], below: list[str], numbered: bool) -> Row | None:
     npu, name = above[0].split(maxsplit=1)
     ids = below[0].split()
-    if not ids or not ids[0].isdecimal():
+    if not ids or not re.fullmatch(NUMBER, ids[0]):
         return None
-    number = int(ids[1]) if numbered and len(ids) > 1 and ids[1].isdecimal() else None
+    number = int(ids[1]) if numbered and len(ids) > 1 and re.fullmatch(NUMBER, ids[1]) else None
     # DDR comes before HBM; 310 cards have the first only. The last pair is the memory that tensors live in.
     usage = re.findall(_USAGE, below[2])
     memory = int(usage[-1][1]) if usage else None

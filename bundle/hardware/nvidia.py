@@ -1,11 +1,10 @@
 """NVIDIA GPUs as nvidia-smi, /proc/driver/nvidia and the device nodes tell them, without NVML or CUDA."""
 
-import csv
 import re
 from dataclasses import replace
 
 from bundle.frozen import frozen
-from bundle.hardware.facts import Device, Fact
+from bundle.hardware.facts import MOST_DEVICES, NUMBER, Device, Fact
 from bundle.hardware.found import Found
 from bundle.hardware.links import weakest
 from bundle.hardware.machine import Machine
@@ -60,24 +59,25 @@ def _nothing(reason: str) -> Found:
 
 def _from_query(answer: Fact[str]) -> list[_Gpu]:
     gpus: list[_Gpu] = []
-    for cells in csv.reader((answer.value or "").splitlines(), skipinitialspace=True):
-        if len(cells) != len(FIELDS) or not cells[0].isdecimal():
+    for line in (answer.value or "").splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) != len(FIELDS) or not re.fullmatch(NUMBER, cells[0]):
             continue  # a warning line that a driver prints among the rows
-        index, uuid, name, capability, memory, driver, mig = (cell.strip() for cell in cells)
+        index, uuid, name, capability, memory, driver, mig = cells
         device = Device(
             index=int(index),
             number=int(index),
             name=name,
             identity=uuid,
             memory=_size(memory),
-            generation=_said(capability, r"\d+\.\d+", "compute_cap"),
+            generation=_said(capability, r"\d{1,3}\.\d{1,3}", "compute_cap"),
         )
         gpus.append(_Gpu(device, driver, mig == "Enabled"))
-    return gpus
+    return gpus[:MOST_DEVICES]
 
 
 def _size(mebibytes: str) -> Fact[int]:
-    said = _said(mebibytes, r"\d+", "memory.total")
+    said = _said(mebibytes, NUMBER, "memory.total")
     return Fact(None if said.value is None else int(said.value) * 2**20, said.reason)
 
 
@@ -102,7 +102,7 @@ def _from_proc(machine: Machine, why: str) -> list[_Gpu]:
             unknown: Fact[int] = Fact(None, why)
             name, uuid = rows.get("Model", "NVIDIA GPU"), rows.get("GPU UUID", bus)
             gpus.append(_Gpu(Device(0, len(gpus), name, uuid, unknown, Fact(None, why)), None))
-    return gpus
+    return gpus[:MOST_DEVICES]
 
 
 def _from_nodes(machine: Machine, why: str) -> list[_Gpu]:
@@ -111,12 +111,12 @@ def _from_nodes(machine: Machine, why: str) -> list[_Gpu]:
         return []
     return [
         _Gpu(Device(0, number, "NVIDIA GPU", f"/dev/{node}", Fact(None, why), Fact(None, why)), None)
-        for number, node in enumerate(_nodes(machine))
+        for number, node in enumerate(_nodes(machine)[:MOST_DEVICES])
     ]
 
 
 def _nodes(machine: Machine) -> list[str]:
-    found = [name for name in machine.names("/dev") if re.fullmatch(r"nvidia\d+", name)]
+    found = [name for name in machine.names("/dev") if re.fullmatch(rf"nvidia{NUMBER}", name)]
     return sorted(found, key=lambda name: int(name[len("nvidia") :]))
 
 
@@ -125,16 +125,17 @@ def _mig_instances(machine: Machine, gpus: list[_Gpu]) -> list[Device]:
         return []
     instances: list[Device] = []
     parent = gpus[0].device
+    numbered = {gpu.device.number: gpu.device for gpu in gpus}
     for line in (machine.run(LIST).value or "").splitlines():
-        if match := re.match(r"GPU (\d+):", line):
-            parent = next((gpu.device for gpu in gpus if gpu.device.number == int(match[1])), parent)
+        if match := re.match(rf"GPU ({NUMBER}):", line):
+            parent = numbered.get(int(match[1]), parent)
         elif match := re.match(_MIG_LINE, line):
             profile = match["profile"]
-            size = re.search(r"(\d+)gb", profile)
+            size = re.search(rf"({NUMBER})gb", profile)
             memory = Fact(int(size[1]) * 10**9 if size else None, f"the MIG profile's name, {profile}")
             name = f"{parent.name} MIG {profile}"
             instances.append(replace(parent, name=name, identity=match["uuid"], memory=memory))
-    return instances
+    return instances[:MOST_DEVICES]
 
 
 def _driver(machine: Machine, gpus: list[_Gpu]) -> Fact[str]:

@@ -17,6 +17,8 @@ ASCEND = "ASCEND_RT_VISIBLE_DEVICES"
 # The driver reads an index as strtol does: blanks, a sign, digits; whatever follows the digits is ignored.
 _LEADING_INTEGER = r"[ \t\n\v\f\r]*([+-]?[0-9]+)"
 
+_DIGITS = 18  # more of them name no device, whatever they are
+
 
 @frozen
 class Selection:
@@ -42,23 +44,27 @@ def cuda(value: str | None, uuids: Sequence[str], instances: Sequence[str] = ())
     chosen: list[int] = []
     for entry in entries:
         position = _by_prefix(entry, uuids) if by_uuid else _by_index(entry, len(uuids))
-        if position is None:
+        if position is None or len(chosen) > len(uuids):
             break
         chosen.append(position)
-    shown = f"{CUDA}={value}"
+    shown = _shown(CUDA, value)
     if len(set(chosen)) < len(chosen):
         return Selection(
             (), shown, f"{shown} names a device twice: CUDA refuses to start. Name each device once."
         )
     if len(chosen) < len(entries):
-        unknown = entries[len(chosen)]
+        unknown = entries[len(chosen)][:80]
         return Selection(tuple(chosen), f"{shown}: the list ends at {unknown!r}, which names no device here")
     return Selection(tuple(chosen), shown)
 
 
+def _shown(name: str, value: str) -> str:
+    return f"{name}={value}" if len(value) <= 200 else f"{name}={value[:200]}..."
+
+
 def _by_index(entry: str, count: int) -> int | None:
     match = re.match(_LEADING_INTEGER, entry)
-    if match is None or not 0 <= int(match[1]) < count:
+    if match is None or len(match[1]) > _DIGITS or not 0 <= int(match[1]) < count:
         return None
     return int(match[1])
 
@@ -78,8 +84,8 @@ def _mig(value: str | None, instances: Sequence[str]) -> Selection:
     first = value.split(",")[0]
     position = _by_prefix(first, instances) if first.startswith("MIG-") else _by_index(first, 1)
     if position is None:
-        return Selection((), f"{CUDA}={value}: {first!r} names no MIG instance here")
-    return Selection((position,), f"{CUDA}={value}: {rule}")
+        return Selection((), f"{_shown(CUDA, value)}: {first[:80]!r} names no MIG instance here")
+    return Selection((position,), f"{_shown(CUDA, value)}: {rule}")
 
 
 def ascend(value: str | None, count: int) -> Selection:
@@ -91,11 +97,11 @@ def ascend(value: str | None, count: int) -> Selection:
     """
     if value is None:
         return Selection(tuple(range(count)), f"{ASCEND} is not set: all {count} are visible")
-    shown = f"{ASCEND}={value}"
+    shown = _shown(ASCEND, value)
     chosen: list[int] = []
     entries = value.split(",")
     for entry in entries:
-        if not re.fullmatch(r"[0-9]+", entry) or int(entry) >= count:
+        if not re.fullmatch(rf"[0-9]{{1,{_DIGITS}}}", entry) or int(entry) >= count:
             break
         chosen.append(int(entry))
     if any(later <= earlier for earlier, later in pairwise(chosen)):
@@ -104,7 +110,7 @@ def ascend(value: str | None, count: int) -> Selection:
             (), shown, f"{shown} does not ascend: the runtime refuses every device. Set {ASCEND}={fixed}"
         )
     if len(chosen) < len(entries):
-        unknown = entries[len(chosen)]
+        unknown = entries[len(chosen)][:80]
         return Selection(
             tuple(chosen), f"{shown}: the list ends at {unknown!r}, which is no id of a device here"
         )

@@ -1,33 +1,53 @@
 """The thin edge: what a command that is missing, fails or hangs turns into; and the named machines."""
 
 import sys
+import time
 
 import pytest
 
 from bundle.errors import UsageError
-from bundle.hardware import NAMES, machine, preset
+from bundle.hardware import NAMES, preset, tool
 
 
 def test_output_of_a_command():
-    said = machine.run_command([sys.executable, "-c", "print('hi')"])
+    said = tool.run_command([sys.executable, "-c", "print('hi')"])
     assert said.value == "hi\n"
 
 
 def test_a_missing_command_says_so():
-    assert machine.run_command(["no-such-tool", "-x"]).reason == "no-such-tool is not on PATH"
+    assert tool.run_command(["no-such-tool", "-x"]).reason == "no-such-tool is not on PATH"
 
 
 def test_a_failing_command_says_why():
-    said = machine.run_command([sys.executable, "-c", "import sys; sys.exit('No devices were found')"])
+    said = tool.run_command([sys.executable, "-c", "import sys; sys.exit('No devices were found')"])
     assert said.value is None
     assert "ended with 1: No devices were found" in said.reason
 
 
 def test_a_hanging_command_is_given_up(monkeypatch):
-    monkeypatch.setattr(machine, "TIMEOUT", 0.2)
-    said = machine.run_command([sys.executable, "-c", "import time; time.sleep(30)"])
+    monkeypatch.setattr(tool, "SECONDS", 0.2)
+    said = tool.run_command([sys.executable, "-c", "import time; time.sleep(30)"])
     assert said.value is None
     assert "timed out" in said.reason
+
+
+def test_a_tool_whose_child_keeps_its_output_open_is_given_up_with_the_child(monkeypatch):
+    monkeypatch.setattr(tool, "SECONDS", 1.0)
+    begun = time.monotonic()
+    said = tool.run_command(["/bin/sh", "-c", "sleep 67.25 & exit 0"])
+    assert said.value is None and "timed out" in said.reason
+    assert time.monotonic() - begun < 30
+
+
+def test_a_tool_that_talks_without_end_is_given_up():
+    said = tool.run_command(["yes", "NVIDIA H100"])
+    assert said.value is None
+    assert said.reason == "`yes NVIDIA H100` said more than 1048576 bytes"
+
+
+def test_what_a_tool_says_cannot_move_the_cursor():
+    said = tool.run_command(["printf", r"\033[1mGPU 0\033[0m\tok\033]0;title\007\r\302\233\377\n"])
+    assert said.value == "GPU 0\tok\ufffd]0;title\ufffd\ufffd\ufffd\ufffd\n"
 
 
 @pytest.mark.parametrize("name", NAMES)
