@@ -39,6 +39,7 @@ def train(
     nodes: int | None = typer.Option(None, help="Machines that run this job; start it on each."),
     node_rank: int | None = typer.Option(None, help="Which of them this one is, from 0."),
     rendezvous: str | None = typer.Option(None, metavar="HOST:PORT", help="Where they meet: node 0."),
+    wait: int = typer.Option(1800, min=1, metavar="SECONDS", help="How long a node waits for the others."),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print what would run on each node, and stop."),
 ) -> None:
     """Train a recipe: pre-training or SFT. A stopped run goes on where its last checkpoint is."""
@@ -67,22 +68,23 @@ def train(
     words += [f"--backend={made.plan.hardware.backend}"]
     if dry_run:
         all_nodes = [replace(where, node_rank=node) for node in range(where.nodes)]
-        launches = [_launch(made.plan, node, directory, words) for node in all_nodes]
+        launches = [_launch(made.plan, node, directory, words, wait) for node in all_nodes]
         print(local.dry_run(launches, os.environ), end="")
         return
     RunDirectory(directory).begin(job, fresh=fresh, resume=resume)
-    process.run(_launch(made.plan, where, directory, words), os.environ)
+    process.run(_launch(made.plan, where, directory, words, wait), os.environ)
 
 
 def _flags(name: str, values: Sequence[str]) -> list[str]:
     return [word for value in values for word in (name, value)]
 
 
-def _launch(plan: Plan, where: Rendezvous, directory: Path, words: Sequence[str]) -> local.Launch:
+def _launch(plan: Plan, where: Rendezvous, directory: Path, words: Sequence[str], wait: int) -> local.Launch:
     return local.Launch(
         arguments=tuple(words),
         rendezvous=where,
         per_node=plan.per_node,
         logs=outcomes.next_logs(directory, where.node_rank),
         environment={variable.name: variable.value for variable in plan.environment},
+        wait=wait,
     )

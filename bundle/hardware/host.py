@@ -29,6 +29,19 @@ def host(machine: Machine) -> Host:
     )
 
 
+def memory_kills(machine: Machine) -> int:
+    """How often the kernel has killed for want of memory: in our own cgroups, and on the machine if it tells.
+
+    Only a growing number means something.
+    """
+    texts = [machine.read("/proc/vmstat").value]
+    for directory in _cgroups(machine, "memory"):
+        names = ("memory.events", "memory.oom_control")
+        texts += [machine.read(f"{directory}/{name}").value for name in names]
+    counts = (re.search(rf"^oom_kill ({NUMBER})$", text or "", re.MULTILINE) for text in texts)
+    return sum(int(count[1]) for count in counts if count)
+
+
 def _memory_total(machine: Machine) -> Fact[float]:
     text = machine.read("/proc/meminfo")
     match = re.search(rf"^MemTotal:\s*({NUMBER}) kB", text.value or "", re.MULTILINE)

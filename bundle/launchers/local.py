@@ -32,6 +32,7 @@ class Launch:
     per_node: int
     logs: Path
     environment: Mapping[str, str] = field(default_factory=dict)
+    wait: int = 1800  # seconds that this node waits for the others
     python: str = sys.executable
     module: str = "bundle"
 
@@ -54,6 +55,8 @@ def command(launch: Launch, inherited: Mapping[str, str]) -> Command:
             "--rdzv-backend=static",
             f"--rdzv-endpoint={address}:{meeting.port}",
             f"--node-rank={meeting.node_rank}",
+            # Longer than we let it: what torchrun says of a time-out names neither the nodes nor the wait.
+            f"--rdzv-conf=timeout={2 * launch.wait}",
         ]
     options += [
         "--rdzv-id=ranks",

@@ -11,8 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bundle.errors import BundleError, ExitCode, LaunchUnavailable
+from bundle import hardware
+from bundle.errors import BundleError, EnvironmentUnfit, ExitCode
+from bundle.hardware.host import memory_kills
 from bundle.launchers import local, outcomes, verdict
+from bundle.launchers.waiting import Waiting
 
 _PR_SET_PDEATHSIG = 1
 # The terminal went away or an orchestrator wants the node back: both are a request to save and stop.
@@ -33,14 +36,19 @@ class Ended(BundleError):
 def run(launch: local.Launch, inherited: Mapping[str, str]) -> None:
     """Starts this node's ranks and returns when all ended well.
 
-    SIGTERM and SIGHUP reach the ranks, which save and end with 75; Ctrl-C ends them, twice at once.
-    Raises Ended with the code and the cause otherwise.
+    SIGTERM and SIGHUP reach the ranks, which save and end with 75; Ctrl-C ends them, twice at once. While the
+    other nodes are not there yet, each of them ends this one. Raises Ended with the code and the cause.
     """
     folder = launch.logs
     try:
         folder.mkdir(parents=True)
     except OSError as error:
-        raise LaunchUnavailable(f"cannot make the log folder {folder}: {error.strerror}") from error
+        raise EnvironmentUnfit(
+            f"cannot make the log folder {folder}: {error.strerror}; name with --run-directory a place that "
+            "this user may write to"
+        ) from error
+    kills = memory_kills(hardware.local())
+    waiting = Waiting(launch.rendezvous, folder, launch.wait)
     command = local.command(launch, inherited)
     with (folder / "agent.log").open("wb") as log:
         agent = subprocess.Popen(
@@ -52,9 +60,17 @@ def run(launch: local.Launch, inherited: Mapping[str, str]) -> None:
             start_new_session=True,
             preexec_fn=_bind_to(os.getpid(), folder),
         )
-        with _signals(agent, folder) as stopped:
-            status = _watch(agent, folder)
-    ending = verdict.judge(folder, status, outcomes.read(folder), stopped.get("by"))
+        with _signals(agent, folder, waiting) as stopped:
+            status = _watch(agent, folder, waiting)
+    if waiting.too_long:
+        raise Ended(verdict.Verdict(ExitCode.LAUNCH_UNAVAILABLE, f"gave up: {waiting}"))
+    ending = verdict.judge(
+        folder,
+        status,
+        outcomes.read(folder),
+        stopped.get("by"),
+        out_of_memory=memory_kills(hardware.local()) > kills,
+    )
     if ending.code != ExitCode.OK:
         raise Ended(ending)
 
@@ -74,14 +90,20 @@ def _bind_to(parent: int, folder: Path) -> Any:
     return bind
 
 
-def _watch(agent: subprocess.Popen[bytes], folder: Path) -> int:
-    """Returns the agent's status; ranks that outlive the failure of another by the grace are killed."""
+def _watch(agent: subprocess.Popen[bytes], folder: Path, waiting: Waiting) -> int:
+    """Returns the agent's status; ranks that outlive the failure of another by the grace are killed.
+
+    An agent that has waited too long for the other nodes is killed as well.
+    """
     failed: float | None = None
     while True:
         try:
             return agent.wait(timeout=_LOOK_SECONDS)
         except subprocess.TimeoutExpired:
             ranks = outcomes.read(folder)
+        waiting.look()
+        if waiting.too_long:
+            agent.kill()
         if failed is None and any(map(_failed, ranks)):
             failed = time.monotonic()
         elif failed is not None and time.monotonic() - failed > _GRACE_SECONDS:
@@ -105,17 +127,17 @@ def _send(pid: int, number: int) -> bool:
 
 
 @contextmanager
-def _signals(agent: subprocess.Popen[bytes], folder: Path) -> Iterator[dict[str, int]]:
+def _signals(agent: subprocess.Popen[bytes], folder: Path, waiting: Waiting) -> Iterator[dict[str, int]]:
     """Passes on the signals that this process gets; yields where the first of them is written down."""
     stopped: dict[str, int] = {}
 
     def stop(number: int, _: object) -> None:
-        if "by" in stopped:
-            # The second request: no more patience. The ranks die with their agent.
+        again = "by" in stopped
+        stopped.setdefault("by", number)
+        if again or not waiting.over:
+            # No more patience, or nothing to save. The ranks die with their agent.
             agent.kill()
-            return
-        stopped["by"] = number
-        if number in _REQUESTS:
+        elif number in _REQUESTS:
             _request(folder)
         else:
             agent.send_signal(signal.SIGINT)

@@ -18,6 +18,16 @@ _CAUSES = (
 )
 _FIRST_DEATH = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
 _TAIL_LINES = 15
+# A line of the warnings module, and the source line that it shows.
+_WARNING = re.compile(r"^\S+:\d+: \w*Warning: .*\n(?:[ \t]+\S.*\n?)?", re.MULTILINE)
+_GOES_ON = "the same command goes on after the last checkpoint"
+_KILLED = (
+    f"killed by SIGKILL: by somebody, or by the kernel when memory ran out (`dmesg` says so); {_GOES_ON}"
+)
+_KILLED_FOR_MEMORY = (
+    "killed by SIGKILL while the kernel ended processes for want of memory: give the container more, "
+    f"or lower train.micro_batch_size or the ranks of a node; {_GOES_ON}"
+)
 
 
 @frozen
@@ -28,8 +38,18 @@ class Verdict:
     message: str = ""
 
 
-def judge(folder: Path, agent: int, outcomes: list[Outcome], stopped_by: int | None) -> Verdict:
-    """Returns the verdict of a launch: `agent` is torchrun's status, `stopped_by` the signal we were sent."""
+def judge(
+    folder: Path,
+    agent: int,
+    outcomes: list[Outcome],
+    stopped_by: int | None,
+    *,
+    out_of_memory: bool = False,
+) -> Verdict:
+    """Returns the verdict of a launch: `agent` is torchrun's status, `stopped_by` the signal we were sent.
+
+    `out_of_memory`: meanwhile the kernel killed a process for want of memory.
+    """
     if agent == 0:
         return Verdict(ExitCode.OK)
     # The first that says what is wrong; what merely broke may be the echo of it on another rank.
@@ -48,10 +68,10 @@ def judge(folder: Path, agent: int, outcomes: list[Outcome], stopped_by: int | N
     if stopped_by is not None:
         name = signal.Signals(stopped_by).name
         return Verdict(ExitCode.TERMINATED, f"ended by {name} before a checkpoint was complete")
-    return _failure(folder, outcomes, ended)
+    return _failure(folder, outcomes, ended, _KILLED_FOR_MEMORY if out_of_memory else _KILLED)
 
 
-def _failure(folder: Path, outcomes: list[Outcome], ended: list[Outcome]) -> Verdict:
+def _failure(folder: Path, outcomes: list[Outcome], ended: list[Outcome], killed: str) -> Verdict:
     first = _FIRST_DEATH.search(_text(folder / "agent.log"))
     if first is None and not outcomes:
         tail = _tail(folder / "agent.log", "torchrun")
@@ -63,14 +83,17 @@ def _failure(folder: Path, outcomes: list[Outcome], ended: list[Outcome]) -> Ver
         local = ended[0].local_rank
     ranks = {o.local_rank: o.rank for o in outcomes}
     name = f"rank {ranks[local]}" if local in ranks else f"local rank {local}"
+    logs = sorted(folder.glob(f"*/attempt_*/{local}/stderr.log"))
+    where = f"\n{name}'s log: {logs[-1]}" if logs else ""
     if local in failed:
         why = failed[local].message
-    elif first and int(first[1]) < 0:
-        why = f"killed by {_signal_name(-int(first[1]))}"
+    elif first and int(first[1]) == -signal.SIGKILL:
+        why = killed
     else:
-        why = f"ended with code {first[1]} and no word" if first else "ended without a word"
-    logs = sorted(folder.glob(f"*/attempt_*/{local}/stderr.log"))
-    where = f"\n{name}'s log: {logs[-1]}\n{_tail(logs[-1], name)}" if logs else ""
+        number = int(first[1]) if first else 0
+        said = f"with code {number} and no word" if number else "without a word"
+        why = f"killed by {_signal_name(-number)}" if number < 0 else f"ended {said}"
+        where += f"\n{_tail(logs[-1], name)}" if logs else ""
     return Verdict(ExitCode.JOB_FAILED, f"{name}: {why}{where}".rstrip())
 
 
@@ -86,5 +109,5 @@ def _text(path: Path) -> str:
 
 
 def _tail(path: Path, name: str) -> str:
-    lines = _text(path).rstrip().splitlines()[-_TAIL_LINES:]
+    lines = _WARNING.sub("", _text(path)).rstrip().splitlines()[-_TAIL_LINES:]
     return "\n".join(f"[{name}] {line}" for line in lines)

@@ -2,7 +2,7 @@
 
 import math
 
-from bundle.hardware.host import host
+from bundle.hardware.host import host, memory_kills
 from bundle.hardware.machine import Machine
 from tests.hardware.machines import recorded
 
@@ -52,3 +52,18 @@ def test_hostile_files_are_unknown_not_an_error(tmp_path):
     assert limits.memory.value is None
     assert limits.processors.value is None
     assert limits.locked_memory.value is None
+
+
+def test_kills_for_want_of_memory_are_counted_where_the_kernel_tells(tmp_path):
+    for name, text in {
+        "proc/vmstat": "pgfault 12\noom_kill 4\n",
+        "proc/self/cgroup": "0::/job\n",
+        "proc/self/mountinfo": "30 1 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup rw\n",
+        "sys/fs/cgroup/job/memory.events": "low 0\noom 3\noom_kill 2\noom_group_kill 0\n",
+        "sys/fs/cgroup/memory.events": "oom_kill 1\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    machine = Machine(tmp_path, {}, recorded("cgroup-v1").run)
+    assert memory_kills(machine) == 7
+    assert memory_kills(recorded("h200-x2")) == 0

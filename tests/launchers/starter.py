@@ -13,7 +13,8 @@ from bundle.rendezvous.discovery import discover
 if __name__ == "__main__":
     logs, module, *arguments = sys.argv[1:]
     where = discover({name: value for name, value in os.environ.items() if name.startswith("PET_")})
-    launch = local.Launch(tuple(arguments), where, 2, Path(logs).absolute(), module=module)
+    wait = int(os.environ.get("TEST_WAIT", "600"))
+    launch = local.Launch(tuple(arguments), where, 2, Path(logs).absolute(), wait=wait, module=module)
     try:
         process.run(launch, os.environ)
     except process.Ended as ended:

@@ -1,8 +1,75 @@
+import signal
 import socket
+import subprocess
+import time
+from pathlib import Path
 
 import pytest
 
-from tests.launchers.launched import finish, start
+from bundle.launchers import outcomes
+from bundle.launchers.waiting import Waiting
+from bundle.rendezvous.discovery import discover
+from tests.launchers.launched import finish, gone, start
+
+WORKER = "tests.launchers.worker"
+
+
+def waiting_node(folder: Path, monkeypatch: pytest.MonkeyPatch, node: int, wait: int) -> subprocess.Popen:
+    """A node of two that has started to wait for the other."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for name, value in {
+        "PET_NNODES": "2",
+        "PET_MASTER_ADDR": "127.0.0.1",
+        "PET_MASTER_PORT": str(port),
+        "PET_NODE_RANK": str(node),
+        "TEST_WAIT": str(wait),
+    }.items():
+        monkeypatch.setenv(name, value)
+    starter = start(folder, WORKER, "well")
+    deadline = time.monotonic() + 60
+    while not (folder / "logs" / outcomes.AGENT).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(1)  # the handlers are installed right after the agent has been started
+    return starter
+
+
+@pytest.mark.world
+@pytest.mark.parametrize(
+    ("node", "number", "code"), [(0, signal.SIGTERM, 143), (1, signal.SIGTERM, 143), (1, signal.SIGINT, 130)]
+)
+def test_a_node_that_waits_for_others_ends_on_the_first_signal(tmp_path, monkeypatch, node, number, code):
+    starter = waiting_node(tmp_path, monkeypatch, node, 600)
+    agent = int((tmp_path / "logs" / outcomes.AGENT).read_text())
+    starter.send_signal(number)
+    finish(starter, code, 20)
+    assert gone([agent])
+
+
+@pytest.mark.world
+def test_a_node_waits_no_longer_than_it_may_and_says_for_whom(tmp_path, monkeypatch):
+    _, err = finish(waiting_node(tmp_path, monkeypatch, 1, 3), 5, 60)
+    assert "gave up: node 1 of 2 waits for the other 1 at 127.0.0.1:" in err
+    assert "of at most 3 s: start this command on each, with --node-rank 0 to 1" in err
+
+
+def test_the_wait_is_told_at_intervals_that_double(tmp_path, monkeypatch, capsys):
+    seconds = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: seconds)
+    where = discover({}, nodes=3, node_rank=1, endpoint="node0:29500")
+    waiting, said = Waiting(where, tmp_path, 1800), []
+    for tick in range(3600):
+        seconds = tick / 2
+        waiting.look()
+        said += [seconds] if "node 1 of 3" in capsys.readouterr().err else []
+    assert said == [10.5, 20.5, 40.5, 80.5, 160.5, 320.5, 640.5, 1280.5]
+    assert not waiting.too_long and not waiting.over
+    seconds = 1801.0
+    assert waiting.too_long
+    (tmp_path / "x" / "attempt_0").mkdir(parents=True)
+    assert waiting.over and not waiting.too_long
+    assert Waiting(discover({}), tmp_path / "none", 0).over
 
 
 @pytest.mark.world

@@ -52,7 +52,43 @@ def test_preempted_ranks_make_a_preempted_job_but_not_if_one_failed_to_save(tmp_
 def test_a_signal_is_read_from_what_torchrun_saw_first(tmp_path):
     (tmp_path / "agent.log").write_text("E1 failed (exitcode: -9) local_rank: 1 (pid: 7) of binary: python")
     found = verdict(tmp_path, outcome(0, 1, "gloo: connection closed", explained=False), outcome(1, None))
-    assert found.message == "rank 1: killed by SIGKILL"
+    assert found.message.startswith("rank 1: killed by SIGKILL: by somebody, or by the kernel when memory")
+
+
+def test_a_kill_for_want_of_memory_says_what_to_lower_and_how_to_go_on(tmp_path):
+    (tmp_path / "agent.log").write_text("E1 failed (exitcode: -9) local_rank: 1 (pid: 7) of binary: python")
+    ranks = [outcome(0, 1, "gloo: connection closed", explained=False), outcome(1, None)]
+    found = judge(tmp_path, 1, ranks, None, out_of_memory=True)
+    for part in ("want of memory", "train.micro_batch_size", "goes on after the last checkpoint"):
+        assert part in found.message
+    (tmp_path / "agent.log").write_text("E1 failed (exitcode: -11) local_rank: 1 (pid: 7) of binary: python")
+    assert "memory" not in judge(tmp_path, 1, ranks, None, out_of_memory=True).message
+
+
+LOG = """\
+/x/torch/nn.py:12: UserWarning: old function
+  warnings.warn(
+/x/megatron/a.py:3: DeprecationWarning: old name
+what the rank printed
+Fatal Python error: Segmentation fault
+"""
+
+
+def test_the_log_of_a_rank_without_a_word_is_shown_without_warnings(tmp_path):
+    logs = tmp_path / "x" / "attempt_0" / "1"
+    logs.mkdir(parents=True)
+    (logs / "stderr.log").write_text(LOG)
+    (tmp_path / "agent.log").write_text("E1 failed (exitcode: -11) local_rank: 1 (pid: 7) of binary: python")
+    _, _, *shown = verdict(tmp_path, outcome(1, None)).message.splitlines()
+    assert shown == ["[rank 1] what the rank printed", "[rank 1] Fatal Python error: Segmentation fault"]
+
+
+def test_what_a_rank_said_is_shown_once(tmp_path):
+    logs = tmp_path / "x" / "attempt_0" / "1"
+    logs.mkdir(parents=True)
+    (logs / "stderr.log").write_text(LOG + "rank 1: shard 3\n")
+    message = verdict(tmp_path, outcome(1, 1, "shard 3")).message
+    assert message == f"rank 1: shard 3\nrank 1's log: {logs / 'stderr.log'}"
 
 
 def test_without_any_rank_the_launch_itself_did_not_work(tmp_path):
