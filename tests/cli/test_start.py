@@ -25,7 +25,7 @@ def loaded(*command: str) -> frozenset[str]:
         ("patches list", 70),
         ("patches plan --mcore 0.16.1", 65),
         ("patches plan --mcore 0.19.2 --json", 65),
-        ("plan demo --mcore 0.16.1", 140),
+        ("plan demo --mcore 0.16.1", 150),
     ],
 )
 def test_a_verb_loads_little_more_than_the_command_line_itself(args: str, most: int):
