@@ -118,9 +118,12 @@ def bindings(body: list[ast.stmt]) -> dict[str, list[ast.stmt]]:
 def _unpacked(target: ast.Tuple | ast.List, value: ast.expr) -> Iterator[tuple[ast.Name, ast.expr | None]]:
     """The names in `a, b = x, y`, each with its own value; None where they cannot be told apart."""
     values: list[ast.expr | None] = [None] * len(target.elts)
-    if isinstance(value, ast.Tuple | ast.List) and len(value.elts) == len(values):
-        if not any(isinstance(element, ast.Starred) for element in (*target.elts, *value.elts)):
-            values = list(value.elts)
+    if (
+        isinstance(value, ast.Tuple | ast.List)
+        and len(value.elts) == len(values)
+        and not any(isinstance(element, ast.Starred) for element in (*target.elts, *value.elts))
+    ):
+        values = list(value.elts)
     for name, own in zip(target.elts, values, strict=True):
         if isinstance(name, ast.Name):
             yield name, own
