@@ -177,7 +177,7 @@ def test_mutual_inheritance_ends_at_once(tmp_path: Path):
 @pytest.mark.parametrize("last", ["def f(): pass\n", ""])
 def test_a_legal_chain_of_star_imports_is_followed_once(tmp_path: Path, last: str):
     """28 levels of two modules each, every one importing all of both of the next level."""
-    tree = {}
+    tree: dict[str, str] = {}
     for level in range(28):
         stars = f"from a{level + 1} import *\nfrom b{level + 1} import *\n" if level < 27 else ""
         tree |= {f"a{level}": stars, f"b{level}": stars}
