@@ -7,11 +7,13 @@ from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, PatchError, U
 from bundle.frozen import frozen
 from bundle.hardware import Hardware
 from bundle.patches import subject, survey, table
-from bundle.patches.subject import DEFAULT
+from bundle.patches.subject import DEFAULT, Subject
 from bundle.patches.survey import Survey
+from bundle.patches.table import Table
 from bundle.planning.machine import capabilities, machine
 from bundle.planning.plan import Plan, Target, make
 from bundle.recipe import Recipe
+from bundle.stack import versions
 
 _ERRORS: dict[ExitCode, type[BundleError]] = {
     ExitCode.USAGE: UsageError,
@@ -61,6 +63,7 @@ def _megatron(recipe: Recipe, on: Hardware, mcore: str, allowed: Sequence[str]) 
     here, reviewed = stack.detect(), table.load()
     if mcore:
         of, origin = subject.named(mcore, reviewed), "--mcore"
+        _check_minor(of, reviewed)
     else:
         of = subject.installed(here, reviewed)
         origin = f"{of.root}, {of.origin}" if of.root else of.origin
@@ -68,3 +71,14 @@ def _megatron(recipe: Recipe, on: Hardware, mcore: str, allowed: Sequence[str]) 
     known = of.version is not None and stack.base(of.version) is not None
     unread = "" if known else f"; its version cannot be read, taken for {DEFAULT}"
     return Target(of.version if known and of.version else DEFAULT, origin + unread), decided
+
+
+def _check_minor(of: Subject, reviewed: Table) -> None:
+    """Raises UsageError for a mere version of a minor that nobody has reviewed: there may be none such."""
+    known = [minor for reference in reviewed.references if (minor := versions.minor(reference))]
+    if of.root is None and of.version is not None and versions.minor(of.version) not in known:
+        first, last = (".".join(map(str, minor)) for minor in (known[0], known[-1]))
+        raise UsageError(
+            f"--mcore {of.version}: no megatron-core of that number is known, only {first} to {last}; for "
+            "another one give the directory of its source"
+        )

@@ -34,6 +34,12 @@ def base(version: str) -> str | None:
     return parsed.base_version if parsed else None
 
 
+def minor(version: str) -> tuple[int, int] | None:
+    """The first two numbers of the release ((0, 16) of "0.16.1rc0"); None when PEP 440 cannot read it."""
+    parsed = parse(version)
+    return (parsed.major, parsed.minor) if parsed else None
+
+
 def within(version: str, specifier: str) -> bool | None:
     """Whether the base version is inside a PEP 508 range ("" is every one); None when it cannot be read."""
     number = base(version)

@@ -53,6 +53,16 @@ _CHECKS = (
         needs=("mla-packed-qkv",),
     ),
     Check(
+        name="mla-uncompressed-query-norm",
+        measurement=f"{_MEASURED}.mla:uncompressed_queries",
+        without=(
+            Raises("ValueError", "is non-trivial, but `q_lora_rank is None`"),  # megatron's local spec
+            Raises(
+                "JobFailed", "folded a norm into a projection"
+            ),  # Transformer Engine's: a name of no other
+        ),
+    ),
+    Check(
         name="mtp-context-parallel-roll",
         measurement=f"{_MEASURED}.mtp:context_parallel",
         world=2,

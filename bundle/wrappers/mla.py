@@ -1,6 +1,7 @@
 """Multi-latent attention: value width of packed input, and packed input at all below 0.14."""
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -119,6 +120,24 @@ def packed_rotary(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(t, table, *args, **kwargs)
 
     return apply_rotary_pos_emb
+
+
+def plain_query_projection(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `MLASelfAttention._resolve_qk_norm_config` that leaves uncompressed queries without a norm.
+
+    Their projection is the spec's own, as it was before 0.19.
+    """
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    @functools.wraps(original)
+    def _resolve_qk_norm_config(self: Any, submodules: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.config.q_lora_rank is not None:
+            return original(self, submodules, *args, **kwargs)
+        asked = dataclasses.replace(submodules, q_layernorm=IdentityOp)
+        resolved = original(self, asked, *args, **kwargs)
+        return {**resolved, "linear_q_proj": submodules.linear_q_proj}
+
+    return _resolve_qk_norm_config
 
 
 def duplicated_linear(original: Any) -> type:

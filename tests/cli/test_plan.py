@@ -68,5 +68,12 @@ def test_a_recipe_that_cannot_be_read_ends_with_2(tmp_path):
     assert "no recipe named" in plan("nonsense", cwd=tmp_path, code=2)
 
 
+def test_a_megatron_that_there_is_not_ends_with_2(tmp_path):
+    for version in ("0.99", "0.61.1"):
+        said = plan("demo", "--mcore", version, cwd=tmp_path, code=2)
+        assert f"--mcore {version}" in said and "0.12 to 0.19" in said
+    assert "megatron-core 0.16.7" in plan("demo", "--mcore", "0.16.7", cwd=tmp_path)
+
+
 def test_an_unknown_machine_ends_with_2(tmp_path):
     assert "choose one of a100" in plan("demo", "--hardware", "tpu", cwd=tmp_path, code=2)

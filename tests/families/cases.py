@@ -30,7 +30,7 @@ _LATENT = _SIZES | {
     "n_group": 1,
     "topk_group": 1,
 }
-_V2 = _LATENT | _SHARED | {"q_lora_rank": 24, "topk_method": "greedy", "norm_topk_prob": False}
+_V2 = _LATENT | _SHARED | {"q_lora_rank": None, "topk_method": "greedy", "norm_topk_prob": False}
 _V3 = _LATENT | _SHARED | {"q_lora_rank": 24, "norm_topk_prob": True}
 
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL}

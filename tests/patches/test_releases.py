@@ -27,6 +27,7 @@ PRESENT = {
     "overlap-tied-mtp": [("0.12.0", "0.15.3")],
     "mla-packed-qkv": [("0.12.0", "0.13.1")],
     "mla-thd-value-padding": [("0.12.0", "0.17.1")],
+    "mla-uncompressed-query-norm": [("0.19.0", "0.19.2")],
     "cpu-mla-without-te-linear": [("0.14.0", "0.19.2")],
     "mtp-context-parallel-roll": [("0.12.0", "0.13.1")],
     "mtp-packed-roll-boundaries": [("0.16.0", "0.19.2")],

@@ -15,6 +15,7 @@ _RUN = f"{_MODULE}:MultiLatentAttention._run_core_attention"
 _PREPARE = f"{_MODULE}:_prepare_mla_core_attention_value"
 _PROJECTIONS = f"{_MODULE}:MLASelfAttention.__init__"
 _TE_LINEAR = f"{_MODULE}:TELinear"
+_RESOLVE = "megatron.core.transformer.mla_qk_norm_config:QKNormConfigResolver._resolve_mla_qk_layernorm"
 
 
 def _packed_heads(source: "Evidence") -> Presence:
@@ -42,6 +43,19 @@ def _down_projection_class(source: "Evidence") -> Presence:
         isinstance(node, ast.Name) and node.id == "TELinear" for item in lists for node in ast.walk(item)
     )
     return Presence.of(asked and bool(source.bindings(_TE_LINEAR)))
+
+
+def _query_norm(source: "Evidence") -> Presence:
+    """Whether a query projection that is not compressed is made one with a norm, whatever the spec says."""
+    resolve, init = source[_RESOLVE], source[_PROJECTIONS]
+    if resolve is not None:
+        folded = resolve.has(
+            "self._mla_fused_linear_or_default(self.submodules.linear_q_proj, 'linear_q_proj')"
+        )
+        return Presence.PRESENT if folded else Presence.UNKNOWN
+    plain = [] if init is None else init.calls("build_module")
+    as_given = any(call.args and ast.unparse(call.args[0]) == "submodules.linear_q_proj" for call in plain)
+    return Presence.ABSENT if as_given else Presence.UNKNOWN
 
 
 PATCHES = (
@@ -113,5 +127,27 @@ PATCHES = (
         evidence=(_PROJECTIONS, _TE_LINEAR),
         defect=_down_projection_class,
         check="cpu-mla-without-te-linear",
+    ),
+    Patch(
+        id="mla-uncompressed-query-norm",
+        replacements=(
+            Replacement(
+                f"{_MODULE}:MLASelfAttention._resolve_qk_norm_config",
+                "bundle.wrappers.mla:plain_query_projection",
+                by_signature=True,
+            ),
+        ),
+        why=(
+            "With q_lora_rank null and qk_layernorm, which the norm of keys and values needs, the query "
+            "projection gets a norm of its own that DeepSeek-V2-Lite and Moonlight do not have; megatron's "
+            "own local spec is refused."
+        ),
+        upstream="found by comparing releases with transformers",
+        range=">=0.19",
+        when=frozenset({"mla"}),
+        assumes=NOTHING,
+        evidence=(_RESOLVE, _PROJECTIONS),
+        defect=_query_norm,
+        check="mla-uncompressed-query-norm",
     ),
 )

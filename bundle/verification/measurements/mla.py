@@ -1,5 +1,7 @@
 """Packed input of multi-latent attention, against one unpacked pass for each sequence."""
 
+import torch
+
 from bundle.verification.bench import Bench
 from bundle.verification.numbers import gap, trained
 from bundle.verification.tiny import LATENT, YARN, chunk, packed, single, texts
@@ -18,6 +20,16 @@ def packed_over_ranks(bench: Bench) -> float:
             batch = packed(bench, groups, sequences, multiple=8)
             gaps.append(gap(trained(chunk(bench, groups, config, embedding), groups, [batch]), reference))
     return max(gaps)
+
+
+def uncompressed_queries(bench: Bench) -> float:
+    """Queries straight from the hidden state, against the product with the same weights and nothing else."""
+    with bench.layout() as groups:
+        model = chunk(bench, groups, LATENT | {"q_lora_rank": None}, {"apply_rope_fusion": False})
+        attention = model.decoder.layers[0].self_attention
+        hidden = 3 * torch.randn(6, 1, attention.config.hidden_size, device=bench.device)
+        seen = {"queries": attention.linear_q_proj(hidden)[0]}
+        return gap(seen, {"queries": hidden @ attention.linear_q_proj.weight.t()})
 
 
 def narrow_values(bench: Bench) -> float:
