@@ -24,6 +24,11 @@ def initialize(
     )
 
 
+def store() -> dist.Store:
+    """Returns the store of the default process group, which has no time limit of a collective."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def destroy() -> None:
     """Ends all process groups after everybody has come here; safe when there is none.
 

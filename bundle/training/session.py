@@ -17,7 +17,7 @@ from bundle.mcore import groups
 from bundle.mcore.groups import Groups
 from bundle.mcore.runtime import Runtime
 from bundle.recipe import Recipe
-from bundle.training import atomic, data, loop
+from bundle.training import atomic, data, loop, preparation
 from bundle.training.batches import Batches
 from bundle.training.checkpoints.checkpoints import Checkpoints
 from bundle.training.checkpoints.shelf import Shelf
@@ -49,8 +49,7 @@ def run(
         goes_on = first(lambda: directory.begin(recipe, fresh=job.fresh, resume=job.resume))
         first(lambda: _write_start(directory, recipe, plan, versions, goes_on))
         state = _groups(recipe, runtime)
-        with dog.patience(CHECKPOINT_PATIENCE, "reading the data"):
-            corpus = data.prepare(recipe, directory.root / "data")
+        corpus = preparation.prepared(recipe, directory.root / "data", dog)
         engine = Engine(recipe, runtime, state, device)
         shelf = Shelf(directory.checkpoints)
         checkpoints = Checkpoints(
@@ -69,12 +68,14 @@ def run(
             checkpoints.poll()
 
         metrics = held.enter_context(_metrics(recipe, directory, progress, reports=rank == 0))
+        if corpus.skipped_count and progress.step == 0:
+            metrics.write(progress.step, {"data/skipped": corpus.skipped_count})
         feed = data.Feed(recipe, corpus, state.dp.rank, state.dp.size)
         hooks = loop.Hooks(save=save, should_stop=stop.agreed, alive=alive)
         losses = loop.train(engine, Batches(recipe, feed, state, device), progress, metrics, hooks)
         with dog.patience(CHECKPOINT_PATIENCE, "completing the last checkpoint"):
             checkpoints.poll(wait=True)
-        first(lambda: _conclude(directory, progress, losses, corpus.bigram_entropy))
+        first(lambda: _conclude(directory, progress, losses, corpus))
 
 
 def _write_start(
@@ -143,13 +144,15 @@ def _metrics(recipe: Recipe, directory: RunDirectory, progress: Progress, *, rep
 
 
 def _conclude(
-    directory: RunDirectory, progress: Progress, losses: Losses | None, entropy: float | None
+    directory: RunDirectory, progress: Progress, losses: Losses | None, corpus: data.Corpus
 ) -> None:
     """Writes the result, which makes the run a finished one, and says it."""
     result: dict[str, Any] = {"step": progress.step, "skipped_updates": progress.skipped_updates}
+    result["skipped_rows"] = corpus.skipped_count
     if losses is not None:
         result |= {"loss": losses.main, "mtp_losses": list(losses.mtp)}
         depths = "".join(f", MTP {depth} {loss:.4f}" for depth, loss in enumerate(losses.mtp, start=1))
+        entropy = corpus.bigram_entropy
         pairs = f"; the text's bigram entropy is {entropy:.2f}" if entropy is not None else ""
         print(f"finished: loss {losses.main:.4f}{depths} nats per token{pairs}", flush=True)
     atomic.write_json(directory.result, result)

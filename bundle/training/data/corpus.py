@@ -1,7 +1,7 @@
 """A recipe's data section made into numbered samples for training and for evaluation."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,9 +17,10 @@ from bundle.training.data.order import held_out
 from bundle.training.data.problems import Problems
 from bundle.training.data.samples import Packs, Rows, Samples, Windows
 from bundle.training.data.spans import Ints, Spans, best_fit
-from bundle.training.data.store import Store, key_of, open_store, write
+from bundle.training.data.store import Document, Store, key_of, open_store, write
 from bundle.training.data.tokenizers import Tokenizer, tokenizer
 
+Progress = Callable[[int], None]
 # Running text is held out in pieces of this many sequences: small enough for an even sample.
 SEQUENCES_PER_PIECE = 16
 # Packed sequences are given room in these multiples, so that packs are the same at cp 1, 2, 4 and 8. At any
@@ -35,9 +36,8 @@ class Corpus:
     validation: Samples | None
     tokens: int  # of all documents
     identity: Mapping[str, str]  # of the tokens and how they were made: what a resume must find again
-    skipped: tuple[
-        str, ...
-    ]  # rows and files that were passed over: the first of them, and how many there are more
+    skipped: tuple[str, ...]  # the first rows and files that were passed over, with the reason
+    skipped_count: int  # how many there are
     store: Store
     tokenizer: Tokenizer
 
@@ -49,10 +49,11 @@ class Corpus:
         return bigram_entropy(self.store.ids, self.tokenizer.vocab_size)
 
 
-def prepare(recipe: Recipe, directory: Path) -> Corpus:
+def prepare(recipe: Recipe, directory: Path, progress: Progress = lambda tokens: None) -> Corpus:
     """The corpus of a recipe; its tokens are written under `directory` once and found there afterwards.
 
-    Any number of processes may do this at once on one file system. Raises UsageError for paths and tokenizers
+    `progress` is told after each document how many tokens there are so far. Any number of processes may do
+    this at once on one file system. Raises UsageError for paths and tokenizers
     that are not there, JobFailed for corrupt data (`data.on_error: stop`) or too little of it.
     """
     data = recipe.data
@@ -60,7 +61,7 @@ def prepare(recipe: Recipe, directory: Path) -> Corpus:
     sources = files.expand(data.path, data.source)
     room, _ = _room(recipe)
     path = directory / f"tokens-{key_of(_key(recipe, sources, made, room))}"
-    store = open_store(path) or _written(path, recipe, sources, made, room)
+    store = open_store(path) or _written(path, recipe, sources, made, room, progress)
     training, validation = _parts(recipe, store)
     return Corpus(
         training=_samples(recipe, store, training, made, "to train on"),
@@ -68,6 +69,7 @@ def prepare(recipe: Recipe, directory: Path) -> Corpus:
         tokens=len(store.ids),
         identity=store.facts["identity"] | {"tokens": store.facts["sha256"]} | _packs(recipe),
         skipped=tuple(store.facts["skipped"]),
+        skipped_count=store.facts["skipped_count"],
         store=store,
         tokenizer=made,
     )
@@ -88,7 +90,12 @@ def _key(recipe: Recipe, sources: Sequence[files.Source], made: Tokenizer, room:
 
 
 def _written(
-    path: Path, recipe: Recipe, sources: Sequence[files.Source], made: Tokenizer, room: int
+    path: Path,
+    recipe: Recipe,
+    sources: Sequence[files.Source],
+    made: Tokenizer,
+    room: int,
+    progress: Progress,
 ) -> Store:
     problems = Problems(recipe.data.on_error)
     identity = {"files": str(len(sources)), "tokenizer": made.identity}
@@ -97,18 +104,22 @@ def _written(
 
     def conclude() -> dict[str, Any]:
         problems.settle()
-        return {"identity": identity, "skipped": problems.shown()}
+        return {"identity": identity, "skipped": problems.first, "skipped_count": problems.count}
 
-    write(
-        path,
-        reading.documents(recipe.data, recipe.task, sources, made, room, problems),
-        made.vocab_size,
-        conclude,
-    )
+    documents = reading.documents(recipe.data, recipe.task, sources, made, room, problems)
+    write(path, _counted(documents, progress), made.vocab_size, conclude)
     store = open_store(path)
     if store is None:
         raise JobFailed(f"{path}: the tokens just written are gone; is another job deleting them?")
     return store
+
+
+def _counted(documents: Iterator[Document], progress: Progress) -> Iterator[Document]:
+    tokens = 0
+    for document in documents:
+        yield document
+        tokens += len(document.ids)
+        progress(tokens)
 
 
 def _room(recipe: Recipe) -> tuple[int, int]:
@@ -153,9 +164,12 @@ def _samples(recipe: Recipe, store: Store, spans: Spans, made: Tokenizer, purpos
         samples = Windows(store, spans, length)
     if len(samples) == 0:
         have = f"the data has {len(store.lengths)} documents with {len(store.ids)} tokens"
+        skipped = store.facts["skipped_count"]
         raise JobFailed(
             f"{have}: not one sample of {length} tokens is {purpose}; give more data, a smaller "
             f"data.sequence_length, or another data.validation than {recipe.data.validation:g}"
+            + (f"; {skipped} corrupt rows or files were skipped, such as" if skipped else ""),
+            store.facts["skipped"],
         )
     return samples
 

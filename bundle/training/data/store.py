@@ -16,7 +16,7 @@ from bundle.errors import JobFailed
 from bundle.training.data.conversations import Learned
 from bundle.training.data.tokenizers import Tokens
 
-FORMAT = 1  # of the files below
+FORMAT = 2  # of the files below
 Ints = NDArray[np.int64]
 
 

@@ -1,0 +1,123 @@
+"""The corpus of a run: one rank of each node makes tokens of it, the others wait and map what it wrote."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from bundle.distributed import world
+from bundle.distributed.agreement import disagreements
+from bundle.distributed.watchdog import Watchdog
+from bundle.errors import EnvironmentUnfit
+from bundle.recipe import Recipe
+from bundle.training import data
+from bundle.training.checkpoints.together import together
+from bundle.training.data import Corpus
+
+# A reader that says nothing for so long hangs: one document may be as large as a file.
+PATIENCE = 3600
+# Between two words of a reader; and between two lines on the terminal.
+SECONDS, LINE_SECONDS = 1.0, 10.0
+SHOWN = 3  # skipped rows on the terminal
+
+
+class _Readers:
+    """What the ranks that read have told the others: they count together, in the store where ranks met."""
+
+    def __init__(self, readers: int) -> None:
+        self._store, self._readers = dist.PrefixStore("data", world.store()), readers
+
+    def read(self, tokens: int) -> None:
+        self._store.add("tokens", tokens)
+
+    def end(self, *, failed: bool) -> None:
+        self._store.add("failed", int(failed))
+        self._store.add("ended", 1)
+
+    def tokens(self) -> int:
+        return int(self._store.add("tokens", 0))
+
+    def have_ended(self) -> bool:
+        return int(self._store.add("ended", 0)) == self._readers
+
+    def have_failed(self) -> bool:
+        return int(self._store.add("failed", 0)) > 0
+
+
+def prepared(recipe: Recipe, directory: Path, dog: Watchdog) -> Corpus:
+    """The corpus, the same on every rank; its tokens lie under `directory`. Every rank must call it.
+
+    Raises on every rank what `data.prepare` raises on one, and EnvironmentUnfit when ranks found different
+    data.
+    """
+    reads = dog.local_rank == 0
+    readers = _Readers(sum(together(lambda: reads)))
+    corpora: list[Corpus] = []
+
+    def body() -> dict[str, str]:
+        if reads:
+            corpora.append(_read(recipe, directory, dog, readers))
+        _wait(readers, dog)
+        if not reads and not readers.have_failed():
+            corpora.append(data.prepare(recipe, directory))
+        return dict(corpora[0].identity) if corpora else {}
+
+    with dog.patience(PATIENCE, "reading the data"):
+        found = disagreements(together(body))
+    if found:
+        raise EnvironmentUnfit("the ranks have different data; give every node the same files", found)
+    (corpus,) = corpora
+    if corpus.skipped and dist.get_rank() == 0:
+        print(_told(corpus), flush=True)
+    return corpus
+
+
+def _read(recipe: Recipe, directory: Path, dog: Watchdog, readers: _Readers) -> Corpus:
+    failed = True
+    try:
+        corpus = data.prepare(recipe, directory, _progress(dog, readers))
+        failed = False
+    finally:
+        readers.end(failed=failed)
+    return corpus
+
+
+def _wait(readers: _Readers, dog: Watchdog) -> None:
+    """Returns when every reader has ended; what they read meanwhile counts as our progress."""
+    seen, pause = 0, 0.05
+    while not readers.have_ended():
+        if (tokens := readers.tokens()) > seen:
+            seen = tokens
+            dog.beat("waiting for the rank that reads the data")
+        time.sleep(pause)
+        pause = min(SECONDS, 2 * pause)
+
+
+def _progress(dog: Watchdog, readers: _Readers) -> Callable[[int], None]:
+    """What to call with the number of tokens read so far: says so to the watchdog, the others, a person."""
+    told, said, shown = 0, time.monotonic(), time.monotonic()
+
+    def progress(tokens: int) -> None:
+        nonlocal told, said, shown
+        now = time.monotonic()
+        if now - said < SECONDS:
+            return
+        dog.beat("reading the data")
+        readers.read(tokens - told)
+        told, said = tokens, now
+        if dist.get_rank() == 0 and now - shown >= LINE_SECONDS:
+            print(f"reading the data: {tokens:,} tokens", flush=True)
+            shown = now
+
+    return progress
+
+
+def _told(corpus: Corpus) -> str:
+    """Which rows were skipped, for the terminal: the first few of them."""
+    more = corpus.skipped_count - SHOWN
+    lines = [f"  - {reason}" for reason in corpus.skipped[:SHOWN]]
+    lines += [f"  - and {more:,} more"] if more > 0 else []
+    return "\n".join(
+        [f"the data has {corpus.skipped_count:,} corrupt rows or files, which are skipped", *lines]
+    )

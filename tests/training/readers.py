@@ -1,0 +1,69 @@
+"""One of two ranks that prepare a corpus: CASE. Leaves `said-RANK`, what it found and how often it wrote."""
+
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from bundle.distributed import parent, store, world
+from bundle.distributed.watchdog import Watchdog
+from bundle.launchers import outcomes
+from bundle.recipe import load
+from bundle.rendezvous.discovery import discover
+from bundle.training import preparation
+from bundle.training.data import corpus
+from bundle.training.data import store as tokens
+
+SLOW_SECONDS, LIMIT_SECONDS = 8.0, 4.0
+
+
+def slowly(written, seconds):
+    """`store.write`, noting what it writes; the first 50 documents together take so many seconds."""
+
+    def write(path, documents, *rest):
+        def late():
+            for count, document in enumerate(documents):
+                time.sleep(seconds / 50 if count < 50 else 0)
+                yield document
+
+        written.append(path)
+        return original(path, late(), *rest)
+
+    original = tokens.write
+    return write
+
+
+def main() -> None:
+    case, me, minute = sys.argv[1], discover(os.environ), timedelta(seconds=60)
+    assert me.rank is not None and me.local_rank is not None
+    world.initialize(me, store.open_store(me, minute), "gloo", minute, torch.device("cpu"))
+    written: list[Path] = []
+    limit = 60.0
+    seconds = 0.0
+    if case in ("slow", "stuck"):
+        limit = preparation.PATIENCE = LIMIT_SECONDS  # type: ignore[assignment]
+        preparation.LINE_SECONDS = 2.0
+        seconds = SLOW_SECONDS if case == "slow" else 50 * 60.0
+    corpus.write = slowly(written, seconds)  # type: ignore[attr-defined]
+    where = Path("run").absolute()
+    if case == "different" and me.rank == 1:
+        os.chdir("other")
+    overrides = [
+        "data.source=jsonl",
+        "data.path=rows.jsonl",
+        "data.sequence_length=16",
+        "data.separator=null",
+    ]
+    recipe = load("demo", [*overrides, *sys.argv[2:]])
+    with Watchdog(limit, where / "logs", me.rank, me.local_rank) as dog:
+        found = preparation.prepared(recipe, where / "data", dog)
+    (where.parent / f"said-{me.rank}").write_text(f"{found.tokens} tokens, wrote {len(written)}")
+    world.destroy()
+
+
+if __name__ == "__main__":
+    parent.die_with_parent()
+    sys.exit(outcomes.report(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), main))

@@ -1,0 +1,78 @@
+"""The corpus of a run of several ranks: read by one of them, the same on all, or one clear error."""
+
+import json
+import shutil
+
+import pytest
+
+from tests.launchers.launched import finish, start
+from tests.training.test_interruption import finish as ended
+from tests.training.test_interruption import train
+
+pytestmark = pytest.mark.world
+WORKER = "tests.training.readers"
+
+
+@pytest.fixture
+def rows(tmp_path):
+    lines = [json.dumps({"text": f"row {number} of the data"}) for number in range(80)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    return tmp_path
+
+
+def said(folder):
+    return [(folder / f"said-{rank}").read_text().split(", ") for rank in (0, 1)]
+
+
+def test_one_rank_of_a_node_makes_tokens_all_have_them_and_skipped_rows_are_told(rows):
+    with (rows / "rows.jsonl").open("a") as file:
+        file.write("\nx" * 1500)
+    for writes in ("wrote 1", "wrote 0"):  # the second time from the store
+        out, _ = finish(start(rows, WORKER, "same", "data.on_error=skip"), 0)
+        (tokens, first), (others, second) = said(rows)
+        assert tokens == others and (first, second) == (writes, "wrote 0")
+        told, *reasons = out.splitlines()
+        assert told == "the data has 1,500 corrupt rows or files, which are skipped"
+        assert [line.split(": not JSON")[0] for line in reasons] == [
+            *(f"  - rows.jsonl:{line}" for line in (81, 82, 83)),
+            "  - and 1,497 more",
+        ]
+        shutil.rmtree(rows / "logs")
+
+
+def test_ranks_that_find_different_data_are_told_so_before_they_train(rows):
+    (rows / "other").mkdir()
+    (rows / "other" / "rows.jsonl").write_text((rows / "rows.jsonl").read_text().replace("row 7 ", "row 8 "))
+    _, err = finish(start(rows, WORKER, "different"), 3)
+    assert "the ranks have different data" in err
+    assert "tokens (rank 0: " in err and "; rank 1: " in err and "files" not in err.partition("tokens (")[2]
+
+
+def test_reading_may_take_longer_than_any_patience_while_it_goes_on(rows):
+    out, _ = finish(start(rows, WORKER, "slow"), 0, 120)
+    assert "reading the data: " in out and out.splitlines()[0].endswith(" tokens")
+    assert said(rows)[0][1] == "wrote 1"
+
+
+def test_a_reader_that_stands_still_is_a_hang_that_says_where(rows):
+    _, err = finish(start(rows, WORKER, "stuck"), 6, 120)
+    assert "no progress for " in err and "reading the data" in err
+
+
+def test_corrupt_rows_end_the_job_on_all_ranks(rows):
+    with (rows / "rows.jsonl").open("a") as file:
+        file.write("\nx")
+    _, err = finish(start(rows, WORKER, "same"), 1)
+    assert "rows.jsonl:81: not JSON" in err and not list(rows.glob("said-*"))
+
+
+def test_a_run_says_how_many_rows_it_skipped(rows):
+    pytest.importorskip("megatron.core")
+    with (rows / "rows.jsonl").open("a") as file:
+        file.write("\nx" * 30)
+    keys = ["train.steps=4", "data.source=jsonl", f"data.path={rows}/rows.jsonl", "data.separator=null"]
+    flags = [word for key in [*keys, "data.on_error=skip"] for word in ("--set", key)]
+    assert "the data has 30 corrupt rows or files, which are skipped" in ended(train(rows / "run", *flags), 0)
+    assert json.loads((rows / "run" / "result.json").read_text())["skipped_rows"] == 30
+    first = json.loads((rows / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert (first["step"], first["data/skipped"]) == (0, 30)
