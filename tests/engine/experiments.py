@@ -22,7 +22,9 @@ from bundle.verification.numbers import Numbers, gap
 from bundle.verification.tiny import DENSE, EXPERTS, LATENT
 from tests.engine.balanced import Balance
 from tests.engine.cells import AGREES, GROUPS, Cell
-from tests.engine.reference import ENTROPY, Text, computed, texts
+from tests.engine.reference import computed, texts
+from tests.reference.losses import ENTROPY
+from tests.reference.texts import Text
 
 UNEVEN, EVEN = (12, 23, 6, 17), (24, 24, 24, 24)
 MODELS = {

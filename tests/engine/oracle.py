@@ -1,0 +1,143 @@
+"""How far an engine is from models in plain PyTorch that read the same config themselves."""
+
+import functools
+from typing import Any
+
+import megatron.core
+import torch
+
+from bundle.engine import Engine
+from bundle.models import naming
+from bundle.models.naming import Named
+from bundle.recipe import Recipe
+from bundle.recipe.validation import validated
+from bundle.stack import versions
+from bundle.verification.bench import Bench
+from bundle.verification.numbers import Numbers, gap
+from tests.engine.cells import AGREES
+from tests.engine.experiments import UNEVEN, engine, gradients, micro_batches, scored
+from tests.reference import experts, model
+from tests.reference.configs import CONFIGS
+from tests.reference.texts import Text, texts
+from tests.reference.weights import drawn, megatron_layout
+
+SEED, SCALE = 11, 0.3  # of the weights; of the losses of multi-token prediction
+
+# (parallel sizes, form of the micro-batches)
+LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
+    "packed": ({}, "thd"),
+    "rows": ({}, "bshd"),
+    "tp": ({"tp": 2}, "bshd"),
+    "tp packed": ({"tp": 2}, "thd"),
+    "cp": ({"cp": 2}, "thd"),
+    "pp": ({"pp": 2}, "thd"),
+    "vpp": ({"pp": 2, "vpp": 2}, "bshd"),
+    "ep": ({"ep": 2}, "thd"),
+    "tp ep": ({"tp": 2, "ep": 2, "etp": 1}, "thd"),
+}
+
+
+def recipe(config: dict[str, Any], parallel: dict[str, int], *, packed: bool) -> Recipe:
+    """A job that trains this model in fp32."""
+    return validated(
+        Recipe,
+        {
+            "name": "oracle",
+            "model": {"config": config, "dtype": "fp32", "mtp": {"loss_scale": SCALE}},
+            "parallel": parallel,
+            "data": {"source": "text", "path": ["none"], "sequence_length": 96, "packed": packed},
+            "train": {"steps": 2, "global_batch_size": 8},
+            "optimizer": {"lr": 1e-2, "warmup_steps": 0},
+        },
+    )
+
+
+def compare(bench: Bench, name: str, layout: str) -> float:
+    """The largest relative distance of losses, scores, gradients and their norm from the plain model's."""
+    config, (parallel, form) = CONFIGS[name], LAYOUTS[layout]
+    wanted, sequences = _wanted(name), _texts(name)
+    with engine(bench, recipe(config, parallel, packed=form == "thd")) as made:
+        parts = {each.name: each for each in _parameters(made)}
+        _fill(made, megatron_layout(config, drawn(config, SEED)))
+        batches = micro_batches(made, sequences, form, "token")
+        seen = scored(made, batches, sequences)
+        made.forward_backward(batches)
+        losses = made.take_losses()
+        for k, value in enumerate((losses.main, *losses.mtp)):
+            seen[f"loss {k}"] = torch.tensor(value, dtype=torch.float64)
+        expected = {key: wanted[key] for key in seen}
+        for key, (gradient, _) in gradients(made).items():
+            seen[key], expected[key] = gradient.clone(), _part(parts[key], wanted[key])  # `step` clips it
+        seen["norm"], expected["norm"] = torch.tensor(made.step().grad_norm).double(), wanted["norm"]
+        return gap(seen, expected)
+
+
+@functools.cache
+def _texts(name: str) -> list[Text]:
+    return texts(UNEVEN, CONFIGS[name]["vocab_size"])
+
+
+@functools.cache
+def _wanted(name: str) -> Numbers:
+    """The plain model's numbers, gradients under megatron's names; once for all layouts of a process."""
+    config = CONFIGS[name]
+    found = model.trained(config, drawn(config, SEED), _texts(name), scale=SCALE)
+    of = {key.removeprefix("gradient "): found.pop(key) for key in list(found) if key.startswith("gradient ")}
+    norm = torch.stack([gradient.square().sum() for gradient in of.values()]).sum().sqrt()
+    return found | megatron_layout(config, of) | {"norm": norm}
+
+
+def _parameters(of: Engine) -> list[Named]:
+    return [each for chunk in of.models for each in naming.parameters(chunk, of.groups)]
+
+
+def _fill(of: Engine, weights: Numbers) -> None:
+    """Overwrites every weight of the engine's model, and the biases that steer the choice of experts."""
+    names = {}
+    with torch.no_grad():
+        for each in _parameters(of):
+            names[each.parameter] = each.name
+            each.parameter.copy_(_part(each, weights[each.name]))
+        for chunk in of.models:
+            for module in chunk.modules():
+                if getattr(module, "expert_bias", None) is not None:
+                    router = names[module.weight].removesuffix(".weight")
+                    module.expert_bias.copy_(weights[f"{router}.expert_bias"])
+
+
+def _part(of: Named, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a whole tensor, to which the rows of a padded vocabulary are added."""
+    behind = of.whole_shape()[0] - len(whole)
+    whole = torch.cat((whole, whole.new_zeros(behind, *whole.shape[1:]))) if behind else whole
+    return of.shard.of(whole) if of.shard else whole
+
+
+def worst(bench: Bench, name: str, layouts: tuple[str, ...]) -> float:
+    """The largest distance of a model in these layouts; an error that names those that are too far."""
+    gaps = {layout: compare(bench, name, layout) for layout in layouts if _possible(name, layout)}
+    wrong = [f"{layout}: {distance:.1e}" for layout, distance in gaps.items() if not distance <= AGREES]
+    assert not wrong, f"{name} at {'; '.join(wrong)}"
+    return max(gaps.values(), default=0.0)
+
+
+def _possible(name: str, layout: str) -> bool:
+    """Without what means nothing for the model, and what this release cannot do, by its known traps."""
+    config, (parallel, form) = CONFIGS[name], LAYOUTS[layout]
+    if "ep" in parallel and not experts.number(config):
+        return False
+    if not model.depths(config):
+        return True
+    release = megatron.core.__version__
+    packed, over_tensor_ranks = form == "thd", "tp" in parallel
+    return not (packed and versions.within(release, "<0.16")) and not (
+        over_tensor_ranks and versions.within(release, "<0.13")
+    )
+
+
+def __getattr__(name: str) -> Any:
+    """The measurement `MODEL on 1` or `MODEL on 2` (ranks)."""
+    found, on, ranks = name.partition(" on ")
+    if not on:
+        raise AttributeError(name)
+    chosen = tuple(layout for layout, (sizes, _) in LAYOUTS.items() if bool(sizes) == (ranks == "2"))
+    return functools.partial(worst, name=found, layouts=chosen)

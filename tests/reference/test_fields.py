@@ -1,0 +1,181 @@
+"""Every field that a family reads is held by the plain models, refused, or named here as without effect."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from bundle.architectures import SUPPORTED, from_config, rope
+from bundle.architectures.families import FAMILIES
+from bundle.architectures.keys import Keys
+from bundle.errors import UsageError
+from tests.reference import model, rotary
+from tests.reference.configs import CONFIGS, Config
+from tests.reference.weights import drawn
+
+# What a field has where nobody thinks of it: no config here has it, so that forgetting the field shows.
+USUAL: Config = {
+    "hidden_size": 96,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": None,
+    "head_dim": 24,
+    "vocab_size": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "use_qk_norm": False,
+    "num_local_experts": 12,
+    "num_experts": 12,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "n_shared_experts": 0,
+    "first_k_dense_replace": 0,
+    "moe_layer_freq": 1,
+    "routed_scaling_factor": 1.0,
+    "n_group": 2,
+    "topk_group": 3,
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_nextn_predict_layers": 0,
+    "rope_scaling": None,
+    "rope_parameters": {"rope_type": "default"},
+}
+# A family either refuses these values or lets the field choose, and then it is held like the others.
+REFUSABLE: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("gelu",),
+    "mlp_bias": (True,),
+    "layer_types": (["sliding_attention"],),
+    "sliding_window": (8,),
+    "use_sliding_window": (True,),
+    "attention_bias": (True, False),
+    "use_mrope": (True,),
+    "router_jitter_noise": (0.1,),
+    "scoring_func": ("other",),
+    "topk_method": ("other",),
+    "norm_topk_prob": (True, False),
+    "rope_interleave": (False,),
+    "qk_head_dim": (7,),
+    "head_dim": (7,),
+    "num_key_value_heads": (1,),
+}
+SWITCHES: dict[str, Config] = {
+    "sliding_window": {"use_sliding_window": True},
+    "use_sliding_window": {"sliding_window": 8},
+}
+WITHOUT_EFFECT = {
+    "max_position_embeddings": "a bound, not a number that anything is computed from",
+    "initializer_range": "the weights are given",
+    "attention_dropout": "random: tests/training/checkpoints holds it",
+    "router_aux_loss_coef": "balancing has an oracle of its own",
+    "aux_loss_alpha": "balancing has an oracle of its own",
+    "seq_aux": "balancing has an oracle of its own",
+}
+# Read by families whose code in transformers does not know the field.
+UNKNOWN = {
+    **{(family, "partial_rotary_factor"): "only GLM's heads are turned in part" for family in SUPPORTED},
+    **{("deepseek_v2", name): "the greedy choice knows no groups" for name in ("n_group", "topk_group")},
+    **{(f"deepseek_v{n}", "rms_norm_eps"): "held with the norms of latent attention" for n in (2, 3)},
+}
+del UNKNOWN["glm4_moe", "partial_rotary_factor"]
+
+
+def own(family: str) -> dict[str, Config]:
+    return {name: config for name, config in CONFIGS.items() if config["model_type"] == family}
+
+
+def taken(config: Config) -> set[str]:
+    """The fields that the family's reader asks for."""
+    keys = Keys(config)
+    FAMILIES[config["model_type"]](keys)
+    return keys._taken
+
+
+def is_refused(changed: Config, *fields: str) -> bool:
+    """Whether the reader refuses this config, and names one of the fields."""
+    try:
+        from_config(changed)
+    except UsageError as error:
+        return any(f"{field} " in str(error) for field in fields)
+    return False
+
+
+def is_refusable(config: Config, field: str) -> bool:
+    switches = SWITCHES.get(field, {})
+    values = REFUSABLE.get(field, ())
+    return any(is_refused(config | switches | {field: value}, field, *switches) for value in values)
+
+
+def logits(config: Config) -> torch.Tensor:
+    ids = torch.randint(1, 60, (29,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        heads = model.heads(config, drawn(config, seed=2), ids)
+    return torch.stack(heads)
+
+
+@functools.cache
+def held(name: str) -> torch.Tensor:
+    return logits(CONFIGS[name])
+
+
+def moves(name: str, changes: Config) -> bool:
+    """Whether the change shows far above what engines may be off."""
+    seen, before = logits(CONFIGS[name] | changes), held(name)
+    if seen.shape != before.shape:
+        return True
+    return bool((seen - before).abs().max() > 1e-3 * before.abs().max())
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_every_field_is_held(family):
+    configs = own(family)
+    fields = set[str]().union(*map(taken, configs.values()))
+    forgotten = {
+        field
+        for field in fields - WITHOUT_EFFECT.keys()
+        if (family, field) not in UNKNOWN
+        and not any(is_refusable(config, field) for config in configs.values())
+        and not any(
+            field in config and field in USUAL and moves(name, {field: USUAL[field]})
+            for name, config in configs.items()
+        )
+    }
+    # Stretched positions are read by one reader for all families: below.
+    assert forgotten <= {"rope_scaling", "rope_parameters"}
+
+
+STRETCHED = [name for name in CONFIGS if rotary.settings(CONFIGS[name])["kind"] != "default"]
+
+
+def section(config: Config) -> str:
+    return "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+
+
+@pytest.mark.parametrize("name", STRETCHED)
+def test_every_field_of_stretched_positions_is_held(name):
+    config = CONFIGS[name]
+    given = config[section(config)]
+    keys = Keys(given)
+    rope._scaling(keys)
+    for field in keys._taken - {"rope_type", "type"}:
+        value = given.get(field)
+        if value is None:
+            assert is_refused(config | {section(config): given | {field: 0.5}}, field), field
+        else:
+            assert moves(name, {section(config): given | {field: value / 4}}), field
+
+
+def test_every_kind_of_stretching_is_held():
+    kinds = {rotary.settings(CONFIGS[name])["kind"] for name in STRETCHED}
+    assert kinds == {"linear", "llama3", "yarn"}
