@@ -79,6 +79,7 @@ WITHOUT_EFFECT = {
     "initializer_range": "the weights are given",
     "attention_dropout": "random: tests/training/checkpoints holds it",
     "router_aux_loss_coef": "balancing has an oracle of its own",
+    "output_router_logits": "balancing has an oracle of its own",
     "aux_loss_alpha": "balancing has an oracle of its own",
     "seq_aux": "balancing has an oracle of its own",
 }
