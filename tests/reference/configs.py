@@ -11,7 +11,7 @@ _SIZES: Config = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,  # not hidden_size / heads
-    "vocab_size": 128,
+    "vocab_size": 100,
     "max_position_embeddings": 96,
     "rms_norm_eps": 1e-2,
     "rope_theta": 500.0,
@@ -23,7 +23,6 @@ _LATENT: Config = {k: v for k, v in _SIZES.items() if k != "head_dim"} | {
     "qk_nope_head_dim": 12,
     "qk_rope_head_dim": 16,
     "v_head_dim": 10,
-    "rms_norm_eps": 1e-6,
 }
 _EXPERTS: Config = {
     "n_routed_experts": 8,
@@ -44,11 +43,11 @@ CONFIGS: dict[str, Config] = {
         "tie_word_embeddings": True,
         "rope_parameters": {
             "rope_type": "llama3",
-            "rope_theta": 3e5,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
+            "rope_theta": 3e3,
+            "factor": 6.0,
+            "low_freq_factor": 1.5,
+            "high_freq_factor": 5.0,
+            "original_max_position_embeddings": 64,
         },
     },
     "mistral": {
@@ -67,7 +66,19 @@ CONFIGS: dict[str, Config] = {
     },
     "qwen2": {"model_type": "qwen2", **_SIZES},
     "qwen2 tied": {"model_type": "qwen2", **_SIZES, "tie_word_embeddings": True, "num_key_value_heads": 4},
-    "qwen3": {"model_type": "qwen3", **_SIZES, "tie_word_embeddings": True},
+    "qwen3": {
+        "model_type": "qwen3",
+        **_SIZES,
+        "tie_word_embeddings": True,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 3.0,
+            "beta_fast": 5.0,
+            "beta_slow": 0.4,
+            "attention_factor": 1.3,
+            "truncate": False,
+        },
+    },
     "qwen3_moe": {
         "model_type": "qwen3_moe",
         **_SIZES,
@@ -110,6 +121,12 @@ CONFIGS: dict[str, Config] = {
         "first_k_dense_replace": 2,
         "moe_layer_freq": 2,
         "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 500.0,
+            "partial_rotary_factor": 0.75,
+            "factor": 2.5,
+        },
     },
     "deepseek_v2": {
         "model_type": "deepseek_v2",

@@ -19,11 +19,15 @@ def settings(config: Config) -> dict[str, Any]:
     """The rotary section in one form, whichever of the two ways of writing it a config has."""
     family = config["model_type"]
     section = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    outer = section if config.get("rope_parameters") else config
-    kind = section.get("rope_type") or section.get("type") or "default"
-    theta = outer.get("rope_theta", _THETA.get(family, 10000.0))
-    fraction = outer.get("partial_rotary_factor", _FRACTION.get(family, 1.0))
-    return {**section, "kind": kind, "theta": theta, "fraction": fraction}
+    given = {**config, **section}
+    original = "original_max_position_embeddings"
+    return {
+        **section,
+        "kind": section.get("rope_type") or section.get("type") or "default",
+        "theta": given.get("rope_theta", _THETA.get(family, 10000.0)),
+        "fraction": given.get("partial_rotary_factor", _FRACTION.get(family, 1.0)),
+        original: section.get(original) or config["max_position_embeddings"],
+    }
 
 
 def table(config: Config, dim: int, positions: int) -> Table:
@@ -89,14 +93,18 @@ def _yarn_ramp(rope: Mapping[str, Any], dim: int) -> Tensor:
         """Where the frequency is that turns so often in the original context."""
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    first = max(math.floor(index(rope.get("beta_fast") or 32)), 0)
-    last = min(math.ceil(index(rope.get("beta_slow") or 1)), dim - 1)
+    first, last = index(rope.get("beta_fast") or 32), index(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
     width = last - first if last != first else 0.001
     return ((torch.arange(dim // 2, dtype=torch.float64) - first) / width).clamp(0, 1)
 
 
 def _yarn_amplitude(rope: Mapping[str, Any]) -> float:
     factor = rope["factor"]
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
     if rope.get("mscale") and rope.get("mscale_all_dim"):
         return _magnitude(factor, rope["mscale"]) / _magnitude(factor, rope["mscale_all_dim"])
     return _magnitude(factor, 1.0)

@@ -69,6 +69,7 @@ REFUSABLE: dict[str, tuple[Any, ...]] = {
     "qk_head_dim": (7,),
     "head_dim": (7,),
     "num_key_value_heads": (1,),
+    "partial_rotary_factor": (0.5,),
 }
 SWITCHES: dict[str, Config] = {
     "sliding_window": {"use_sliding_window": True},
@@ -84,12 +85,7 @@ WITHOUT_EFFECT = {
     "seq_aux": "balancing has an oracle of its own",
 }
 # Read by families whose code in transformers does not know the field.
-UNKNOWN = {
-    **{(family, "partial_rotary_factor"): "only GLM's heads are turned in part" for family in SUPPORTED},
-    **{("deepseek_v2", name): "the greedy choice knows no groups" for name in ("n_group", "topk_group")},
-    **{(f"deepseek_v{n}", "rms_norm_eps"): "held with the norms of latent attention" for n in (2, 3)},
-}
-del UNKNOWN["glm4_moe", "partial_rotary_factor"]
+UNKNOWN = {("deepseek_v2", name): "the greedy choice knows no groups" for name in ("n_group", "topk_group")}
 
 
 def own(family: str) -> dict[str, Config]:
@@ -156,27 +152,31 @@ def test_every_field_is_held(family):
     assert forgotten <= {"rope_scaling", "rope_parameters"}
 
 
-STRETCHED = [name for name in CONFIGS if rotary.settings(CONFIGS[name])["kind"] != "default"]
+@pytest.mark.parametrize("kind", [kind for kind in rope.KINDS if kind != "default"])
+def test_every_field_of_stretched_positions_is_held(monkeypatch, kind):
+    sections = {
+        name: "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+        for name, config in CONFIGS.items()
+        if rotary.settings(config)["kind"] == kind
+    }
+    readers: list[Keys] = []
 
+    def reader(section: Config) -> Keys:
+        readers.append(Keys(section))
+        return readers[-1]
 
-def section(config: Config) -> str:
-    return "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    with monkeypatch.context() as patched:
+        patched.setattr(rope, "Keys", reader)
+        for name in sections:
+            from_config(CONFIGS[name])
+    fields = set[str]().union(*(keys._taken for keys in readers)) - {"rope_type", "type"}
 
+    def is_held(field: str, name: str, section: str) -> bool:
+        given = CONFIGS[name][section]
+        if field not in given:
+            return is_refused(CONFIGS[name] | {section: given | {field: 0.5}}, field)
+        other = not given[field] if isinstance(given[field], bool) else given[field] / 4
+        return moves(name, {section: given | {field: other}})
 
-@pytest.mark.parametrize("name", STRETCHED)
-def test_every_field_of_stretched_positions_is_held(name):
-    config = CONFIGS[name]
-    given = config[section(config)]
-    keys = Keys(given)
-    rope._scaling(keys)
-    for field in keys._taken - {"rope_type", "type"}:
-        value = given.get(field)
-        if value is None:
-            assert is_refused(config | {section(config): given | {field: 0.5}}, field), field
-        else:
-            assert moves(name, {section(config): given | {field: value / 4}}), field
-
-
-def test_every_kind_of_stretching_is_held():
-    kinds = {rotary.settings(CONFIGS[name])["kind"] for name in STRETCHED}
-    assert kinds == {"linear", "llama3", "yarn"}
+    assert sections
+    assert not {field for field in fields if not any(is_held(field, *where) for where in sections.items())}
