@@ -28,6 +28,12 @@ def flat(key: str, whole: torch.Tensor, rank: int) -> Any:
     )
 
 
+def of_optimizer(model: torch.nn.Module, optimizer: Any, form: str | None, *, loading: bool = False) -> Any:
+    """The optimizer's sharded state in one of megatron's forms; None: in the one that is its default."""
+    asked = {} if form is None else {"metadata": {"distrib_optim_sharding_type": form}}
+    return optimizer.sharded_state_dict(model.sharded_state_dict(), is_loading=loading, **asked)
+
+
 def load(state: dict[str, Any], directory: Path) -> dict[str, Any]:
     """The state of a directory, resharded to what `state` asks for, with the plain values."""
     loaded: dict[str, Any] = dist_checkpointing.load(state, str(directory))

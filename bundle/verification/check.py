@@ -263,6 +263,18 @@ _CHECKS = (
         without=(Raises("RuntimeError", "Sizes of tensors must match"),),
     ),
     Check(
+        name="optimizer-checkpoint-default",
+        measurement=f"{_MEASURED}.optimizer_checkpoint:default_form",
+        without=(Raises("CheckpointingException", "flattened_range is not supported"),),
+        agreement=0.0,
+    ),
+    Check(
+        name="dp-reshardable-steps",
+        measurement=f"{_MEASURED}.optimizer_checkpoint:steps",
+        without=(Gap(0.5),),  # one step of three
+        agreement=0.0,
+    ),
+    Check(
         name="padding-mask-expert-bias",
         measurement=f"{_MEASURED}.padding:expert_bias",
         without=(Raises("RuntimeError", "must match the size of tensor"),),

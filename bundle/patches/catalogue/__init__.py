@@ -12,6 +12,7 @@ from bundle.patches.catalogue import (
     norm,
     offload,
     optimizer,
+    optimizer_checkpoint,
     padding,
     recompute,
     router,
@@ -34,6 +35,7 @@ PATCHES: tuple[Patch, ...] = (
     *offload.PATCHES,
     *padding.PATCHES,
     *vocabulary.PATCHES,
+    *optimizer_checkpoint.PATCHES,
     *attention.PATCHES,
     *multimodal.PATCHES,
 )
