@@ -29,6 +29,11 @@ _YARN = (
     "model.config.rope_scaling={type: yarn, factor: 4, original_max_position_embeddings: 64,"
     " mscale: 1.0, mscale_all_dim: 1.0}",
 )
+# So heavy that most of the gradient is of the losses that balance experts, over each sequence.
+_BALANCED = (
+    "model.config.seq_aux=true",
+    "model.moe={aux_loss_coeff: 20, z_loss_coeff: 1}",
+)
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,10 @@ CURVES = (
     Case("bf16 packed", "demo", (*_DEMO, *_BF16, *_PACKED), cuda=60, cpu=5),
     Case("fp32 yarn", "demo", (*_DEMO, *_YARN), cuda=2, cpu=2),
     Case("fp32 yarn packed", "demo", (*_DEMO, *_YARN, *_PACKED), cuda=2, cpu=2),
+    Case("fp32 balanced", "demo", (*_DEMO, *_BALANCED), cuda=2, cpu=2),
+    Case("fp32 balanced packed", "demo", (*_DEMO, *_BALANCED, *_PACKED), cuda=2, cpu=2),
+    Case("bf16 balanced", "demo", (*_DEMO, *_BALANCED, *_BF16), cuda=2, cpu=2),
+    Case("bf16 balanced packed", "demo", (*_DEMO, *_BALANCED, *_BF16, *_PACKED), cuda=2),
     Case("fp32 gqa", "qwen3-cp2-packed", _QWEN, cuda=5, cpu=5),
     Case("bf16 gqa", "qwen3-cp2-packed", (*_QWEN, *_BF16), cuda=60, cpu=5),
     Case("delayed", "demo", (*_DEMO, *_fp8("delayed")), cuda=60, cpu=5),
@@ -106,6 +115,10 @@ LAYOUTS = (
     _shared("fp32 pp2", "parallel.pp=2"),
     _shared("bf16 cp2", "parallel.cp=2", *_BF16),
     _shared("bf16 packed cp2", "parallel.cp=2", *_BF16, *_PACKED),
+    _shared("fp32 balanced tp2", "parallel.tp=2", *_BALANCED),
+    _shared("fp32 balanced packed tp2", "parallel.tp=2", *_BALANCED, *_PACKED),
+    _shared("bf16 balanced cp2", "parallel.cp=2", *_BALANCED, *_BF16),
+    _shared("bf16 balanced packed cp2", "parallel.cp=2", *_BALANCED, *_BF16, *_PACKED),
     _shared("blockwise tp2 etp1 ep2", "parallel.tp=2", "parallel.etp=1", "parallel.ep=2", *_fp8("blockwise")),
 )
 

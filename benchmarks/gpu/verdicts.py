@@ -101,6 +101,24 @@ class SameGradient:
         return Verdict(off <= self.share, claim, f"{mine:.5f} and {theirs:.5f}, {off:.1e}")
 
 
+@dataclass(frozen=True)
+class OtherGradient:
+    """The control: the gradient norm of the first step is more than `times` the reference's."""
+
+    run: str
+    reference: str
+    times: float
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return self.run, self.reference
+
+    def judge(self, runs: Runs) -> Verdict:
+        mine, theirs = (runs[name].grad_norms[0] for name in self.needs)
+        claim = f"{self.run}: the first gradient is more than {self.times:g} times that of {self.reference}"
+        return Verdict(mine > self.times * theirs, claim, f"{mine:.5f} and {theirs:.5f}")
+
+
 def largest_gap(one: Run, other: Run, steps: int) -> float:
     """The largest difference of any loss in the first `steps` steps; infinity where one is not a number."""
     pairs = [
@@ -135,6 +153,11 @@ CLAIMS: tuple[Claim, ...] = (
     Far("blockwise, first weights kept", "bf16", steps=15, nats=0.5),
     *(Near(run, "fp32", steps=5, nats=0.001) for run in _LAYOUTS),
     *(SameGradient(run, "fp32", 1e-4) for run in _LAYOUTS),
+    # The losses that balance experts: on a GPU as on the cpu, over two ranks as on one.
+    *(OtherGradient(f"{dtype} balanced", dtype, 2) for dtype in ("fp32", "bf16")),
+    *(SameGradient(run, f"{run} on cpu", 1e-4) for run in ("fp32 balanced", "fp32 balanced packed")),
+    *(SameGradient(f"{run} tp2", run, 1e-4) for run in ("fp32 balanced", "fp32 balanced packed")),
+    *(SameGradient(f"{run} cp2", run, 0.02) for run in ("bf16 balanced", "bf16 balanced packed")),
     Near("bf16 cp2", "bf16", steps=5, nats=0.01),
     Near("bf16 packed cp2", "bf16 packed", steps=5, nats=0.01),
     Near("blockwise tp2 etp1 ep2", "blockwise", steps=5, nats=0.02),
