@@ -18,6 +18,19 @@ from bundle.errors import ExitCode
 from bundle.launchers import outcomes
 
 _LINGER_SECONDS = 3.0
+# How often the limit is looked at: it changes with every patience.
+_LOOK_SECONDS = 1.0
+# Reading a corpus, writing or reading a large checkpoint: all take longer than any collective should.
+PATIENCE_SECONDS = 3600
+
+
+def collectives_seconds(seconds: int) -> int:
+    """Returns how long a collective waits where the watchdog allows `seconds`: longer than that ever does.
+
+    The watchdog knows what hangs and how long it may take. A collective would fail inside a patience already,
+    and as one failure among others.
+    """
+    return PATIENCE_SECONDS + 2 * seconds
 
 
 class Watchdog:
@@ -40,8 +53,8 @@ class Watchdog:
         self._last = (time.monotonic(), doing)
 
     @contextmanager
-    def patience(self, seconds: float, doing: str) -> Iterator[None]:
-        """Allows at least `seconds` for what is done inside, such as writing a large checkpoint."""
+    def patience(self, doing: str, seconds: float = PATIENCE_SECONDS) -> Iterator[None]:
+        """Allows at least `seconds` for what is done inside, such as "saving step 12"."""
         before = self._patience
         self._patience = max(seconds, before)
         self.beat(doing)
@@ -62,7 +75,7 @@ class Watchdog:
         self._stopped.set()
 
     def _watch(self) -> None:
-        while not self._stopped.wait(max(0.05, self._left())):
+        while not self._stopped.wait(min(max(0.05, self._left()), _LOOK_SECONDS)):
             if self._left() <= 0:
                 self._end()
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from bundle.distributed import world
 from bundle.distributed.agreement import disagreements
-from bundle.distributed.watchdog import Watchdog
+from bundle.distributed.watchdog import PATIENCE_SECONDS, Watchdog
 from bundle.errors import EnvironmentUnfit
 from bundle.recipe import Recipe
 from bundle.training import data
@@ -16,7 +16,7 @@ from bundle.training.checkpoints.together import together
 from bundle.training.data import Corpus
 
 # A reader that says nothing for so long hangs: one document may be as large as a file.
-PATIENCE = 3600
+PATIENCE = PATIENCE_SECONDS
 # Between two words of a reader; and between two lines on the terminal.
 SECONDS, LINE_SECONDS = 1.0, 10.0
 SHOWN = 3  # skipped rows on the terminal
@@ -63,7 +63,7 @@ def prepared(recipe: Recipe, directory: Path, dog: Watchdog) -> Corpus:
             corpora.append(data.prepare(recipe, directory))
         return dict(corpora[0].identity) if corpora else {}
 
-    with dog.patience(PATIENCE, "reading the data"):
+    with dog.patience("reading the data", PATIENCE):
         found = disagreements(together(body))
     if found:
         raise EnvironmentUnfit("the ranks have different data; give every node the same files", found)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from bundle.distributed.stopping import StopRequest
-from bundle.distributed.watchdog import Watchdog
+from bundle.distributed.watchdog import Watchdog, collectives_seconds
 from bundle.engine import Engine, Losses
 from bundle.errors import UsageError
 from bundle.mcore import groups
@@ -28,9 +28,6 @@ from bundle.training.metrics import JsonLines, Metrics, Sink, TensorBoard, termi
 from bundle.training.progress import Progress
 from bundle.training.run_directory import RunDirectory
 
-# Writing or reading a large checkpoint takes longer than any collective should.
-CHECKPOINT_PATIENCE = 3600
-
 
 def run(
     job: Job,
@@ -38,12 +35,11 @@ def run(
     versions: Mapping[str, Any],
     runtime: Runtime,
     device: torch.device,
-    local_rank: int,
+    dog: Watchdog,
 ) -> None:
     """Trains to the last step and reports the held-out losses; raises what `loop.train` raises."""
     recipe, directory, rank = job.recipe, job.directory, dist.get_rank()
-    timeout = recipe.distributed.timeout_seconds
-    with Watchdog(timeout, directory.logs, rank, local_rank) as dog, ExitStack() as held:
+    with ExitStack() as held:
         stop = StopRequest(device)
         first(lambda: held.enter_context(directory.locked()))
         goes_on = first(lambda: directory.begin(recipe, fresh=job.fresh, resume=job.resume))
@@ -55,12 +51,12 @@ def run(
         checkpoints = Checkpoints(
             shelf, engine, keep=recipe.checkpoint.keep, background=recipe.checkpoint.async_
         )
-        with dog.patience(CHECKPOINT_PATIENCE, "loading a checkpoint"):
+        with dog.patience("loading a checkpoint"):
             progress = _restore(job, checkpoints, engine, corpus.identity, goes_on)
         first(lambda: directory.rewind_metrics(progress.step))
 
         def save(at: Progress) -> None:
-            with dog.patience(CHECKPOINT_PATIENCE, f"saving step {at.step}"):
+            with dog.patience(f"saving step {at.step}"):
                 checkpoints.save(_state(at, engine, corpus.identity))
 
         def alive(step: int) -> None:
@@ -73,7 +69,7 @@ def run(
         feed = data.Feed(recipe, corpus, state.dp.rank, state.dp.size)
         hooks = loop.Hooks(save=save, should_stop=stop.agreed, alive=alive)
         losses = loop.train(engine, Batches(recipe, feed, state, device), progress, metrics, hooks)
-        with dog.patience(CHECKPOINT_PATIENCE, "completing the last checkpoint"):
+        with dog.patience("completing the last checkpoint"):
             checkpoints.poll(wait=True)
         first(lambda: _conclude(directory, progress, losses, corpus))
 
@@ -102,7 +98,7 @@ def _groups(recipe: Recipe, runtime: Runtime) -> Groups:
             ep=sizes.ep,
             etp=sizes.etp,
             seed=recipe.seed,
-            timeout_seconds=recipe.distributed.timeout_seconds,
+            timeout_seconds=collectives_seconds(recipe.distributed.timeout_seconds),
         )
 
 

@@ -9,6 +9,7 @@ from bundle import stack
 from bundle.backends import preparation
 from bundle.distributed import parent, store, watchdog, world
 from bundle.distributed.agreement import agree
+from bundle.distributed.watchdog import Watchdog, collectives_seconds
 from bundle.errors import ExitCode, Preempted
 from bundle.images import RECORD, record
 from bundle.launchers import outcomes
@@ -42,22 +43,25 @@ def work(job: Job, rendezvous: Rendezvous, backend: str | None, allow_drift: tup
 
 
 def _train(job: Job, made: Planned, rendezvous: Rendezvous, rank: int, local_rank: int, size: int) -> None:
-    timeout = timedelta(seconds=job.recipe.distributed.timeout_seconds)
+    seconds = job.recipe.distributed.timeout_seconds
+    timeout = timedelta(seconds=seconds)
     meeting = store.open_store(rendezvous, timeout)
     agree(meeting, rank, size, _identity(job.recipe, made), timeout)
     runtime = preparation.prepare(made)
     device = runtime.device(local_rank)
-    world.initialize(rendezvous, meeting, runtime.collectives, timeout, device)
-    # Imported only now: it imports megatron, which must meet the patches.
-    from bundle.training import session
-
-    described = document(made.plan, "", "")
-    try:
-        session.run(job, described, _versions(), runtime, device, local_rank)
-    except Preempted:
-        world.destroy()  # all ranks stop together; after any other error the others may never come
-        raise
-    world.destroy()
+    with Watchdog(seconds, job.directory.logs, rank, local_rank) as dog:
+        patient = timedelta(seconds=collectives_seconds(seconds))
+        world.initialize(rendezvous, meeting, runtime.collectives, patient, device)
+        with dog.patience("importing megatron"):
+            # Only now: it must meet the patches.
+            from bundle.training import session
+        described = document(made.plan, "", "")
+        try:
+            session.run(job, described, _versions(), runtime, device, dog)
+        except Preempted:
+            world.destroy()  # all ranks stop together; after any other error the others may never come
+            raise
+        world.destroy()
 
 
 def _versions() -> dict[str, dict[str, str | None]]:

@@ -1,4 +1,5 @@
 import os
+import re
 import signal
 
 import pytest
@@ -46,3 +47,13 @@ def test_a_stopped_rank_is_a_hang_that_names_it_and_does_not_survive(tmp_path):
     assert "rank 0: no progress" in err
     assert "no word from rank 1" in err
     assert gone([outcome.pid for outcome in outcomes.read(tmp_path / "logs")])
+
+
+@pytest.mark.parametrize(("where", "limit", "doing"), [("after", 2, "step 4"), ("inside", 4, "saving step 3")])
+def test_a_hang_is_noticed_by_the_limit_of_where_it_began(tmp_path, where, limit, doing):
+    _, err = finish(start(tmp_path, WORKER, "impatient", where), 6)
+    said = re.search(r"no progress for (\d+) s in ([^;]*);", err)
+    assert said is not None, err
+    # The patience before it would have lasted 100 s.
+    assert limit <= int(said[1]) < 30
+    assert said[2] == doing

@@ -59,6 +59,17 @@ def hang(me: Rendezvous) -> None:
         dist.all_reduce(torch.ones(1))
 
 
+def impatient(me: Rendezvous) -> None:
+    """Hangs inside a patience, or after one that would have lasted much longer."""
+    inside = sys.argv[2] == "inside"
+    with watchdog.Watchdog(2.0, Path("dumps"), me.rank or 0, me.local_rank or 0) as dog:
+        with dog.patience("saving step 3", 4.0 if inside else 100.0):
+            # Longer than the watchdog's look around: it has seen the patience.
+            time.sleep(60 if inside else 2.5)
+        dog.beat("step 4")
+        time.sleep(60)
+
+
 def main() -> None:
     me, minute = discover(os.environ), timedelta(seconds=60)
     watchdog.show_stacks_on_request()

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +63,15 @@ def pids(directory: Path) -> list[int]:
     return [outcome.pid for outcome in outcomes.read(directory / "logs" / "node-0" / "1")]
 
 
-def wait_for_checkpoint(process: subprocess.Popen, directory: Path) -> None:
+def wait_for(process: subprocess.Popen, happened: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 240
-    while not (directory / "checkpoints" / "step-00000005").exists():
+    while not happened():
         assert process.poll() is None and time.monotonic() < deadline, finish(process, 0)
         time.sleep(0.01)
+
+
+def wait_for_checkpoint(process: subprocess.Popen, directory: Path) -> None:
+    wait_for(process, (directory / "checkpoints" / "step-00000005").exists)
 
 
 def numbers(directory: Path) -> list[dict[str, Any]]:
@@ -109,3 +115,18 @@ def test_a_finished_run_is_not_overwritten(whole):
     before = numbers(whole)
     assert "--fresh overwrites it" in finish(train(whole), 2)
     assert numbers(whole) == before
+
+
+def test_a_stopped_rank_is_a_hang_that_names_it(tmp_path):
+    """Real ranks, whose loading and saving had a patience of an hour before."""
+    directory = tmp_path / "run"
+    limits = ("--set", "distributed.timeout_seconds=25", "--set", "checkpoint.interval=0")
+    process = train(directory, *limits, "--set", "train.log_interval=1", "--set", "train.steps=100000")
+    wait_for(process, lambda: (directory / "metrics.jsonl").exists() and len(numbers(directory)) > 1)
+    ranks = pids(directory)
+    os.kill(ranks[1], signal.SIGSTOP)
+    said = finish(process, 6)
+    assert re.search(r"rank 0: no progress for \d+ s in step \d+", said), said
+    assert "no word from rank 1" in said
+    assert (directory / "logs" / "hang-rank-0.txt").exists()
+    assert gone(ranks)
