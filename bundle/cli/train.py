@@ -15,6 +15,8 @@ from bundle.planning.planned import planned
 from bundle.recipe import load
 from bundle.rendezvous import Rendezvous
 from bundle.rendezvous.discovery import discover
+from bundle.training import origin
+from bundle.training.checkpoints.shelf import Shelf
 from bundle.training.job import Job
 from bundle.training.run_directory import RunDirectory
 
@@ -30,9 +32,8 @@ def train(
     run_directory: Path | None = typer.Option(None, help="Where the run lives; without it, runs/NAME."),
     fresh: bool = typer.Option(False, "--fresh", help="Start over, whatever the run directory holds."),
     resume: bool = typer.Option(False, "--resume", help="Go on with a run, be it finished."),
-    start_from: Path | None = typer.Option(None, "--from", help="A checkpoint to begin with."),
-    trust: bool = typer.Option(
-        False, "--trust-checkpoint", help="Read --from although reading it can run code of whoever wrote it."
+    start_from: Path | None = typer.Option(
+        None, "--from", help="A checkpoint, or a run's newest, that a new run begins with."
     ),
     backend: str = typer.Option("", help=f"One of {', '.join(hardware.BACKENDS)}; without it, the recipe's."),
     allow_drift: list[str] = typer.Option([], metavar="ID", help="Go on although this patch drifted."),
@@ -54,7 +55,7 @@ def train(
         # Only a rank imports torch.
         from bundle.training.worker import work
 
-        told = Job(job, RunDirectory(directory), fresh, resume, start_from, trust)
+        told = Job(job, RunDirectory(directory), fresh, resume, start_from)
         raise typer.Exit(int(work(told, where, backend or None, tuple(allow_drift))))
     made = planned(job, backend=backend or None, allow_drift=allow_drift, nodes=where.nodes)
     made.refuse()
@@ -64,14 +65,20 @@ def train(
         *(["--fresh"] if fresh else []),
         *(["--resume"] if resume else []),
     ]
-    words += [*([f"--from={start_from}"] if start_from else []), *(["--trust-checkpoint"] if trust else [])]
+    words += [f"--from={start_from}"] if start_from else []
     words += [f"--backend={made.plan.hardware.backend}"]
+    if start_from and (fresh or not Shelf(RunDirectory(directory).checkpoints).steps()):
+        origin.checkpoint(start_from)  # a missing one is told before any rank starts
     if dry_run:
         all_nodes = [replace(where, node_rank=node) for node in range(where.nodes)]
         launches = [_launch(made.plan, node, directory, words, wait) for node in all_nodes]
         print(local.dry_run(launches, os.environ), end="")
         return
-    RunDirectory(directory).begin(job, fresh=fresh, resume=resume)
+    run = RunDirectory(directory)
+    goes_on = run.begin(job, fresh=fresh, resume=resume, start_from=start_from)
+    if goes_on and run.finished(job):
+        print(run.nothing_left())
+        return
     process.run(_launch(made.plan, where, directory, words, wait), os.environ)
 
 

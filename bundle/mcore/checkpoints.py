@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from bundle.mcore import unpickling
 from bundle.mcore.groups import data_parallel_with_context
 from bundle.mcore.signatures import known
 
@@ -65,13 +66,13 @@ def load(
 ) -> None:
     """Reads models and optimizer from `directory`; `written_as` is the `sharding()` of whoever wrote it.
 
-    Files are unpickled here: whoever calls has made sure that they are the ones that were written.
+    Raises what megatron and torch raise, UnpicklingError for a file that holds more than data.
     """
-    _allocate(optimizer)
     state = _state(models, optimizer, written_as, loading=True)
-    loaded = dist_checkpointing.load(state, str(directory))
-    for name, model in _named(models):
-        model.load_state_dict(loaded[name])
+    with unpickling.data_only():
+        loaded = dist_checkpointing.load(state, str(directory))
+        for name, model in _named(models):
+            model.load_state_dict(loaded[name])
     with _steps_apart(optimizer):
         for index, part in enumerate(_parts(optimizer)):
             own = part.state_dict()
@@ -90,6 +91,7 @@ def _state(
     from the recipe, and how many groups and optimizers there are differs by layout (experts have their own
     optimizer only with ep or etp above 1), which megatron cannot read across.
     """
+    _allocate(optimizer)
     content = {
         "distrib_optim_sharding_type": form,
         "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -133,8 +135,8 @@ def _parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
 def _allocate(optimizer: MegatronOptimizer) -> None:
     """Gives torch's Adam the state that it would make in its first step.
 
-    Megatron asks a new optimizer for its step before it loads anything, and fails where torch's Adam (used
-    without Transformer Engine and apex) has none yet.
+    Megatron asks a new optimizer for its step before it saves or loads anything, and fails where torch's Adam
+    (used without Transformer Engine and apex) has none yet: it is new, or every update was skipped so far.
     """
     for inner in (part.optimizer for part in _parts(optimizer)):
         if inner.state or not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):

@@ -92,7 +92,8 @@ class Train:
         default="token", description="What counts alike in the loss: every learned token, or every sequence."
     )
     on_nan: Literal["stop", "skip"] = key(
-        default="stop", description="A gradient that is not finite: stop the job, or skip that update."
+        default="stop",
+        description="A gradient that is not finite: stop, or skip that update; such a loss: stop, or go on.",
     )
 
 

@@ -49,7 +49,7 @@ def failed(path: Path, error: BaseException) -> JobFailed:
             f"{path}: no room left to write ({free / 2**20:.0f} MiB free on its disk):"
             " free some, raise the quota, or lower checkpoint.keep"
         )
-    return JobFailed(f"{path}: cannot be written: {error}")
+    return JobFailed(f"{path}: cannot be written: {str(error) or type(error).__name__}")
 
 
 def no_room(error: BaseException) -> bool:

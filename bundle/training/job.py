@@ -11,8 +11,7 @@ from bundle.training.run_directory import RunDirectory
 class Job:
     """A recipe, where its run lives, and what to do with what is there.
 
-    `start_from` is a checkpoint to begin with in place of the run's own; `trusted` says that the user trusts
-    whoever wrote it, since reading it can run code that its files hold.
+    `start_from` is the checkpoint, or the run, that a new run begins with.
     """
 
     recipe: Recipe
@@ -20,4 +19,3 @@ class Job:
     fresh: bool = False
     resume: bool = False
     start_from: Path | None = None
-    trusted: bool = False

@@ -3,10 +3,12 @@
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from bundle.engine import Engine, Losses
+from bundle.engine.engine import StepResult
 from bundle.errors import JobFailed, Preempted
+from bundle.recipe import Recipe
 from bundle.training.batches import Batches
 from bundle.training.metrics import Metrics
 from bundle.training.progress import Progress
@@ -21,43 +23,36 @@ class Hooks:
     alive: Callable[[int], None]
 
 
-@dataclass
-class _Interval:
-    """Wall time since the last report."""
+def train(engine: Engine, data: Batches, progress: Progress, metrics: Metrics, hooks: Hooks) -> None:
+    """Returns after the last step; `progress` holds the losses reported last, held-out ones if there are any.
 
-    started: float = field(default_factory=time.perf_counter)
-    steps: int = 0
-
-
-def train(engine: Engine, data: Batches, progress: Progress, metrics: Metrics, hooks: Hooks) -> Losses | None:
-    """The losses reported last: held-out ones where there are any; None when there was no step left.
-
-    Raises Preempted after a checkpoint when told to stop, JobFailed when a gradient is not finite and the
-    recipe says `train.on_nan: stop`.
+    Raises Preempted after a checkpoint when told to stop, JobFailed when a gradient or a reported loss is not
+    finite and the recipe says `train.on_nan: stop`.
     """
     recipe = engine.recipe
-    interval = _Interval()
-    losses = None
     held_out = data.validation()
     while progress.step < recipe.train.steps:
+        started = time.perf_counter()
         engine.forward_backward(data.training(progress.consumed_samples))
         result = engine.step()
+        progress.unreported_seconds += time.perf_counter() - started
+        progress.unreported_steps += 1
         progress.step += 1
         progress.consumed_samples += recipe.train.global_batch_size
-        interval.steps += 1
         hooks.alive(progress.step)
 
         if not math.isfinite(result.grad_norm):
             _not_finite(recipe.train.on_nan, progress)
         if _due(progress.step, recipe.train.log_interval) or progress.step == recipe.train.steps:
-            losses = engine.take_losses()
-            metrics.write(progress.step, _report(losses, result.grad_norm, result.learning_rate, interval))
-            interval = _Interval()
+            progress.losses = engine.take_losses()
+            metrics.write(progress.step, _report(recipe, progress, progress.losses, result))
+            if recipe.train.on_nan == "stop":
+                _refuse_no_number(progress, progress.losses)
+            progress.unreported_steps, progress.unreported_seconds = 0, 0.0
         last = progress.step == recipe.train.steps
         if held_out and (last or _due(progress.step, recipe.train.eval_interval)):
-            losses = engine.evaluate(held_out)
-            metrics.write(progress.step, _named("validation", losses))
-            interval.started = time.perf_counter()
+            progress.losses = engine.evaluate(held_out)
+            metrics.write(progress.step, _named("validation", progress.losses))
         stop = hooks.should_stop()
         if stop or last or _due(progress.step, recipe.checkpoint.interval):
             hooks.save(progress)
@@ -65,7 +60,6 @@ def train(engine: Engine, data: Batches, progress: Progress, metrics: Metrics, h
             raise Preempted(
                 f"stopped at step {progress.step} as told; a checkpoint is written, start it again"
             )
-    return losses
 
 
 def _not_finite(policy: str, progress: Progress) -> None:
@@ -78,6 +72,17 @@ def _not_finite(policy: str, progress: Progress) -> None:
     progress.skipped_updates += 1
 
 
+def _refuse_no_number(progress: Progress, losses: Losses) -> None:
+    if math.isfinite(losses.main):
+        return
+    begun = progress.step - progress.unreported_steps + 1
+    why = "although every gradient was" if losses.tokens else "since not one of their tokens is learned"
+    raise JobFailed(
+        f"the loss of steps {begun} to {progress.step} is not finite, {why}; no checkpoint was written of"
+        " these. Look at the data: which parts of its rows are answers, and whether any are"
+    )
+
+
 def _due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
 
@@ -87,11 +92,13 @@ def _named(part: str, losses: Losses) -> dict[str, float]:
     return values | {f"{part}/mtp_{depth + 1}_loss": loss for depth, loss in enumerate(losses.mtp)}
 
 
-def _report(losses: Losses, grad_norm: float, learning_rate: float, interval: _Interval) -> dict[str, float]:
-    seconds = time.perf_counter() - interval.started
+def _report(recipe: Recipe, progress: Progress, losses: Losses, result: StepResult) -> dict[str, float]:
+    """What training did since the last report; rates are of the steps alone, without evaluation or saving."""
+    skipped = {"train/skipped_updates": progress.skipped_updates} if recipe.train.on_nan == "skip" else {}
     return _named("train", losses) | {
-        "train/grad_norm": grad_norm,
-        "train/learning_rate": learning_rate,
-        "train/tokens_per_second": losses.tokens / seconds,
-        "train/step_seconds": seconds / max(1, interval.steps),
+        "train/grad_norm": result.grad_norm,
+        "train/learning_rate": result.learning_rate,
+        "train/tokens_per_second": losses.tokens / progress.unreported_seconds,
+        "train/step_seconds": progress.unreported_seconds / progress.unreported_steps,
+        **skipped,
     }

@@ -1,6 +1,7 @@
 """Where a run's numbers go: metrics.jsonl, TensorBoard, and the terminal."""
 
 import json
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -17,14 +18,24 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+def finite(value: Any) -> Any:
+    """Returns `value` with null in place of every number that is not finite, for which JSON has no words."""
+    if isinstance(value, dict):
+        return {name: finite(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 class JsonLines:
-    """One JSON object per line, added to what is there."""
+    """One JSON object per line, added to what is there; null for what is not finite."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._file.write(json.dumps({"step": step, "time": round(time.time(), 3), **values}) + "\n")
+        noted = {"step": step, "time": round(time.time(), 3), **values}
+        self._file.write(json.dumps(finite(noted), allow_nan=False) + "\n")
 
     def close(self) -> None:
         self._file.close()

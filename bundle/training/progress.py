@@ -2,11 +2,19 @@
 
 from dataclasses import dataclass
 
+from bundle.engine import Losses
+
 
 @dataclass
 class Progress:
-    """Steps done, samples read, and updates left out because a gradient was not finite."""
+    """Steps done, samples read, and updates left out because a gradient was not finite.
+
+    `unreported_steps` took `unreported_seconds` since the last report; `losses` are those reported last.
+    """
 
     step: int = 0
     consumed_samples: int = 0
     skipped_updates: int = 0
+    unreported_steps: int = 0
+    unreported_seconds: float = 0.0
+    losses: Losses | None = None

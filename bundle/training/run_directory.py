@@ -3,7 +3,6 @@
 import fcntl
 import json
 import os
-import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +15,10 @@ import yaml
 from bundle.errors import UsageError
 from bundle.recipe import Recipe, differences, load
 from bundle.training import atomic
+from bundle.training.checkpoints.shelf import Shelf
+
+# The first line of a run's recipe.yaml, by which a directory is known as a run's.
+_OURS = "# The recipe of the run in this directory, written by mcore-bundle.\n"
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,11 @@ class RunDirectory:
     def versions(self) -> Path:
         """What was installed."""
         return self.root / "versions.json"
+
+    @property
+    def origin(self) -> Path:
+        """The checkpoint that the run began with, as it was named; missing where it began with none."""
+        return self.root / "origin.json"
 
     @property
     def metrics(self) -> Path:
@@ -64,57 +72,87 @@ class RunDirectory:
         """Written when the run is finished, and only then."""
         return self.root / "result.json"
 
-    def begin(self, recipe: Recipe, *, fresh: bool, resume: bool) -> bool:
+    def begin(self, recipe: Recipe, *, fresh: bool, resume: bool, start_from: Path | None = None) -> bool:
         """Returns whether there is a run to go on with; looks only, and changes nothing.
 
-        An unfinished run goes on without being asked: a scheduler starts the same command again.
-        Raises UsageError for a finished run without a flag, for a recipe that is not the run's, and for
-        --resume where there is nothing.
+        An unfinished run goes on without being asked: a scheduler starts the same command again. One that has
+        trained nothing is begun anew, so that its recipe can be corrected.
+        Raises UsageError for a finished run without a flag, for a recipe or an origin that is not the run's,
+        for --resume where there is nothing, and where files lie that no run of ours has written.
         """
         if fresh and resume:
             raise UsageError("--fresh starts over and --resume goes on: say one of them")
+        self._refuse_strangers()
         if not self.recipe.exists():
             if resume:
                 raise UsageError(f"{self.root}: there is no run to resume")
             return False
         if fresh:
+            self._refuse_to_remove(start_from)
             return False
-        if self.result.exists() and not resume:
+        if not resume and not self._trained():
+            return False
+        if self.finished(recipe) and not resume:
             raise UsageError(
-                f"{self.root}: this run is finished; --fresh overwrites it, --resume goes on with it"
+                f"{self.root}: this run is finished; --fresh overwrites it,"
+                " --resume with more train.steps goes on with it"
             )
-        self._refuse_another(recipe)
+        self._refuse_another(recipe, longer=resume)
+        self._refuse_another_origin(start_from)
         return True
 
-    def write_start(self, recipe: Recipe, plan: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
-        """Writes what makes this run; what an earlier run here made, but for its logs, is removed first."""
-        for path in (self.result, self.recipe, self.metrics, self.plan, self.versions):
-            path.unlink(missing_ok=True)
-        for directory in (self.checkpoints, self.tensorboard):
-            if directory.exists():
-                shutil.rmtree(directory)
-        self.root.mkdir(parents=True, exist_ok=True)
-        self.describe(plan, versions)
-        # The last one: with it the directory holds a run.
-        atomic.write_text(self.recipe, yaml.safe_dump(recipe.dump(), sort_keys=False, allow_unicode=True))
+    def finished(self, recipe: Recipe) -> bool:
+        """Returns whether the run has come to its result, and `recipe` asks for no more steps."""
+        if not self.result.exists():
+            return False
+        try:
+            step = json.loads(self.result.read_text(encoding="utf-8")).get("step")
+        except (ValueError, AttributeError):
+            return True
+        return not isinstance(step, int) or step >= recipe.train.steps
 
-    def describe(self, plan: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
-        """Writes plan and versions; a resumed run may have others than the one before it."""
-        atomic.write_json(self.plan, plan)
-        atomic.write_json(self.versions, versions)
+    def nothing_left(self) -> str:
+        """Returns what to tell the user who resumes a finished run."""
+        return f"{self.root}: this run is finished; --resume with more train.steps goes on with it"
+
+    def began_with(self) -> Path | None:
+        """Returns what this run's --from was."""
+        if not self.origin.exists():
+            return None
+        return Path(json.loads(self.origin.read_text(encoding="utf-8"))["from"])
+
+    def write_start(
+        self,
+        recipe: Recipe,
+        plan: Mapping[str, Any],
+        versions: Mapping[str, Any],
+        start_from: Path | None = None,
+    ) -> None:
+        """Writes what makes this run; what an earlier run here made, but for its logs, is removed first.
+
+        Nothing else is removed. Interrupted, it leaves the earlier run at an older checkpoint, or nothing.
+        """
+        self.result.unlink(missing_ok=True)
+        Shelf(self.checkpoints).empty()
+        for path in (*self.tensorboard.glob("events.out.tfevents.*"), self.metrics, self.origin):
+            path.unlink(missing_ok=True)
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._write_recipe(recipe)
+        if start_from is not None:
+            atomic.write_json(self.origin, {"from": str(start_from.absolute())})
+        self._describe(plan, versions)
+
+    def write_again(self, recipe: Recipe, plan: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
+        """Writes what a run has that goes on: it may have become longer, or be elsewhere."""
+        self.result.unlink(missing_ok=True)
+        self._write_recipe(recipe)
+        self._describe(plan, versions)
 
     def rewind_metrics(self, step: int) -> None:
         """Takes out what an interrupted run noted after `step`: the resumed run will note it again."""
         if not self.metrics.exists():
             return
-        kept = []
-        for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                noted = json.loads(line)
-            except ValueError:
-                continue  # the line that was being written when the run ended
-            if isinstance(noted, dict) and noted.get("step", 0) <= step:
-                kept.append(line)
+        kept = [line for line in _lines(self.metrics) if _noted_until(step, line)]
         atomic.write_text(self.metrics, "".join(f"{line}\n" for line in kept))
 
     @contextmanager
@@ -135,12 +173,70 @@ class RunDirectory:
             file.flush()
             yield
 
-    def _refuse_another(self, recipe: Recipe) -> None:
+    def _trained(self) -> bool:
+        """Whether a fresh start would lose anything."""
+        noted = self.metrics.exists() and not all(_noted_until(0, line) for line in _lines(self.metrics))
+        return noted or self.result.exists() or bool(Shelf(self.checkpoints).steps())
+
+    def _refuse_strangers(self) -> None:
+        if self.recipe.exists() and self.recipe.read_bytes().startswith(_OURS.encode()):
+            return
+        files = (self.recipe, self.result, self.metrics, self.plan, self.versions, self.origin)
+        folders = (self.checkpoints, self.tensorboard)
+        present = [path.name for path in files if path.exists()]
+        present += [path.name for path in folders if path.exists() and any(path.iterdir())]
+        if present:
+            raise UsageError(
+                f"{self.root}: holds {', '.join(present)}, but no recipe.yaml that a run has written."
+                " Name another directory with --run-directory, or put the run's recipe.yaml back"
+            )
+
+    def _refuse_to_remove(self, start_from: Path | None) -> None:
+        if start_from is not None and start_from.resolve().is_relative_to(self.root.resolve()):
+            raise UsageError(
+                f"--fresh would remove {start_from} before the run could begin with it:"
+                " name another directory with --run-directory"
+            )
+
+    def _refuse_another(self, recipe: Recipe, *, longer: bool) -> None:
         saved = load(self.recipe)
-        changed = [str(change) for change in differences(saved, recipe) if not change.free_on_resume]
+        changed = [change for change in differences(saved, recipe) if not change.free_on_resume]
+        if longer and recipe.train.steps > saved.train.steps:
+            changed = [change for change in changed if change.key != "train.steps"]
         if changed:
             raise UsageError(
                 f"{self.root} holds a run of another recipe; change it back, name this run otherwise,"
-                " or --fresh overwrites it",
-                changed,
+                " or --fresh overwrites it (--resume takes more train.steps)",
+                [str(change) for change in changed],
             )
+
+    def _refuse_another_origin(self, start_from: Path | None) -> None:
+        before = self.began_with()
+        if start_from is not None and start_from.absolute() != before:
+            raise UsageError(
+                f"{self.root} holds a run that began {f'with {before}' if before else 'anew'}, not with"
+                f" {start_from}: leave out --from to go on with it, name this run otherwise,"
+                " or --fresh overwrites it"
+            )
+
+    def _write_recipe(self, recipe: Recipe) -> None:
+        text = yaml.safe_dump(recipe.dump(), sort_keys=False, allow_unicode=True)
+        atomic.write_text(self.recipe, _OURS + text)
+
+    def _describe(self, plan: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
+        atomic.write_json(self.plan, plan)
+        atomic.write_json(self.versions, versions)
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8", errors="replace").splitlines()
+
+
+def _noted_until(step: int, line: str) -> bool:
+    """Whether a line of the metrics stays: all but later ones, and one whose writing was interrupted."""
+    try:
+        noted = json.loads(line)
+    except ValueError:
+        return False
+    at = noted.get("step") if isinstance(noted, dict) else None
+    return not isinstance(at, int | float) or at <= step

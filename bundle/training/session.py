@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -12,19 +13,19 @@ import torch.distributed as dist
 from bundle.distributed.stopping import StopRequest
 from bundle.distributed.watchdog import Watchdog, collectives_seconds
 from bundle.engine import Engine, Losses
-from bundle.errors import UsageError
+from bundle.errors import JobFailed, UsageError
 from bundle.mcore import groups
 from bundle.mcore.groups import Groups
 from bundle.mcore.runtime import Runtime
 from bundle.recipe import Recipe
-from bundle.training import atomic, data, loop, preparation
+from bundle.training import atomic, data, loop, origin, preparation
 from bundle.training.batches import Batches
 from bundle.training.checkpoints.checkpoints import Checkpoints
 from bundle.training.checkpoints.shelf import Shelf
 from bundle.training.checkpoints.state import TrainState
 from bundle.training.checkpoints.together import first
 from bundle.training.job import Job
-from bundle.training.metrics import JsonLines, Metrics, Sink, TensorBoard, terminal
+from bundle.training.metrics import JsonLines, Metrics, Sink, TensorBoard, finite, terminal
 from bundle.training.progress import Progress
 from bundle.training.run_directory import RunDirectory
 
@@ -42,8 +43,9 @@ def run(
     with ExitStack() as held:
         stop = StopRequest(device)
         first(lambda: held.enter_context(directory.locked()))
-        goes_on = first(lambda: directory.begin(recipe, fresh=job.fresh, resume=job.resume))
-        first(lambda: _write_start(directory, recipe, plan, versions, goes_on))
+        goes_on = first(lambda: _begin(job, plan, versions))
+        if goes_on is None:
+            return
         state = _groups(recipe, runtime)
         corpus = preparation.prepared(recipe, directory.root / "data", dog)
         engine = Engine(recipe, runtime, state, device)
@@ -68,23 +70,24 @@ def run(
             metrics.write(progress.step, {"data/skipped": corpus.skipped_count})
         feed = data.Feed(recipe, corpus, state.dp.rank, state.dp.size)
         hooks = loop.Hooks(save=save, should_stop=stop.agreed, alive=alive)
-        losses = loop.train(engine, Batches(recipe, feed, state, device), progress, metrics, hooks)
+        loop.train(engine, Batches(recipe, feed, state, device), progress, metrics, hooks)
         with dog.patience("completing the last checkpoint"):
             checkpoints.poll(wait=True)
-        first(lambda: _conclude(directory, progress, losses, corpus))
+        first(lambda: _conclude(directory, progress, corpus))
 
 
-def _write_start(
-    directory: RunDirectory,
-    recipe: Recipe,
-    plan: Mapping[str, Any],
-    versions: Mapping[str, Any],
-    goes_on: bool,
-) -> None:
-    if goes_on:
-        directory.describe(plan, versions)
+def _begin(job: Job, plan: Mapping[str, Any], versions: Mapping[str, Any]) -> bool | None:
+    """Returns whether there is a run to go on with, None where nothing is left to do; writes its start."""
+    directory, recipe = job.directory, job.recipe
+    goes_on = directory.begin(recipe, fresh=job.fresh, resume=job.resume, start_from=job.start_from)
+    if not goes_on:
+        directory.write_start(recipe, plan, versions, job.start_from)
+    elif directory.finished(recipe):
+        print(directory.nothing_left(), flush=True)
+        return None
     else:
-        directory.write_start(recipe, plan, versions)
+        directory.write_again(recipe, plan, versions)
+    return goes_on
 
 
 def _groups(recipe: Recipe, runtime: Runtime) -> Groups:
@@ -107,6 +110,9 @@ def _state(at: Progress, engine: Engine, identity: Mapping[str, str]) -> TrainSt
         "skipped_updates": at.skipped_updates,
         "losses": engine.losses_so_far(),
         "data": dict(identity),
+        "unreported_steps": at.unreported_steps,
+        "unreported_seconds": at.unreported_seconds,
+        "reported": asdict(at.losses) if at.losses else None,
     }
     return TrainState(at.step, at.consumed_samples, _digest(identity), carried)
 
@@ -116,8 +122,13 @@ def _restore(
 ) -> Progress:
     """Where training begins: after the newest usable checkpoint, or at the start. Says what was left out."""
     loaded = checkpoints.load_newest() if goes_on else None
-    if loaded is None and job.start_from is not None:
-        loaded = checkpoints.load_from(job.start_from, trusted=job.trusted)
+    if loaded is None and (named := first(job.directory.began_with)) is not None:
+        loaded = checkpoints.load_from(first(lambda: origin.checkpoint(named)))
+        if loaded.state.step >= job.recipe.train.steps:
+            raise UsageError(
+                f"{loaded.directory} is of step {loaded.state.step}:"
+                f" train.steps {job.recipe.train.steps} leaves nothing to train"
+            )
     if loaded is None:
         return Progress()
     saved = loaded.state
@@ -127,7 +138,16 @@ def _restore(
     engine.restore_losses(saved.metrics["losses"])
     if dist.get_rank() == 0:
         print("\n".join([*loaded.notes, f"goes on after step {saved.step}"]), flush=True)
-    return Progress(saved.step, saved.consumed_samples, saved.metrics["skipped_updates"])
+    carried = saved.metrics
+    losses = carried["reported"] and Losses(**carried["reported"])
+    return Progress(
+        saved.step,
+        saved.consumed_samples,
+        carried["skipped_updates"],
+        carried["unreported_steps"],
+        carried["unreported_seconds"],
+        losses,
+    )
 
 
 def _metrics(recipe: Recipe, directory: RunDirectory, progress: Progress, *, reports: bool) -> Metrics:
@@ -139,19 +159,31 @@ def _metrics(recipe: Recipe, directory: RunDirectory, progress: Progress, *, rep
     return Metrics([*sinks, terminal(recipe.train.steps, progress.step)])
 
 
-def _conclude(
-    directory: RunDirectory, progress: Progress, losses: Losses | None, corpus: data.Corpus
-) -> None:
-    """Writes the result, which makes the run a finished one, and says it."""
-    result: dict[str, Any] = {"step": progress.step, "skipped_updates": progress.skipped_updates}
-    result["skipped_rows"] = corpus.skipped_count
-    if losses is not None:
-        result |= {"loss": losses.main, "mtp_losses": list(losses.mtp)}
-        depths = "".join(f", MTP {depth} {loss:.4f}" for depth, loss in enumerate(losses.mtp, start=1))
-        entropy = corpus.bigram_entropy
-        pairs = f"; the text's bigram entropy is {entropy:.2f}" if entropy is not None else ""
-        print(f"finished: loss {losses.main:.4f}{depths} nats per token{pairs}", flush=True)
-    atomic.write_json(directory.result, result)
+def _conclude(directory: RunDirectory, progress: Progress, corpus: data.Corpus) -> None:
+    """Writes the result, which makes the run a finished one, and says it.
+
+    Raises JobFailed for a run that learned nothing.
+    """
+    losses, skipped = progress.losses, progress.skipped_updates
+    assert losses is not None, "the last step reports"
+    if skipped == progress.step:
+        raise JobFailed(
+            f"not one of {skipped} updates was made, since no gradient was finite: the weights are those of"
+            " the start. Lower optimizer.lr or look at the data"
+        )
+    depths = "".join(f", MTP {depth} {loss:.4f}" for depth, loss in enumerate(losses.mtp, start=1))
+    left_out = f"; {skipped} of {progress.step} updates were skipped" if skipped else ""
+    entropy = corpus.bigram_entropy
+    pairs = f"; the text's bigram entropy is {entropy:.2f}" if entropy is not None else ""
+    print(f"finished: loss {losses.main:.4f}{depths} nats per token{left_out}{pairs}", flush=True)
+    result = {
+        "step": progress.step,
+        "skipped_updates": skipped,
+        "skipped_rows": corpus.skipped_count,
+        "loss": losses.main,
+        "mtp_losses": list(losses.mtp),
+    }
+    atomic.write_json(directory.result, finite(result))
 
 
 def _digest(identity: Mapping[str, str]) -> str:

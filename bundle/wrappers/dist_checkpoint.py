@@ -1,19 +1,13 @@
 """Distributed checkpoints of old releases: newer torch and numpy, and files that could run code."""
 
-import argparse
 import functools
 import inspect
-import io
-import os
-import pathlib
-import signal
 import sys
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-import torch
+from bundle.mcore import unpickling
 
 
 def name_the_format(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,33 +50,7 @@ def data_only(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def load(*args: Any, **kwargs: Any) -> Any:
-        with _forced_weights_only(), torch.serialization.safe_globals(_classes_of_common_state()):
+        with unpickling.weights_only():
             return original(*args, **kwargs)
 
     return load
-
-
-def _classes_of_common_state() -> list[type]:
-    """Returns the classes, none of which runs code, that Megatron itself writes into common.pt."""
-    from megatron.core.enums import ModelType
-    from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.rerun_state_machine import RerunDiagnostic, RerunMode, RerunState
-    from megatron.core.transformer.enums import AttnBackend
-
-    standard = [argparse.Namespace, io.BytesIO, pathlib.PosixPath, signal.Signals, types.SimpleNamespace]
-    return [*standard, AttnBackend, ModelType, OptimizerConfig, RerunDiagnostic, RerunMode, RerunState]
-
-
-@contextmanager
-def _forced_weights_only() -> Iterator[None]:
-    """Overrules the weights_only=False of every torch.load."""
-    name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

@@ -49,7 +49,9 @@ def test_a_stopped_rank_is_a_hang_that_names_it_and_does_not_survive(tmp_path):
     assert gone([outcome.pid for outcome in outcomes.read(tmp_path / "logs")])
 
 
-@pytest.mark.parametrize(("where", "limit", "doing"), [("after", 2, "step 4"), ("inside", 4, "saving step 3")])
+@pytest.mark.parametrize(
+    ("where", "limit", "doing"), [("after", 2, "step 4"), ("inside", 4, "saving step 3")]
+)
 def test_a_hang_is_noticed_by_the_limit_of_where_it_began(tmp_path, where, limit, doing):
     _, err = finish(start(tmp_path, WORKER, "impatient", where), 6)
     said = re.search(r"no progress for (\d+) s in ([^;]*);", err)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -115,6 +116,49 @@ def test_a_finished_run_is_not_overwritten(whole):
     before = numbers(whole)
     assert "--fresh overwrites it" in finish(train(whole), 2)
     assert numbers(whole) == before
+
+
+def test_resuming_a_finished_run_keeps_its_result_and_more_steps_make_it_longer(whole, tmp_path):
+    directory = tmp_path / "run"
+    shutil.copytree(whole, directory)
+    result = (directory / "result.json").read_bytes()
+    assert "this run is finished; --resume with more train.steps goes on" in finish(
+        train(directory, "--resume"), 0
+    )
+    assert (directory / "result.json").read_bytes() == result
+    longer = ("--set", "train.steps=16", "--set", "optimizer.min_lr=1e-4")
+    assert "goes on after step 12" in finish(train(directory, "--resume", "--set", "train.steps=16"), 0)
+    assert json.loads((directory / "result.json").read_text())["step"] == 16
+    assert numbers(directory)[: len(numbers(whole))] == numbers(whole)
+    assert "another recipe" in finish(train(directory, "--resume", *longer), 2)
+
+
+def test_a_run_begins_with_another_runs_newest_checkpoint_once(whole, tmp_path):
+    directory = tmp_path / "run"
+    begins = ("--from", str(whole), "--set")
+    assert "goes on after step 12" in finish(train(directory, *begins, "train.steps=14"), 0)
+    assert [line["step"] for line in numbers(directory)] == [14, 14]
+    # The same command, as a scheduler gives it again, goes on with the run's own.
+    assert "goes on after step 14" in finish(train(directory, *begins, "train.steps=15", "--resume"), 0)
+    said = finish(train(directory, "--from", "/else", "--set", "train.steps=16", "--resume"), 2)
+    assert f"a run that began with {whole}, not with" in said
+
+
+def test_a_missing_checkpoint_is_told_before_any_rank_starts(tmp_path):
+    said = finish(train(tmp_path / "run", "--from", "/nonexistent"), 2)
+    assert "--from /nonexistent: there is no such checkpoint" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_whose_updates_were_all_skipped_has_failed(tmp_path):
+    directory = tmp_path / "run"
+    broken = ("--set", "model.mtp.loss_scale=1e300", "--set", "train.on_nan=skip")
+    assert "not one of 12 updates was made" in finish(train(directory, *broken), 1)
+    assert not (directory / "result.json").exists()
+    written = (directory / "metrics.jsonl").read_text().splitlines()
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in written]
+    assert lines[0]["train/skipped_updates"] == 4
+    assert lines[0]["train/grad_norm"] is None
 
 
 def test_a_stopped_rank_is_a_hang_that_names_it(tmp_path):

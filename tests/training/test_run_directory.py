@@ -2,8 +2,10 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from bundle.errors import UsageError
 from bundle.recipe import Recipe, load
@@ -21,14 +23,32 @@ def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory(tmp_path / "demo")
 
 
-def finish(run: RunDirectory) -> None:
-    run.result.write_text("{}")
+def finish(run: RunDirectory, step: int = 300) -> None:
+    run.result.write_text(json.dumps({"step": step}))
+
+
+def begin(run: RunDirectory, *overrides: str, **flags: Any) -> bool:
+    return run.begin(recipe(*overrides), **({"fresh": False, "resume": False} | flags))
+
+
+def train(run: RunDirectory) -> None:
+    """What a run has that was interrupted between two checkpoints."""
+    run.write_start(recipe(), {}, {})
+    for path in (run.checkpoints / "step-00000001" / "x", run.tensorboard / "events.out.tfevents.1"):
+        path.parent.mkdir(parents=True)
+        path.write_text("old")
+    run.metrics.write_text('{"step": 1}\n')
+
+
+def everything(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
 def test_a_new_directory_begins_and_an_unfinished_one_goes_on(run):
     assert not run.begin(recipe(), fresh=False, resume=False)
     assert not run.root.exists(), "looking changes nothing"
     run.write_start(recipe(), {"patches": []}, {"torch": "2"})
+    run.metrics.write_text('{"step": 1}\n')
     assert run.begin(recipe(), fresh=False, resume=False)
     assert json.loads(run.plan.read_text()) == {"patches": []}
 
@@ -51,7 +71,7 @@ def test_a_finished_run_is_not_overwritten_by_accident(run):
 
 
 def test_a_changed_recipe_is_refused_key_by_key(run):
-    run.write_start(recipe(), {}, {})
+    train(run)
     with pytest.raises(UsageError) as refused:
         run.begin(recipe("optimizer.lr=0.5", "seed=7", "checkpoint.keep=9"), fresh=False, resume=True)
     assert any("optimizer.lr" in line and "0.5" in line for line in refused.value.violations)
@@ -68,15 +88,140 @@ def test_flags_that_make_no_sense_are_refused(run):
 
 
 def test_a_fresh_start_keeps_nothing_of_the_old_run_but_logs(run):
-    run.write_start(recipe(), {}, {})
+    train(run)
     finish(run)
-    for path in (run.checkpoints / "step-00000001" / "x", run.tensorboard / "e", run.logs / "1"):
-        path.parent.mkdir(parents=True)
-        path.write_text("old")
-    run.metrics.write_text("{}\n")
+    run.logs.mkdir()
+    (run.logs / "1").write_text("old")
     run.write_start(recipe("seed=7"), {}, {})
-    kept = sorted(path.name for path in run.root.iterdir())
-    assert kept == ["logs", "plan.json", "recipe.yaml", "versions.json"]
+    kept = ["logs/1", "plan.json", "recipe.yaml", "versions.json"]
+    assert sorted(everything(run.root)) == kept
+
+
+def test_a_fresh_start_works_through_links_and_removes_nothing_of_others(run, tmp_path):
+    disk = tmp_path / "disk"
+    for name in ("checkpoints", "tensorboard"):
+        (disk / name).mkdir(parents=True)
+    run.root.mkdir()
+    run.checkpoints.symlink_to(disk / "checkpoints")
+    run.tensorboard.symlink_to(disk / "tensorboard")
+    assert not begin(run), "folders that wait on a larger disk are no run"
+    run.write_start(recipe(), {}, {})
+    (run.checkpoints / "step-00000001").mkdir()
+    for path in ("checkpoints/important.bin", "tensorboard/mine", "tensorboard/events.out.tfevents.1"):
+        (run.root / path).write_text("three weeks")
+    assert not begin(run, fresh=True)
+    run.write_start(recipe("seed=7"), {}, {})
+    assert run.checkpoints.is_symlink() and run.tensorboard.is_symlink()
+    assert sorted(everything(disk)) == ["checkpoints/important.bin", "tensorboard/mine"]
+
+
+FOREIGN = (
+    "checkpoints/important.bin",
+    "tensorboard/x",
+    "metrics.jsonl",
+    "plan.json",
+    "result.json",
+    "recipe.yaml",
+)
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("flags", [{}, {"fresh": True}, {"resume": True}])
+def test_a_directory_of_somebody_else_is_refused(run, name, flags):
+    (run.root / name).parent.mkdir(parents=True, exist_ok=True)
+    (run.root / name).write_text("three weeks")
+    before = everything(run.root)
+    with pytest.raises(UsageError, match=f"holds {name.split('/')[0]}, but no recipe.yaml"):
+        begin(run, **flags)
+    assert everything(run.root) == before
+
+
+def test_a_run_that_lost_its_recipe_is_not_begun_anew(run):
+    train(run)
+    run.recipe.unlink()
+    with pytest.raises(
+        UsageError, match=r"holds metrics.jsonl, plan.json, versions.json, checkpoints, tensor"
+    ):
+        begin(run)
+
+
+def test_the_users_own_recipe_is_not_taken_for_a_runs(run):
+    run.root.mkdir()
+    run.recipe.write_text("# mine\n" + yaml.safe_dump(recipe().dump()))
+    with pytest.raises(UsageError, match=r"holds recipe.yaml, but no recipe.yaml that a run has written"):
+        begin(run)
+
+
+def test_where_nothing_was_trained_the_corrected_recipe_just_works(run):
+    run.write_start(recipe(), {}, {})
+    (run.checkpoints / ".writing-00000005").mkdir(parents=True)
+    run.metrics.write_text('{"step": 0, "data/skipped": 3}\n')
+    assert not begin(run, "data.on_error=skip")
+    run.write_start(recipe("data.on_error=skip"), {}, {})
+    assert "on_error: skip" in run.recipe.read_text()
+    assert not list(run.checkpoints.iterdir())
+
+
+@pytest.mark.parametrize("kept", ["step-00000001", "metrics.jsonl", "result.json"])
+def test_where_something_was_trained_it_does_not(run, kept):
+    run.write_start(recipe(), {}, {})
+    if kept.startswith("step"):
+        (run.checkpoints / kept).mkdir(parents=True)
+    else:
+        (run.root / kept).write_text('{"step": 3}\n')
+    with pytest.raises(UsageError, match=r"a run of another recipe"):
+        begin(run, "data.on_error=skip")
+
+
+def test_a_finished_run_is_made_longer_by_resume_only(run):
+    train(run)
+    finish(run)
+    longer, shorter = "train.steps=400", "train.steps=200"
+    assert run.finished(recipe()) and not run.finished(recipe(longer))
+    with pytest.raises(UsageError, match=r"--resume takes more train.steps.*\n.*train.steps: 300 -> 400"):
+        begin(run, longer)
+    for overrides in ((shorter,), (longer, "seed=7")):
+        with pytest.raises(UsageError, match="a run of another recipe"):
+            begin(run, *overrides, resume=True)
+    assert begin(run, longer, resume=True)
+    assert run.result.exists(), "looking changes nothing"
+    run.write_again(recipe(longer), {}, {})
+    assert not run.result.exists()
+    assert begin(run, longer, resume=True)
+    with pytest.raises(UsageError, match=r"train.steps: 400 -> 300"):
+        begin(run)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"step": null}', '{"step": 300}'])
+def test_a_result_that_says_nothing_else_finishes_a_run(run, text):
+    run.write_start(recipe(), {}, {})
+    run.result.write_text(text)
+    assert run.finished(recipe())
+
+
+def test_a_run_keeps_what_it_began_with(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run.write_start(recipe(), {}, {}, Path("first"))
+    run.metrics.write_text('{"step": 1}\n')
+    assert run.began_with() == tmp_path / "first"
+    assert begin(run), "a scheduler may leave it out"
+    assert begin(run, start_from=Path("first"))
+    assert begin(run, start_from=tmp_path / "first", resume=True)
+    with pytest.raises(UsageError, match=rf"began with {tmp_path}/first, not with second: leave out --from"):
+        begin(run, start_from=Path("second"))
+    assert not begin(run, start_from=Path("second"), fresh=True)
+    run.write_start(recipe(), {}, {})
+    run.metrics.write_text('{"step": 1}\n')
+    assert run.began_with() is None
+    with pytest.raises(UsageError, match=r"began anew, not with first"):
+        begin(run, start_from=Path("first"))
+
+
+def test_a_fresh_start_does_not_remove_what_it_begins_with(run):
+    train(run)
+    for start_from in (run.root, run.checkpoints, run.checkpoints / "step-00000001"):
+        with pytest.raises(UsageError, match="--fresh would remove"):
+            begin(run, fresh=True, start_from=start_from)
 
 
 def test_a_start_that_was_interrupted_is_no_run(run, monkeypatch):
@@ -92,6 +237,14 @@ def test_metrics_after_the_resumed_step_are_taken_out(run):
     run.metrics.write_text("\n".join([*lines, '{"step": 3']))
     run.rewind_metrics(20)
     assert run.metrics.read_text().splitlines() == lines[:2]
+
+
+def test_lines_that_others_wrote_do_not_stop_a_resume(run):
+    run.root.mkdir()
+    foreign = ['{"step":"x"}', '{"note": 1}', "[3]", '"words"', "null", '{"step": null}']
+    run.metrics.write_text("".join(f"{line}\n" for line in [*foreign, '{"step": 30}']) + "half\n")
+    run.rewind_metrics(20)
+    assert run.metrics.read_text().splitlines() == foreign
 
 
 HOLD = """

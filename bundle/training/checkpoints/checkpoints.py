@@ -1,6 +1,8 @@
 """Writes and reads the checkpoints of a run; every rank calls every method, in the same order."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,17 +11,17 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from bundle.engine import Engine
-from bundle.errors import JobFailed, UsageError
+from bundle.errors import BundleError, JobFailed, UsageError
 from bundle.mcore import checkpoints as megatron_checkpoints
 from bundle.training import atomic
-from bundle.training.checkpoints import manifest, randomness, state
+from bundle.training.checkpoints import fit, manifest, randomness, state
 from bundle.training.checkpoints.shelf import Shelf
 from bundle.training.checkpoints.together import first, together
 
 # Its own folder inside a checkpoint, which Megatron-LM's tools read.
 _MEGATRON = "megatron"
-# torch's own exception for it is not an Exception.
-_WRITING_FAILED = (Exception, CheckpointException)
+# torch's own exception is not an Exception.
+_MEGATRON_FAILED = (Exception, CheckpointException)
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,9 @@ class Checkpoints:
         """
         self.poll(wait=True)
         partial = first(lambda: self.shelf.start(now.step))
-        together(lambda: self._write_our_part(partial, now))
         engine = self.engine
-        try:
+        with self._whole_or_not(partial):
+            together(lambda: self._write_our_part(partial, now))
             with engine.runtime.megatron():
                 if self.background:
                     writing = megatron_checkpoints.Writing(
@@ -57,23 +59,19 @@ class Checkpoints:
                     self._writing = (now.step, writing)
                     return
                 megatron_checkpoints.save(partial / _MEGATRON, engine.models, engine.optimizer)
-        except _WRITING_FAILED as error:
-            raise self._given_up(partial, error) from error
-        self._publish(now.step)
+            self._publish(now.step)
 
     def poll(self, *, wait: bool = False) -> int | None:
         """Returns the step whose checkpoint became complete by this call, if any."""
         if self._writing is None:
             return None
         step, writing = self._writing
-        try:
+        with self._whole_or_not(self.shelf.partial(step)):
             with self.engine.runtime.megatron():
                 if not writing.finished(wait=wait):
                     return None
-        except _WRITING_FAILED as error:
-            raise self._given_up(self.shelf.partial(step), error) from error
-        self._writing = None
-        self._publish(step)
+            self._writing = None
+            self._publish(step)
         return step
 
     def load_newest(self) -> Loaded | None:
@@ -88,21 +86,15 @@ class Checkpoints:
                 damaged.append(f"{directory.name} is damaged and was left out: {'; '.join(reasons[:3])}")
                 continue
             loaded = self._read(directory)
-            return Loaded(loaded.state, directory, (*damaged, *loaded.notes))
+            aside = first(functools.partial(self.shelf.go_back_to, step))
+            notes = [f"{why}; it lies in {name} now" for why, name in zip(damaged, aside, strict=True)]
+            return Loaded(loaded.state, directory, (*notes, *loaded.notes))
         if damaged:
             raise JobFailed(f"{self.shelf.root}: no checkpoint can be used; --fresh starts over", damaged)
         return None
 
-    def load_from(self, directory: Path, *, trusted: bool) -> Loaded:
-        """Reads a checkpoint that a person named; `trusted` says that they trust whoever wrote it.
-
-        Raises UsageError for one of another run that nobody vouches for, JobFailed for a damaged one.
-        """
-        if not trusted and not first(lambda: self.shelf.is_ours(directory)):
-            raise UsageError(
-                f"{directory}: not written by this run. Reading a checkpoint can run whatever code its files"
-                " hold: say --trust-checkpoint if you trust whoever wrote it"
-            )
+    def load_from(self, directory: Path) -> Loaded:
+        """Reads a checkpoint that a person named; raises JobFailed for a damaged one."""
         if reasons := self._damage(directory):
             raise JobFailed(f"{directory}: this checkpoint cannot be used", reasons)
         return self._read(directory)
@@ -119,14 +111,24 @@ class Checkpoints:
                 layout=self._layout(),
                 sharding=megatron_checkpoints.sharding(),
                 mcore=megatron.core.__version__,
+                model=fit.facts(engine.recipe.architecture),
             ).write(partial)
 
-    def _given_up(self, partial: Path, error: BaseException) -> Exception:
-        """Returns what to raise; megatron tells the cause to rank 0, which explains it and clears up."""
-        if dist.get_rank() != 0:
-            return RuntimeError("the checkpoint could not be written; rank 0 knows why")
-        self.shelf.clear()
-        return atomic.failed(partial, error)
+    @contextmanager
+    def _whole_or_not(self, partial: Path) -> Iterator[None]:
+        """Leaves nothing half written when what is inside fails, and has rank 0 say why."""
+        try:
+            yield
+        except BundleError:  # the same on all ranks
+            if dist.get_rank() == 0:
+                self.shelf.clear()
+            raise
+        except _MEGATRON_FAILED as error:
+            # Megatron tells the cause to rank 0.
+            if dist.get_rank() != 0:
+                raise RuntimeError("the checkpoint could not be written; rank 0 knows why") from error
+            self.shelf.clear()
+            raise atomic.failed(partial, error) from error
 
     def _publish(self, step: int) -> None:
         partial, rank, size = self.shelf.partial(step), dist.get_rank(), dist.get_world_size()
@@ -141,7 +143,7 @@ class Checkpoints:
         first(finish)
 
     def _damage(self, directory: Path) -> list[str]:
-        """Returns what is wrong with a checkpoint, before any of its files has been unpickled."""
+        """Returns what is wrong with a checkpoint, before any of its files is read."""
 
         def listed() -> tuple[dict[str, str], list[str]]:
             try:
@@ -159,9 +161,16 @@ class Checkpoints:
         return [defect for share in found for defect in share]
 
     def _read(self, directory: Path) -> Loaded:
+        """Raises UsageError for a checkpoint of another model, JobFailed for one that cannot be loaded."""
         saved, engine = state.read(directory), self.engine
-        with engine.runtime.megatron():
-            megatron_checkpoints.load(directory / _MEGATRON, engine.models, engine.optimizer, saved.sharding)
+        if changes := fit.changes(saved.model, engine.recipe.architecture):
+            raise UsageError(f"{directory} holds another model than the recipe's", changes)
+        place = directory / _MEGATRON
+        try:
+            with engine.runtime.megatron():
+                megatron_checkpoints.load(place, engine.models, engine.optimizer, saved.sharding)
+        except _MEGATRON_FAILED as error:
+            raise JobFailed(f"{place}: cannot be loaded: {_cause(error)}") from error
         engine.scheduler.load_state_dict(dict(saved.scheduler))
         if dict(saved.layout) == dict(self._layout()):
             with engine.runtime.megatron():
@@ -174,6 +183,13 @@ class Checkpoints:
         groups = self.engine.groups
         axes = {name: getattr(groups, name).size for name in ("tp", "pp", "cp", "ep", "etp", "dp")}
         return {**axes, "vpp": groups.vpp}
+
+
+def _cause(error: BaseException) -> str:
+    """Returns what torch's exception of all ranks says of one of them; other errors as they are."""
+    failures = error.failures if isinstance(error, CheckpointException) else {}
+    first_failure = next((failure for failure, _ in failures.values()), error)
+    return f"{type(first_failure).__name__}: {first_failure}"
 
 
 def _spelled(layout: Mapping[str, int]) -> str:

@@ -27,8 +27,9 @@ def digest(path: Path, *, sync: bool = False) -> str:
 
 
 def files(directory: Path) -> list[str]:
-    """Returns the files of a checkpoint, relative and sorted, but for the manifest itself."""
-    found = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir())
+    """Returns the files of a checkpoint and links of any kind, relative and sorted, but for the manifest."""
+    paths = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
+    found = (path.relative_to(directory).as_posix() for path in paths)
     return sorted(name for name in found if name != NAME)
 
 

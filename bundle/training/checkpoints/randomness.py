@@ -6,16 +6,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from bundle.mcore import random as megatron_random
+from bundle.training import atomic
 
 _MEGATRON = "megatron."
 
 
 def write(directory: Path, rank: int, device: torch.device) -> None:
-    """Writes the states of this rank into a checkpoint."""
+    """Writes the states of this rank into a checkpoint; raises JobFailed when it cannot be written."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     tensors = {
@@ -27,9 +28,12 @@ def write(directory: Path, rank: int, device: torch.device) -> None:
         tensors["device"] = torch.get_device_module(device).get_rng_state()
     tensors |= {_MEGATRON + name: state for name, state in megatron_random.states().items()}
     rest = {"python": [version, gauss], "numpy": [kind, position, has_gauss, cached]}
-    save_file(
-        {n: t.contiguous() for n, t in tensors.items()}, path(directory, rank), {"rest": json.dumps(rest)}
-    )
+    try:
+        save_file(
+            {n: t.contiguous() for n, t in tensors.items()}, path(directory, rank), {"rest": json.dumps(rest)}
+        )
+    except (OSError, SafetensorError) as error:  # it wraps the system's errors in one of its own
+        raise atomic.failed(path(directory, rank), error) from error
 
 
 def read(directory: Path, rank: int, device: torch.device) -> None:

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bundle.training import atomic
-from bundle.training.checkpoints import manifest
 
 LATEST = "latest"
 _COMPLETE = re.compile(r"step-(\d{8,})")
-_PARTIAL, _LEAVING = ".writing-", ".deleting-"
+_PARTIAL, _LEAVING, _DAMAGED = ".writing-", ".deleting-", "damaged-"
+_OURS = re.compile(
+    rf"((\{_PARTIAL}|{_DAMAGED}|\{_LEAVING}({_DAMAGED})?)?(step-)?\d{{8,}}|\.?{LATEST}(\.\d+)?)"
+)
 
 
 @dataclass(frozen=True)
@@ -44,30 +46,66 @@ class Shelf:
         return self.root / f"{_PARTIAL}{step:08d}"
 
     def publish(self, step: int, keep: int) -> None:
-        """Gives a written checkpoint its name, points `latest` at it, removes all but the `keep` newest."""
-        place = self.place(step)
-        atomic.sync_directory(self.partial(step))
+        """Gives a written checkpoint its name, points `latest` at it; with those before it, `keep` stay."""
+        partial, place = self.partial(step), self.place(step)
+        for directory in (path for path in partial.rglob("*") if path.is_dir()):
+            atomic.sync_directory(directory)  # `partial` itself is synced with the manifest, its last file
         if place.exists():  # a resumed run came here again: its own is as good
             self._remove(place)
-        self.partial(step).rename(place)
-        atomic.sync_directory(self.root)
-        # For people and scripts; a run that resumes looks at the folders, which cannot be behind.
-        atomic.write_text(self.root / LATEST, f"{place.name}\n")
-        for old in self.steps()[keep:]:
+        partial.rename(place)
+        self._point_at(step)  # syncs the new name too: what is older goes only then
+        for old in [before for before in self.steps() if before < step][keep - 1 :]:
             self._remove(self.place(old))
+
+    def go_back_to(self, step: int) -> list[str]:
+        """Takes the name from every checkpoint after `step`, where a run goes on; returns their new names.
+
+        They are damaged. Under their old names they would count among the newest, which `publish` keeps.
+        """
+        names = []
+        for newer in [found for found in self.steps() if found > step]:
+            aside = self.root / f"{_DAMAGED}{self.place(newer).name}"
+            if aside.exists():
+                self._remove(aside)
+            self.place(newer).rename(aside)
+            names.append(aside.name)
+        if names:
+            self._point_at(step)
+        return names
 
     def clear(self) -> None:
         """Removes what interrupted writes and removals left."""
         for leftover in (*self.root.glob(f"{_PARTIAL}*"), *self.root.glob(f"{_LEAVING}*")):
-            shutil.rmtree(leftover)
+            _discard(leftover)
 
-    def is_ours(self, directory: Path) -> bool:
-        """Returns whether `directory` is a checkpoint that this run wrote, rather than one from elsewhere."""
-        inside = directory.parent.resolve() == self.root.resolve() and not directory.is_symlink()
-        return inside and (directory / manifest.NAME).exists()
+    def strangers(self) -> list[str]:
+        """Returns the names in this folder that no run of ours gave."""
+        return sorted(path.name for path in self.root.glob("*") if not _OURS.fullmatch(path.name))
+
+    def empty(self) -> None:
+        """Removes every checkpoint, the newest first; the folder, which may be a link, and strangers stay.
+
+        Whoever is interrupted leaves a run that goes on from an older checkpoint.
+        """
+        for step in self.steps():
+            self._remove(self.place(step))
+        for path in [path for path in self.root.glob("*") if _OURS.fullmatch(path.name)]:
+            _discard(path)
+
+    def _point_at(self, step: int) -> None:
+        # For people and scripts; a run that resumes looks at the folders, which cannot be behind.
+        atomic.write_text(self.root / LATEST, f"{self.place(step).name}\n")
 
     def _remove(self, directory: Path) -> None:
         # Renamed first: a removal that is interrupted must not leave half a checkpoint under its name.
         leaving = self.root / f"{_LEAVING}{directory.name}"
         directory.rename(leaving)
-        shutil.rmtree(leaving)
+        _discard(leaving)
+
+
+def _discard(path: Path) -> None:
+    """Removes a folder, a file or a link; what a link points at was put there by somebody else, and stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

@@ -9,7 +9,7 @@ from typing import Any
 from bundle.training import atomic
 
 NAME = "state.json"
-_SCHEMA = 1
+_SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class Saved:
     sharding: str
     """How megatron laid out the optimizer's state."""
     mcore: str
+    model: Mapping[str, Any]
+    """What the weights are of, as `fit.facts` says it."""
 
     def write(self, directory: Path) -> None:
         """Writes it into a checkpoint."""

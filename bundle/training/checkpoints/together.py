@@ -1,5 +1,6 @@
 """What all ranks do or fail to do together: none goes on, or waits for ever, when another one failed."""
 
+import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -15,10 +16,13 @@ def together(body: Callable[[], T]) -> list[T]:
     result, error, code = None, None, ExitCode.JOB_FAILED
     try:
         result = body()
-    except (OSError, ValueError, RuntimeError) as raised:
-        error = str(raised)
     except BundleError as raised:
         error, code = str(raised), ExitCode(raised.code)
+    except OSError as raised:
+        error = str(raised)
+    except Exception as raised:  # noqa: BLE001  whatever it is, the others must not wait for this rank
+        traceback.print_exc()
+        error = f"{type(raised).__name__}: {raised}"
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, (result, error, int(code)))
     failures = [(rank, why, its) for rank, (_, why, its) in enumerate(everybody) if why is not None]

@@ -1,14 +1,18 @@
 """Ranks whose checkpoints meet every fault in turn; what became of each is written down."""
 
+import dataclasses
+import io
 import pickle
 import resource
 import shutil
 import sys
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from bundle.errors import BundleError
@@ -28,10 +32,51 @@ class Payload:
         return Path.touch, (self.mark,)
 
 
+def hostile(checkpoint: Path, mark: Path) -> dict[str, tuple[str, bytes]]:
+    """What a stranger may put into a checkpoint: a file's name and what it holds."""
+    index = pickle.loads((checkpoint / "megatron" / ".metadata").read_bytes())
+    common = io.BytesIO()
+    torch.save({"optimizer_step": Payload(mark)}, common)
+    beside = pickle.dumps(dataclasses.replace(index, planner_data=Payload(mark)))
+    return {
+        "code for an index": ("megatron/.metadata", pickle.dumps(Payload(mark))),
+        "code in the index": ("megatron/.metadata", beside),
+        "code in common state": ("megatron/common.pt", common.getvalue()),
+    }
+
+
+def surprise() -> None:
+    if dist.get_rank() == 1:
+        raise KeyError("nobody thought of it")
+
+
+def disguise(checkpoint: Path, place: Path, name: str, content: bytes) -> None:
+    """Copies a checkpoint with another file, its manifest made again."""
+    from bundle.training.checkpoints import manifest
+
+    shutil.copytree(checkpoint, place)
+    (place / name).write_bytes(content)
+    manifest.write(place, {listed: manifest.digest(place / listed) for listed in manifest.files(place)})
+
+
+class Renumbered:
+    """An engine whose model has the same shapes and another arithmetic."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        architecture = engine.recipe.architecture
+        changed = {"rotary_base": architecture.rotary_base * 2, "norm_epsilon": 1e-3}
+        self.recipe = types.SimpleNamespace(architecture=dataclasses.replace(architecture, **changed))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
 def run(runtime: Any, folder: Path, _plan: Any) -> dict[str, Any]:
     from bundle.training.checkpoints.checkpoints import Checkpoints
     from bundle.training.checkpoints.shelf import Shelf
     from bundle.training.checkpoints.state import TrainState
+    from bundle.training.checkpoints.together import together
 
     engine = make_engine(CASE, runtime)
     shelf = Shelf(folder / "ours")
@@ -59,10 +104,16 @@ def run(runtime: Any, folder: Path, _plan: Any) -> dict[str, Any]:
 
     elsewhere = folder / "elsewhere"
     alone(lambda: shutil.copytree(newest, elsewhere))
-    seen["foreign"] = outcome(lambda: ours.load_from(elsewhere, trusted=False))
-    seen["trusted"] = outcome(lambda: ours.load_from(elsewhere, trusted=True))
+    seen["foreign"] = outcome(lambda: ours.load_from(elsewhere))
+    renumbered: Any = Renumbered(engine)
+    seen["another model"] = outcome(lambda: Checkpoints(shelf, renumbered, keep=9).load_from(elsewhere))
     alone(lambda: (elsewhere / "megatron" / "common.pt").write_bytes(pickle.dumps(Payload(mark))))
-    seen["trusted but tampered"] = outcome(lambda: ours.load_from(elsewhere, trusted=True))
+    seen["foreign and tampered"] = outcome(lambda: ours.load_from(elsewhere))
+    for kind, (name, content) in hostile(newest, mark).items():
+        place = folder / kind
+        alone(lambda place=place, name=name, content=content: disguise(newest, place, name, content))
+        seen[kind] = outcome(lambda place=place: ours.load_from(place))
+        dist.barrier()
 
     weights = newest / "megatron" / "__1_0.distcp"
     alone(lambda: weights.write_bytes(weights.read_bytes()[:-100]))
@@ -77,20 +128,24 @@ def run(runtime: Any, folder: Path, _plan: Any) -> dict[str, Any]:
     full = Shelf(folder / "full")
     small = Checkpoints(full, engine, keep=9)
     small.save(TrainState(1, ROWS, "digest"))
-    with full_disk():
+    with full_disk(512):
+        seen["full disk at random states"] = outcome(lambda: small.save(TrainState(2, 2 * ROWS, "digest")))
+    dist.barrier()
+    with full_disk(2**16):
         seen["full disk"] = outcome(lambda: small.save(TrainState(2, 2 * ROWS, "digest")))
     dist.barrier()
     seen["left behind"] = sorted(path.name for path in full.root.iterdir())
+    seen["any error"] = outcome(lambda: together(surprise))
     seen["after full disk"] = outcome(small.load_newest)
     seen["none"] = outcome(Checkpoints(Shelf(folder / "none"), engine, keep=1).load_newest)
     return seen
 
 
 @contextmanager
-def full_disk() -> Iterator[None]:
-    """No file grows beyond 64 KiB inside: a disk that is full for weights, but not for the state."""
+def full_disk(room: int) -> Iterator[None]:
+    """No file grows beyond `room` bytes inside: 64 KiB are too few for weights, but enough for the state."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
     try:
         yield
     finally:

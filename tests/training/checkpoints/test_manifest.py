@@ -1,4 +1,6 @@
+import hashlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,24 @@ def test_a_changed_a_truncated_a_missing_and_a_linked_file_are_named(checkpoint,
     assert damage(checkpoint) == ["megatron/__1_0.distcp: No such file or directory"]
     weights.symlink_to("/etc/passwd")
     assert damage(checkpoint) == ["megatron/__1_0.distcp is a link"]
+
+
+def test_a_folder_that_is_a_link_is_no_part_of_a_checkpoint(checkpoint, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("other") / "megatron"
+    (checkpoint / "megatron").rename(elsewhere)
+    (checkpoint / "megatron").symlink_to(elsewhere)
+    assert manifest.strangers(checkpoint, manifest.read(checkpoint)) == ["megatron is not in its manifest"]
+
+
+@pytest.mark.parametrize("size", [2**22 - 1, 2**22, 2**22 + 1, 2**24 + 3])
+def test_every_byte_of_a_large_file_counts(tmp_path, size):
+    content = bytearray(os.urandom(size))
+    path = tmp_path / "weights"
+    path.write_bytes(content)
+    assert manifest.digest(path) == hashlib.sha256(content).hexdigest()
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert manifest.digest(path, sync=True) == hashlib.sha256(content).hexdigest()
 
 
 @pytest.mark.parametrize(

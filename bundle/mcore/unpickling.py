@@ -1,0 +1,105 @@
+"""Reading pickles that somebody else may have made: data only, whatever they ask for."""
+
+import argparse
+import io
+import os
+import pathlib
+import pickle
+import signal
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+
+# Modules whose own classes hold numbers and names: the index of torch's distributed checkpoints, and FP8
+# recipes in the extra state of Transformer Engine's layers.
+_CLASSES_OF = ("torch.distributed.checkpoint.metadata", "transformer_engine.common.recipe")
+_NAMES = {
+    ("builtins", "set"),
+    ("collections", "OrderedDict"),
+    ("_io", "BytesIO"),
+    ("pathlib", "PosixPath"),
+    ("torch", "Size"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed.checkpoint.planner", "SavePlan"),
+    ("torch.distributed.checkpoint.planner", "WriteItem"),
+    ("torch.distributed.checkpoint.planner", "WriteItemType"),
+    ("torch.distributed.checkpoint.planner", "TensorWriteData"),
+    ("torch.distributed.checkpoint.planner", "BytesIOWriteData"),
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),
+    ("torch.serialization", "_get_layout"),  # looks a layout up by its name
+    # A tensor; its bytes go through torch.load, which unpickles data only as well.
+    ("torch._utils", "_rebuild_tensor_v2"),
+    ("torch.storage", "_load_from_bytes"),
+}
+_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
+
+
+@contextmanager
+def data_only() -> Iterator[None]:
+    """Inside, unpickling makes nothing but data: a pickle that names anything else raises UnpicklingError.
+
+    A checkpoint is somebody's file, and unpickling it freely runs whatever is in it. Concerns `pickle.load`,
+    `pickle.loads` and `torch.load` of the whole process; torch's collectives unpickle in other ways.
+    """
+    before = pickle.load, pickle.loads
+    with weights_only():
+        pickle.load, pickle.loads = _load, _loads
+        try:
+            yield
+        finally:
+            pickle.load, pickle.loads = before
+
+
+@contextmanager
+def weights_only() -> Iterator[None]:
+    """Inside, every `torch.load` unpickles data only, with the classes that Megatron writes into common.pt.
+
+    Overrules `weights_only=False`.
+    """
+    name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        with torch.serialization.safe_globals(_classes_of_common_state()):
+            yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _classes_of_common_state() -> list[type]:
+    from megatron.core.enums import ModelType
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.rerun_state_machine import RerunDiagnostic, RerunMode, RerunState
+    from megatron.core.transformer.enums import AttnBackend
+
+    standard = [argparse.Namespace, io.BytesIO, pathlib.PosixPath, signal.Signals, types.SimpleNamespace]
+    return [*standard, AttnBackend, ModelType, OptimizerConfig, RerunDiagnostic, RerunMode, RerunState]
+
+
+class _DataOnly(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(found := getattr(torch, name, None), _CONSTANTS):
+            return found
+        if module in _CLASSES_OF:
+            found = vars(import_module(module)).get(name)
+            if isinstance(found, type) and found.__module__ == module:
+                return found
+        if (module, name) in _NAMES:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it holds {module}.{name}, which is not data: it could run code")
+
+
+def _load(file: Any, **options: Any) -> Any:
+    return _DataOnly(file, **options).load()
+
+
+def _loads(content: Any, **options: Any) -> Any:
+    return _DataOnly(io.BytesIO(content), **options).load()

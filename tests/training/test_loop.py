@@ -1,0 +1,107 @@
+"""What the loop reports and when it stops; what an engine computes is tested with the engine."""
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from bundle.engine import Losses, StepResult
+from bundle.errors import JobFailed
+from bundle.recipe import Recipe, load
+from bundle.training import loop
+from bundle.training.metrics import Metrics
+from bundle.training.progress import Progress
+
+STEP, ASIDE = 0.02, 0.25  # seconds that a step takes, and evaluating or saving
+
+
+@dataclass
+class Slow:
+    """An engine and its data: every step has 100 tokens, and the losses and gradients that are given."""
+
+    recipe: Recipe
+    losses: list[float] = field(default_factory=list)
+    gradient: float = 1.0
+    tokens: int = 100
+
+    def training(self, _consumed: int) -> list[Any]:
+        return []
+
+    def validation(self) -> list[Any]:
+        return ["held out"]
+
+    def forward_backward(self, _batches: list[Any]) -> None:
+        time.sleep(STEP)
+        self.losses.append(2.0)
+
+    def step(self) -> StepResult:
+        return StepResult(self.gradient, 1e-3, updated=True)
+
+    def take_losses(self) -> Losses:
+        taken, self.losses = self.losses, []
+        mean = sum(taken) / len(taken) if self.tokens else math.nan
+        return Losses(mean, (), self.tokens * len(taken))
+
+    def evaluate(self, _held_out: list[Any]) -> Losses:
+        time.sleep(ASIDE)
+        return Losses(9.0, (), 1)
+
+
+class Kept:
+    """Keeps what is reported."""
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, float]] = []
+
+    def write(self, step: int, values: Any) -> None:
+        self.lines.append({"step": step, **values})
+
+    def close(self) -> None:
+        pass
+
+
+def run(engine: Slow, progress: Progress) -> list[dict[str, float]]:
+    kept, either = Kept(), engine
+    hooks = loop.Hooks(lambda _: time.sleep(ASIDE), lambda: False, lambda _: None)
+    loop.train(either, either, progress, Metrics([kept]), hooks)  # type: ignore[arg-type]
+    return kept.lines
+
+
+def recipe(*overrides: str) -> Recipe:
+    short = ("train.steps=6", "optimizer.warmup_steps=1", "train.log_interval=2", "train.eval_interval=1")
+    return load("demo", [*short, "checkpoint.interval=1", *overrides])
+
+
+def test_rates_are_those_of_steps_whatever_is_evaluated_and_saved_between():
+    progress = Progress()
+    trained = [line for line in run(Slow(recipe()), progress) if "train/loss" in line]
+    assert [line["step"] for line in trained] == [2, 4, 6]
+    for line in trained:
+        assert STEP <= line["train/step_seconds"] < STEP + ASIDE / 2
+        assert line["train/tokens_per_second"] == pytest.approx(100 / line["train/step_seconds"])
+    assert progress.losses == Losses(9.0, (), 1)
+
+
+def test_what_was_not_reported_before_an_interruption_counts_with_its_time():
+    engine = Slow(recipe("train.steps=2"), losses=[2.0])
+    (line,) = (line for line in run(engine, Progress(1, 16, 0, 1, 3.0)) if "train/loss" in line)
+    assert line["train/step_seconds"] == pytest.approx(1.5, abs=0.2)
+    assert line["train/tokens_per_second"] == pytest.approx(200 / 3, rel=0.15)
+
+
+def test_a_loss_that_is_no_number_stops_the_run_although_gradients_are_zero():
+    progress = Progress()
+    with pytest.raises(
+        JobFailed, match=r"loss of steps 1 to 2 is not finite, since not one of their tokens is"
+    ):
+        run(Slow(recipe(), gradient=0.0, tokens=0), progress)
+    assert [line["step"] for line in run(Slow(recipe("train.on_nan=skip"), tokens=0), Progress())][-1] == 6
+
+
+def test_skipped_updates_are_reported():
+    progress = Progress()
+    lines = run(Slow(recipe("train.on_nan=skip"), gradient=math.inf), progress)
+    assert [line["train/skipped_updates"] for line in lines if "train/loss" in line] == [2, 4, 6]
+    assert progress.skipped_updates == 6

@@ -1,0 +1,43 @@
+"""What --from may name."""
+
+from pathlib import Path
+
+import pytest
+
+from bundle.errors import UsageError
+from bundle.training.checkpoints import manifest
+from bundle.training.checkpoints.shelf import Shelf
+from bundle.training.origin import checkpoint
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    shelf = Shelf(tmp_path / "run" / "checkpoints")
+    for step in (10, 30, 20):
+        manifest.write(shelf.start(step), {})
+        shelf.publish(step, keep=9)
+    return tmp_path / "run"
+
+
+def test_a_run_or_its_checkpoints_mean_the_newest_and_a_checkpoint_itself(run, tmp_path):
+    newest = run / "checkpoints" / "step-00000030"
+    assert checkpoint(run) == checkpoint(run / "checkpoints") == checkpoint(newest) == newest
+    assert checkpoint(run / "checkpoints" / "step-00000010") == run / "checkpoints" / "step-00000010"
+    elsewhere = tmp_path / "mine"
+    newest.rename(elsewhere)
+    assert checkpoint(elsewhere) == elsewhere
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("nowhere", "there is no such checkpoint"),
+        ("empty", "neither a checkpoint that mcore-bundle wrote"),
+        ("a-file", "neither a checkpoint that mcore-bundle wrote"),
+    ],
+)
+def test_anything_else_is_refused(tmp_path, name, why):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a-file").touch()
+    with pytest.raises(UsageError, match=f"--from {tmp_path / name}: {why}"):
+        checkpoint(tmp_path / name)
