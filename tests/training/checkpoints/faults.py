@@ -118,6 +118,13 @@ def run(runtime: Any, folder: Path, _plan: Any) -> dict[str, Any]:
     weights = newest / "megatron" / "__1_0.distcp"
     alone(lambda: weights.write_bytes(weights.read_bytes()[:-100]))
     seen["truncated"] = outcome(ours.load_newest)
+    alone(lambda: shelf.place(1).joinpath("state.json").rename(folder / "state.json"))
+    alone(lambda: shutil.copytree(shelf.place(2), folder / "second"))
+    alone(lambda: (shelf.place(2) / "random-00000.safetensors").unlink())
+    seen["two damaged"] = outcome(ours.load_newest)
+    alone(lambda: shutil.rmtree(shelf.place(2)))
+    alone(lambda: (folder / "second").rename(shelf.place(2)))
+    alone(lambda: (folder / "state.json").rename(shelf.place(1) / "state.json"))
     second = shelf.place(2) / "megatron" / "common.pt"
     alone(lambda: second.write_bytes(pickle.dumps(Payload(mark))))
     seen["tampered"] = outcome(ours.load_newest)
