@@ -1,5 +1,6 @@
 """The PackedSeqParams that attention reads, from a Packing, and the way back to host integers."""
 
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -13,18 +14,19 @@ from bundle.sequences.packing import Packing
 
 # Boundaries whose numbers are known on the host, for as long as their tensor lives.
 _KNOWN = WeakTensorKeyDictionary()
-# Of boundaries, where the next token of every row is, by (version, rows, ranks, rank).
-_NEXT = WeakTensorKeyDictionary()
+# What was computed of boundaries on their device, for as long as their tensor lives and is not written to.
+_COMPUTED = WeakTensorKeyDictionary()
 
 
 def packed_seq_params(packing: Packing) -> PackedSeqParams:
     """Boundaries of the real and of the padded sequences, tail included; the longest counts its padding.
 
-    The padded boundaries are passed always: megatron lays tokens out by them under context parallel.
+    The padded boundaries are passed always: megatron lays tokens out by them under context parallel. Whether
+    they differ before the last one is said too (a field from 0.19 on): attention would ask the device.
     """
-    longest = packing.padding.longest
-    _KNOWN[packing.cu_seqlens_padded] = tuple(accumulate((0, *packing.padding.rows)))
-    return PackedSeqParams(
+    padding, longest = packing.padding, packing.padding.longest
+    _KNOWN[packing.cu_seqlens_padded] = tuple(accumulate((0, *padding.rows)))
+    made = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=packing.cu_seqlens,
         cu_seqlens_kv=packing.cu_seqlens,
@@ -33,6 +35,9 @@ def packed_seq_params(packing: Packing) -> PackedSeqParams:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
+    inner = slice(None if padding.tail else -1)  # all but the last sequence; a tail is one more
+    made.pad_between_seqs = padding.lengths[inner] != padding.padded[inner]
+    return made
 
 
 def on_host(boundaries: Tensor) -> tuple[int, ...]:
@@ -54,27 +59,49 @@ def rolled(tensor: Tensor, boundaries: Tensor, group: Any = None) -> Tensor:
     ranks: rank r holds chunks r and 2 cp - 1 - r of every sequence. One gather, and one exchange of the first
     tokens of all chunks; nothing is read back from the device, whatever the number of sequences.
     """
-    ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
-    rows = tensor.shape[-1]
-    own = (boundaries._version, rows, ranks, rank)
-    if own not in (known := _NEXT.setdefault(boundaries, {})):
-        known.clear()
-        known[own] = _next(boundaries, rows, ranks, rank)
-    source, firsts = known[own]
-    if ranks > 1:
+    source, firsts = _once(_next, boundaries, tensor.shape[-1], group)
+    if len(firsts):
         mine = tensor.index_select(-1, firsts).contiguous()
-        theirs = mine.new_empty(ranks * len(mine), *mine.shape[1:])  # gloo takes no other shape
+        theirs = mine.new_empty(group.size() * len(mine), *mine.shape[1:])  # gloo takes no other shape
         torch.distributed.all_gather_into_tensor(theirs, mine, group=group)
-        theirs = theirs.view(ranks, *mine.shape)
+        theirs = theirs.view(group.size(), *mine.shape)
         tensor = torch.cat([tensor, theirs.movedim(0, -2).flatten(-2)], -1)
     return F.pad(tensor, (0, 1)).index_select(-1, source)
 
 
+def positions(boundaries: Tensor, rows: int, group: Any = None) -> tuple[Tensor, Tensor]:
+    """The position of each row of this rank in its sequence, and where that begins in the pack; [t / cp].
+
+    Boundaries and ranks as those of `rolled`; nothing is read back from the device.
+    """
+    found: tuple[Tensor, Tensor] = _once(_positions, boundaries, rows, group)
+    return found
+
+
+def _once(compute: Callable[..., Any], boundaries: Tensor, rows: int, group: Any) -> Any:
+    """What `compute` returns for these boundaries on this rank: once in the life of their tensor."""
+    ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+    asked = (compute, boundaries._version, rows, ranks, rank)
+    known = _COMPUTED.setdefault(boundaries, {})
+    if asked not in known:
+        known[asked] = compute(boundaries, rows, ranks, rank)
+    return known[asked]
+
+
+def _positions(boundaries: Tensor, rows: int, ranks: int, rank: int) -> tuple[Tensor, Tensor]:
+    starts, ends = (boundaries[:-1] // ranks).long(), (boundaries[1:] // ranks).long()
+    row = torch.arange(rows, device=boundaries.device)
+    sequence = torch.searchsorted(ends, row, right=True).clamp(max=len(ends) - 1)
+    here, half = row - starts[sequence], ((ends - starts) // 2)[sequence]
+    first, second = here + rank * half, here + (2 * ranks - 2 - rank) * half
+    return torch.where(here < half, first, second), boundaries[:-1].long()[sequence]
+
+
 def _next(boundaries: Tensor, rows: int, ranks: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Where the next token of every row is [t / cp], and the first rows of all chunks [2 * sequences].
+    """Where the next token of every row is [t / cp], and what is exchanged: the chunks' first rows.
 
     Counted over this rank's rows, then the first tokens of the chunks of each rank (all first ones, then all
-    second ones), then a zero.
+    second ones), then a zero. One rank exchanges nothing.
     """
     starts, ends = (boundaries[:-1] // ranks).long(), (boundaries[1:] // ranks).long()
     middles = (starts + ends) // 2
@@ -91,4 +118,5 @@ def _next(boundaries: Tensor, rows: int, ranks: int, rank: int) -> tuple[Tensor,
         source.scatter_(0, torch.where(starts < middles, middles - 1, rows), after)
     after = first(rank - 1, 1) if rank > 0 else torch.full_like(each, zero)
     source.scatter_(0, torch.where(starts < ends, ends - 1, rows), after)
-    return source[:rows], torch.cat([starts, middles]).clamp(max=rows - 1)
+    exchanged = torch.cat([starts, middles]).clamp(max=rows - 1)
+    return source[:rows], exchanged if ranks > 1 else exchanged[:0]

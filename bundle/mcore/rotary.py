@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.transformer.attention import Attention
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from bundle.architectures import Architecture, RopeScaling
 from bundle.errors import EnvironmentUnfit
+from bundle.mcore.signatures import known
 
 
 def stretch(chunk: torch.nn.Module, architecture: Architecture) -> None:
@@ -107,3 +109,13 @@ class _Concentration:
             return query, key * self._factor, *rest
         before, rotated, behind = key.split((first, last - first, width - last), -1)
         return query, torch.cat((before, rotated * self._factor, behind), -1), *rest
+
+
+def turned(rows: Tensor, boundaries: Tensor, table: Tensor, group: Any) -> Tensor:
+    """Packed rows [t / cp, n, d] turned by the table's angles [positions, 1, 1, d], by megatron's function.
+
+    Looked up at each call: a patch may have replaced it.
+    """
+    turn = rope_utils._apply_rotary_pos_emb_thd
+    result: Tensor = turn(rows, boundaries, table, **known(turn, cp_group=group))
+    return result

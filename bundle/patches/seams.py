@@ -5,6 +5,7 @@ from bundle.patches.entry import Seam
 _GPT = "megatron.core.models.gpt.gpt_model:GPTModel"
 _MTP = "megatron.core.transformer.multi_token_prediction"
 _ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
+_ROPE = "megatron.core.models.common.embeddings.rope_utils"
 _TRACKER = f"{_MTP}:MTPLossLoggingHelper"
 
 SEAMS = (
@@ -40,6 +41,17 @@ SEAMS = (
         why="It takes a weight by keyword, also where it has its own.",
         by_signature=True,
         when=frozenset({"mtp", "mtp-detached"}),
+    ),
+    Seam(
+        id="rotary-rows",
+        targets=(
+            f"{_ROPE}:_apply_rotary_pos_emb_bshd",
+            f"{_ROPE}:_get_thd_freqs_on_this_cp_rank",
+        ),
+        use="called, and asked for its parameters, by the patch packed-rotary-host-reads",
+        why="The first turns rows by an angle each; the second says whether a table may be a pack's.",
+        when=frozenset({"packed"}),
+        by_signature=True,
     ),
     Seam(
         id="mtp-switch",

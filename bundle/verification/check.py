@@ -63,6 +63,18 @@ _CHECKS = (
         ),
     ),
     Check(
+        name="packed-rotary-host-reads",
+        measurement=f"{_MEASURED}.packed:rotary_positions",
+        world=2,
+        without=(Raises("RuntimeError", "meta"), Raises("NotImplementedError", "meta tensor")),
+    ),
+    Check(
+        name="cuda-attention-host-reads",
+        measurement=f"{_MEASURED}.packed:attention",
+        without=(Raises("RuntimeError", "synchronizing CUDA operation"),),
+        agreement=1e-2,  # bf16
+    ),
+    Check(
         name="mtp-context-parallel-roll",
         measurement=f"{_MEASURED}.mtp:context_parallel",
         world=2,

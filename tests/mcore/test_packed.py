@@ -3,6 +3,7 @@
 import threading
 from functools import partial
 from itertools import accumulate
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 pytest.importorskip("megatron.core")
 
 from benchmarks.sequences import operations
-from bundle.mcore.packed import on_host, packed_seq_params, rolled
+from bundle.mcore.packed import on_host, packed_seq_params, positions, rolled
 from bundle.sequences.alignment import Alignment
 from bundle.sequences.packing import Packing
 
@@ -67,7 +68,7 @@ class Rank:
     def gather(self, whole, mine, group):
         self.all.given[self.rank()] = mine.clone()
         self.all.barrier.wait(30)
-        whole.copy_(torch.stack([self.all.given[rank] for rank in range(self.size())]))
+        whole.copy_(torch.cat([self.all.given[rank] for rank in range(self.size())]))
         self.all.barrier.wait(30)
 
 
@@ -124,3 +125,29 @@ def test_rolling_takes_as_many_operations_for_any_number_of_sequences_and_reads_
     counts = [operations(partial(roll, count, "cpu")) for count in (2, 64, 500)]
     assert counts[0] == counts[1] == counts[2] < 40
     assert roll(64, "meta").device.type == "meta"  # any look at a value raises there
+
+
+@given(halves=st.lists(st.integers(0, 9), min_size=1, max_size=40), ranks=st.sampled_from((1, 2, 3, 4)))
+def test_every_row_knows_its_position_and_where_its_sequence_begins(halves, ranks):
+    lengths = [half * 2 * ranks for half in (*halves, 1)]
+    begins = [0, *accumulate(lengths)]
+    own = torch.cat([torch.arange(length) for length in lengths])
+    begin = torch.cat([torch.full((n,), b) for n, b in zip(lengths, begins, strict=False)])
+    for rank in range(ranks):
+        group = SimpleNamespace(size=lambda: ranks, rank=lambda rank=rank: rank)
+        seen = positions(torch.tensor(begins, dtype=torch.int32), len(own) // ranks, group)
+        for mine, whole in zip(seen, (own, begin), strict=True):
+            assert mine.tolist() == zigzag(whole, lengths, ranks, rank).tolist()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "scaling", "length"),
+    [([5, 3, 9], None, None), ([5, 3, 9], None, 32), ([5, 3, 9], "blockwise", None), ([4, 8, 9], None, None)],
+)
+def test_a_pack_says_whether_padding_lies_between_its_sequences(lengths, scaling, length):
+    for cp in (1, 2):
+        made = packed_seq_params(
+            Packing.of(lengths, Alignment(cp=cp, scaling=scaling), rank=0, length=length)
+        )
+        inner = [ends[:-1].tolist() for ends in (made.cu_seqlens_q, made.cu_seqlens_q_padded)]
+        assert made.pad_between_seqs == (inner[0] != inner[1])

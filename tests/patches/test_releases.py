@@ -25,6 +25,8 @@ PRESENT = {
     "mtp-tensor-parallel": [("0.12.0", "0.12.3")],
     "interleaved-batched-exchange": [("0.12.0", "0.19.2")],
     "overlap-tied-mtp": [("0.12.0", "0.15.3")],
+    "cuda-attention-host-reads": [("0.12.0", "0.18.2")],
+    "packed-rotary-host-reads": [("0.12.0", "0.19.2")],
     "mla-packed-qkv": [("0.12.0", "0.13.1")],
     "mla-thd-value-padding": [("0.12.0", "0.17.1")],
     "mla-uncompressed-query-norm": [("0.19.0", "0.19.2")],

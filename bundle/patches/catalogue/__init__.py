@@ -13,6 +13,7 @@ from bundle.patches.catalogue import (
     offload,
     optimizer,
     optimizer_checkpoint,
+    packed,
     padding,
     recompute,
     router,
@@ -23,6 +24,7 @@ from bundle.patches.entry import Patch
 # In this order wrappers are put on a target that several patches share: the first is the innermost.
 PATCHES: tuple[Patch, ...] = (
     *mla.PATCHES,
+    *packed.PATCHES,
     *mtp.PATCHES,
     *recompute.PATCHES,
     *router.PATCHES,
