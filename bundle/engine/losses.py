@@ -138,16 +138,33 @@ class LossTap:
         assert micro_batch is not None, "expect() comes before the model's forward"
         self._hide_padding(logits)
         if labels is self._labels:
+            labels, factor = self._known(labels, micro_batch.loss_mask)
             if self._objective is None:
-                main: Tensor = self._original(labels, logits)
+                main: Tensor = self._original(labels, logits) * factor
                 return main
-            return self._objective(
-                micro_batch, score(logits, labels, self._tp_group, micro_batch.temperature)
-            )
-        loss: Tensor = self._original(labels, logits)
+            seen = score(logits, labels, self._tp_group, micro_batch.temperature)
+            return self._objective(micro_batch, Scores(seen.log_probs * factor, seen.entropy * factor))
         mask = micro_batch.mtp_masks[len(self._predicted)]
+        labels, factor = self._known(labels, mask)
+        loss: Tensor = self._original(labels, logits) * factor
         self._predicted.append((loss.float() * mask).sum())
         return loss.detach()
+
+    def _known(self, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """The labels, 0 for what is no token; and 1 for each, or not a number where it would have a loss.
+
+        The same for all of a micro-batch with an id that is no token. Without it such a label is scored as
+        another token, and such an id is nothing at all where ranks share the vocabulary. Nothing is read back
+        from the device.
+        """
+        assert self._micro_batch is not None
+        known, ids_known = self._tokens(labels), self._tokens(self._micro_batch.ids)
+        made_up = (~known & (mask > 0)) | ~ids_known.all()
+        return labels.where(known, 0), torch.where(made_up, float("nan"), 1.0)
+
+    def _tokens(self, ids: Tensor) -> Tensor:
+        """Which of them are tokens."""
+        return (ids >= 0) & (ids < self._vocabulary)
 
     def _hide_padding(self, logits: Tensor) -> None:
         """Takes the padding rows of the vocabulary out of every softmax, in place.

@@ -28,8 +28,11 @@ def score(
     """The scores [b, s] of `labels` [b, s] under `logits` [s, b, vocabulary / tp], in float32 at least.
 
     `group` holds the ranks that share the vocabulary; None for one. `temperature` [b, s] divides the logits
-    of each token. Both results are differentiable with respect to the logits, exactly.
+    of each token. Both results are differentiable with respect to the logits, exactly. The log-probability
+    of a label that has no logit is not a number.
     """
+    columns = logits.shape[-1] * (group.size() if group is not None else 1)
+    known = (labels >= 0) & (labels < columns)
     rows = labels.shape[::-1]
     log_probs, entropy = _Score.apply(  # type: ignore[no-untyped-call]
         logits.flatten(0, 1),
@@ -37,7 +40,7 @@ def score(
         None if temperature is None else temperature.t().flatten(),
         group if group is not None and group.size() > 1 else None,
     )
-    return Scores(log_probs.view(rows).t(), entropy.view(rows).t())
+    return Scores(log_probs.view(rows).t() * torch.where(known, 1.0, float("nan")), entropy.view(rows).t())
 
 
 class _Score(torch.autograd.Function):

@@ -46,6 +46,19 @@ def test_values_and_gradients(monkeypatch, tempered, portion):
     torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-5, atol=1e-6)
 
 
+def test_a_label_that_has_no_logit_has_no_log_probability():
+    logits, labels, _ = drawn()
+    labels[0, 1], labels[2, 3], labels[1, 6] = -100, V, V + 78
+    none = (labels < 0) | (labels >= V)
+    ours = logits.clone().requires_grad_()
+    seen = score(ours, labels, None)
+    assert torch.equal(seen.log_probs.isnan(), none) and seen.entropy.isfinite().all()
+    wanted = reference(logits, labels.clamp(0, V - 1))[0]
+    torch.testing.assert_close(seen.log_probs[~none].double(), wanted[~none], rtol=1e-6, atol=1e-5)
+    seen.log_probs.sum().backward()
+    assert torch.equal(ours.grad.isnan().any(-1).t(), none)
+
+
 @pytest.mark.parametrize("which", ["log_probs", "entropy"])
 def test_either_may_be_left_undifferentiated(which):
     logits, labels, temperature = drawn(torch.float64)
