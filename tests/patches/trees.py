@@ -1,11 +1,13 @@
 """Small megatron trees for tests: made from text, or from a release with something changed."""
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field
 from pathlib import Path
 
+from bundle.frozen import frozen
 from bundle.patches.definitions import Definitions
-from bundle.patches.source import SourceTree
+from bundle.patches.source import Module, SourceTree, module_file, parsed
 from bundle.stack import megatron
 
 Release = Callable[[str], Path]  # the fixture `release`: version -> tree
@@ -18,6 +20,33 @@ def written(root: Path, files: Mapping[str, str]) -> Definitions:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(source)
     return Definitions(SourceTree(root))
+
+
+@frozen
+class _Edited(SourceTree):
+    """A tree in which some modules have another text; None is a module that is not there."""
+
+    texts: Mapping[str, str | None] = field(kw_only=True)
+
+    def module(self, name: str) -> Module | None:
+        if name not in self.texts:
+            return super().module(name)
+        text = self.texts[name]
+        return None if text is None else parsed(name, f"{name.replace('.', '/')}.py", text.encode())
+
+
+def edited(release: Path, edits: Mapping[str, Sequence[tuple[str, str]] | None]) -> Definitions:
+    """The definitions of a release with changed modules: (text to find, what to put in its place)."""
+    texts: dict[str, str | None] = {}
+    for name, replacements in edits.items():
+        file = module_file(release, f"megatron.core.{name}")
+        assert file is not None
+        source = (release / file).read_text()
+        for before, after in replacements or ():
+            assert before in source, before
+            source = source.replace(before, after)
+        texts[f"megatron.core.{name}"] = None if replacements is None else source
+    return Definitions(_Edited(release, texts=texts))
 
 
 def copied(release: Path, root: Path, edits: Mapping[str, tuple[str, str]]) -> Path:

@@ -29,7 +29,12 @@ def _format_unnamed(source: "Evidence") -> Presence:
     write = source[_WRITE]
     if write is None or not write.calls("_write_item"):
         return Presence.UNKNOWN
-    return Presence.of("SerializationFormat" not in write.names)
+    if {"SerializationFormat", "serialization_format"} & write.names:
+        return Presence.ABSENT
+    calls = write.calls("_write_item")
+    plain = all(not call.keywords and len(call.args) == 5 for call in calls)
+    starred = any(isinstance(arg, ast.Starred) for call in calls for arg in call.args)
+    return Presence.PRESENT if plain or starred else Presence.UNKNOWN
 
 
 def _by_product(source: "Evidence") -> Presence:
@@ -47,20 +52,29 @@ def _unrestricted(source: "Evidence") -> Presence:
         for code in (source[_LOAD], source[_LOAD_METHOD], source[_LOAD_OBJECTS])
         for call in (code.calls("load") if code else ())
     ]
-    if not loads:
-        return Presence.UNKNOWN
-    return Presence.of(any(_is_false(call, "weights_only") for call in loads))
+    asked = [_asked(call, "weights_only") for call in loads]
+    if False in asked:
+        return Presence.PRESENT
+    return Presence.UNKNOWN if None in asked or not asked else Presence.ABSENT
 
 
-def _is_false(call: ast.Call, name: str) -> bool:
-    values = [keyword.value for keyword in call.keywords if keyword.arg == name]
-    return any(isinstance(value, ast.Constant) and value.value is False for value in values)
+def _asked(call: ast.Call, name: str) -> bool | None:
+    """What a call gives for a flag that is on where it gives nothing; None where that cannot be read."""
+    for keyword in call.keywords:
+        if keyword.arg is None:
+            return None
+        if keyword.arg == name:
+            value = keyword.value
+            return bool(value.value) if isinstance(value, ast.Constant) else None
+    return True
 
 
 PATCHES = (
     Patch(
         id="dist-checkpoint-serialization",
-        replacements=(Replacement(_WRITE, "bundle.wrappers.dist_checkpoint:name_the_format"),),
+        replacements=(
+            Replacement(_WRITE, "bundle.wrappers.dist_checkpoint:name_the_format", by_signature=True),
+        ),
         why="Saving fails with torch 2.8 and later, whose _write_item has one more argument.",
         upstream="verl-project/verl#6322",
         range="<0.13",

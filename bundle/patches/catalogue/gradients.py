@@ -4,6 +4,7 @@ import ast
 from typing import TYPE_CHECKING
 
 from bundle.patches.entry import NOTHING, Patch, Presence, Replacement
+from bundle.patches.pattern import found
 
 if TYPE_CHECKING:
     from bundle.patches.definitions import Evidence
@@ -15,16 +16,20 @@ _BUFFER = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer._
 def _tokens_of_data_ranks(source: "Evidence") -> Presence:
     """Whether the token count is summed over a data-parallel group without the context-parallel ranks."""
     finalize = source[_FINALIZE]
-    counted = [
-        call
-        for call in (finalize.calls("all_reduce") if finalize else ())
-        if call.args and isinstance(call.args[0], ast.Name) and call.args[0].id == "num_tokens"
-    ]
+    if finalize is None:
+        return Presence.UNKNOWN
+    counted = [call for call in finalize.calls("all_reduce") if call.args and _is_count(call.args[0])]
     if len(counted) != 1:
         return Presence.UNKNOWN
-    group = next((keyword.value for keyword in counted[0].keywords if keyword.arg == "group"), None)
-    alone = isinstance(group, ast.Call) and not group.args and not group.keywords
-    return Presence.of(alone)
+    group = next((keyword.value for keyword in counted[0].keywords if keyword.arg == "group"), counted[0])
+    if found("parallel_state.get_data_parallel_group()", [group]):
+        return Presence.PRESENT
+    over_all = found("parallel_state.get_data_parallel_group(with_context_parallel=True)", [group])
+    return Presence.ABSENT if over_all or found("dp_cp_group", [group]) else Presence.UNKNOWN
+
+
+def _is_count(argument: ast.expr) -> bool:
+    return isinstance(argument, ast.Name) and argument.id == "num_tokens"
 
 
 def _start_padded_sometimes(source: "Evidence") -> Presence:
@@ -32,8 +37,15 @@ def _start_padded_sometimes(source: "Evidence") -> Presence:
     buffer = source[_BUFFER]
     if buffer is None:
         return Presence.UNKNOWN
+    if buffer.has("param_start_index % self.data_parallel_world_size != 0"):
+        return Presence.PRESENT
     remainders = [n for n in buffer.walk() if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod)]
-    return Presence.of(any(ast.unparse(n.left) == "param_start_index" for n in remainders))
+    asked = any(
+        isinstance(n, ast.Name) and n.id == "param_start_index" for r in remainders for n in ast.walk(r)
+    )
+    closes = buffer.has("param_start_index = _update_bucket_metadata(param_start_index)")
+    given = buffer.has("self.param_index_map = param_layout.param_index_map")  # worked out elsewhere
+    return Presence.ABSENT if (closes or given) and not asked else Presence.UNKNOWN
 
 
 PATCHES = (

@@ -19,16 +19,26 @@ _RESOLVE = "megatron.core.transformer.mla_qk_norm_config:QKNormConfigResolver._r
 
 
 def _packed_heads(source: "Evidence") -> Presence:
+    """Whether one of three parts is missing: padded boundaries, YaRN's whole table, its staying whole."""
     heads = source[_HEADS]
-    if heads is None or "cu_seqlens_q" not in heads.names:
+    if heads is None or not heads.has("cu_seqlens_q = packed_seq_params.cu_seqlens_q"):
         return Presence.UNKNOWN
-    return Presence.of("cu_seqlens_q_padded" not in heads.names)
+    padded = heads.has("cu_seqlens_q = packed_seq_params.cu_seqlens_q_padded")
+    if not padded and "cu_seqlens_q_padded" in heads.names:
+        return Presence.UNKNOWN
+    if not padded or heads.has("self.rotary_pos_emb(rotary_seq_len)"):
+        return Presence.PRESENT
+    kept = heads.has("_ or self.config.context_parallel_size == 1")
+    return Presence.ABSENT if kept else Presence.UNKNOWN
 
 
 def _value_width(source: "Evidence") -> Presence:
     codes = [code for code in (source[_FORWARD], source[_RUN], source[_PREPARE]) if code is not None]
-    if any(code.calls("pad") for code in codes):
+    if any(code.has("value = F.pad(value, _)") for code in codes):
         return Presence.ABSENT
+    heads = source[_HEADS]
+    if any(code.calls("pad") for code in (*codes, *([heads] if heads else ()))):
+        return Presence.UNKNOWN  # somebody pads somewhere: what the wrapper would cut may be cut already
     attends = any(code.calls("core_attention") for code in codes)
     return Presence.PRESENT if attends else Presence.UNKNOWN
 
@@ -36,13 +46,14 @@ def _value_width(source: "Evidence") -> Presence:
 def _down_projection_class(source: "Evidence") -> Presence:
     """Whether the class of the down projections must be in a list with TELinear, None without it."""
     init = source[_PROJECTIONS]
-    if init is None:
+    if init is None or not init.calls("build_module"):
         return Presence.UNKNOWN
-    lists = [node.comparators[0] for node in init.walk() if isinstance(node, ast.Compare)]
-    asked = any(
-        isinstance(node, ast.Name) and node.id == "TELinear" for item in lists for node in ast.walk(item)
-    )
-    return Presence.of(asked and bool(source.bindings(_TE_LINEAR)))
+    if init.has("submodules.linear_kv_down_proj in [TELinear]"):
+        return Presence.PRESENT if source.bindings(_TE_LINEAR) else Presence.UNKNOWN
+    built = [call for call in init.calls("build_module") if call.args]
+    asked = any(isinstance(node, ast.In | ast.NotIn) for node in init.walk()) or "TELinear" in init.names
+    gathered = any(keyword.arg == "gather_output" for call in built for keyword in call.keywords)
+    return Presence.ABSENT if gathered and not asked else Presence.UNKNOWN
 
 
 def _query_norm(source: "Evidence") -> Presence:
@@ -104,7 +115,7 @@ PATCHES = (
         fixed_in="0.18.0",
         when=frozenset({"mla", "packed", "unequal-head-dims", "attention-flash"}),
         assumes=NOTHING,
-        evidence=(_FORWARD, _RUN, _PREPARE),
+        evidence=(_FORWARD, _RUN, _PREPARE, _HEADS),
         defect=_value_width,
         check="mla-thd-value-padding",
     ),

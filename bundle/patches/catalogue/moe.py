@@ -18,18 +18,28 @@ def _numpy_from_cuda_only(source: "Evidence") -> Presence:
     move = source[_MOVE]
     if move is None or not move.calls("numpy"):
         return Presence.UNKNOWN
-    return Presence.of("is_cuda" in move.names)
+    return Presence.PRESENT if move.has("torch.is_tensor(tensor) and tensor.is_cuda") else Presence.UNKNOWN
 
 
 def _unbound_without_te(source: "Evidence") -> Presence:
     """Whether the router reads a name that only a successful import of Transformer Engine binds."""
-    gating = source[_GATING]
-    if gating is None or "te_general_gemm" not in gating.names:
-        return Presence.ABSENT
-    bound = source.bindings(_GEMM)
+    gating, bound = source[_GATING], source.bindings(_GEMM)
+    reads = gating is not None and "te_general_gemm" in gating.names
     if not bound:
+        return Presence.ABSENT if source.has_module(_GEMM) and not reads else Presence.UNKNOWN
+    imports = [node for node in bound if isinstance(node, ast.ImportFrom)]
+    if any(not (node.module or "").endswith("extensions.transformer_engine") for node in imports):
         return Presence.UNKNOWN
-    return Presence.of(all(isinstance(node, ast.ImportFrom) for node in bound))
+    others = [node.value for node in bound if isinstance(node, ast.Assign)]
+    if len(imports) + len(others) < len(bound) or not all(map(_may_be_none, others)):
+        return Presence.UNKNOWN
+    if others:
+        return Presence.ABSENT
+    return Presence.PRESENT if reads else Presence.UNKNOWN
+
+
+def _may_be_none(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and value.value is None
 
 
 PATCHES = (

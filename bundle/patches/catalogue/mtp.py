@@ -4,6 +4,7 @@ import ast
 from typing import TYPE_CHECKING
 
 from bundle.patches.entry import NOTHING, Patch, Presence, Replacement
+from bundle.patches.pattern import found
 
 if TYPE_CHECKING:
     from bundle.patches.definition import Definition
@@ -16,20 +17,34 @@ _ROLL_PACKED = f"{_MODULE}:_roll_tensor_packed_seq"
 _LOSS = f"{_MODULE}:process_mtp_loss"
 _POSTPROCESS = f"{_GPT}:GPTModel._postprocess"
 _FORWARD = f"{_GPT}:GPTModel.forward"
+_BLOCK = f"{_MODULE}:MultiTokenPredictionBlock.forward"  # where the loss was computed to 0.13
+_CHOSEN_BOUNDARIES = f"{_MODULE}:_get_packed_roll_cu_seqlens"  # where they are chosen in newer code
+_KNOWN_GATES = {"self", "mtp_process", "mtp_in_postprocess", "in_inference_mode", "is_spec_decode"}
 
 
 def _roll_within_rank(source: "Evidence") -> Presence:
     roll = source[_ROLL]
-    if roll is None or "shifts" not in roll.parameters:
-        return Presence.UNKNOWN
-    return Presence.of("cp_group" not in roll.parameters)
+    if roll is None:
+        return Presence.ABSENT if _without_prediction(source) else Presence.UNKNOWN
+    if roll.parameters == {"tensor", "shifts", "dims"}:
+        return Presence.PRESENT
+    return Presence.ABSENT if "cp_group" in roll.parameters else Presence.UNKNOWN
+
+
+def _without_prediction(source: "Evidence") -> bool:
+    """Whether the model knows of no further tokens at all, as before 0.12."""
+    model = source[_FORWARD]
+    return model is not None and not source.has_module(_ROLL) and not any("mtp" in n for n in model.names)
 
 
 def _boundaries(source: "Evidence") -> Presence:
-    roll, packed = source[_ROLL], source[_ROLL_PACKED]
-    if packed is not None and "cu_seqlens_q" in packed.names:
-        return Presence.of("cu_seqlens_q_padded" not in packed.names)
-    if packed is None and roll is not None and "packed_seq_params" not in roll.parameters:
+    roll, packed, chosen = source[_ROLL], source[_ROLL_PACKED], source[_CHOSEN_BOUNDARIES]
+    prefers = "packed_seq_params.cu_seqlens_q_padded if _ else packed_seq_params.cu_seqlens_q"
+    if packed is not None and packed.has("cu_seqlens = packed_seq_params.cu_seqlens_q"):
+        return Presence.PRESENT
+    if any(code is not None and code.has(prefers) for code in (packed, chosen)):
+        return Presence.ABSENT
+    if packed is None and chosen is None and roll is not None and "packed_seq_params" not in roll.parameters:
         return Presence.ABSENT
     return Presence.UNKNOWN
 
@@ -37,60 +52,87 @@ def _boundaries(source: "Evidence") -> Presence:
 def _count_of_one_rank(source: "Evidence") -> Presence:
     """Whether the loss is scaled by two token counts of which neither is summed over the ranks."""
     loss = source[_LOSS]
-    if loss is None:
-        return Presence.of(False) if source[_POSTPROCESS] or source[_FORWARD] else Presence.UNKNOWN
-    if loss.calls("all_reduce"):
-        return Presence.ABSENT
-    divided = any(isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) for node in loss.walk())
-    return (
-        Presence.PRESENT if divided and loss.calls("roll_tensor") and loss.calls("sum") else Presence.UNKNOWN
-    )
+    if loss is None:  # the model, or the block of layers, divides by one count: no ratio
+        return Presence.ABSENT if _dividing(source) else Presence.UNKNOWN
+    if "original_num_tokens" not in loss.names:
+        return Presence.ABSENT if loss.has("_ / num_tokens") else Presence.UNKNOWN
+    sums = loss.calls("all_reduce")
+    return Presence.PRESENT if loss.has("original_num_tokens / _") and not sums else Presence.UNKNOWN
 
 
 def _count_of_one_rank_divides(source: "Evidence") -> Presence:
-    """Whether the model itself divides a depth's loss by the count that the roll of one rank returns."""
-    roll, postprocess = source[_ROLL], source[_POSTPROCESS]
-    if roll is None or (postprocess is None and source[_FORWARD] is None):
-        return Presence.UNKNOWN
-    if postprocess is None or "cp_group" not in roll.parameters or roll.calls("all_reduce"):
-        return Presence.ABSENT
-    return Presence.of(bool(postprocess.calls("roll_tensor")))
+    """Whether a depth's loss is divided by the count that the roll of one rank returns, and by that alone."""
+    roll, loss = source[_ROLL], source[_LOSS]
+    if roll is None:
+        return Presence.ABSENT if _without_prediction(source) else Presence.UNKNOWN
+    if roll.parameters == {"tensor", "shifts", "dims"} or (loss and "original_num_tokens" in loss.names):
+        return Presence.ABSENT  # there is no count over ranks yet, or a ratio of two
+    counts = "cp_group" in roll.parameters and not roll.calls("all_reduce")
+    return Presence.PRESENT if counts and _dividing(source) else Presence.UNKNOWN
+
+
+def _dividing(source: "Evidence") -> bool:
+    """Whether one of the places where the loss has been computed divides it by what its roll returns."""
+    places = (source[place] for place in (_LOSS, _POSTPROCESS, _FORWARD, _BLOCK))
+    return any(p is not None and p.calls("roll_tensor") and p.has("_ / num_tokens") for p in places)
 
 
 def _zero_is_some(source: "Evidence") -> Presence:
-    postprocess = source[_POSTPROCESS]
-    if postprocess is None:
-        return Presence.of(False) if source[_FORWARD] else Presence.UNKNOWN
-    tests = [node.test for node in postprocess.walk() if isinstance(node, ast.If)]
-    return Presence.of(any(_is_not_none(test, "mtp_num_layers") for test in tests))
+    """Whether the model asks if the number of layers is None, and so takes 0 for some."""
+    model = source[_POSTPROCESS] or source[_FORWARD]
+    if model is None:
+        return Presence.UNKNOWN
+    if model.has("self.config.mtp_num_layers is not None"):
+        return Presence.PRESENT
+    asked = [n for n in model.walk() if isinstance(n, ast.If) and any(map(_is_gate, _all_of(n.test)))]
+    gated = {inner for node in asked for inner in ast.walk(node)}
+    mentioned = set(found("self.config.mtp_num_layers", model.walk()))
+    # elsewhere than behind the gate it may be asked in a way that is not seen here
+    return Presence.ABSENT if mentioned <= gated | _truths(model) else Presence.UNKNOWN
 
 
-def _is_not_none(test: ast.expr, attribute: str) -> bool:
-    return (
-        isinstance(test, ast.Compare)
-        and isinstance(test.ops[0], ast.IsNot)
-        and isinstance(test.left, ast.Attribute)
-        and test.left.attr == attribute
-    )
+def _is_gate(test: ast.expr) -> bool:
+    gates = ("self.config.mtp_num_layers", "self.mtp_process", "mtp_in_postprocess")
+    return any(found(gate, [test]) for gate in gates)
+
+
+def _all_of(test: ast.expr) -> list[ast.expr]:
+    """The conditions that must all hold."""
+    return list(test.values) if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
+
+
+def _truths(model: "Definition") -> set[ast.AST]:
+    """What stands where only its truth counts."""
+    tests = [node.test for node in model.walk() if isinstance(node, ast.If | ast.IfExp)]
+    return {condition for test in tests for condition in _all_of(test)}
 
 
 def _runs_without_labels(source: "Evidence") -> Presence:
     """Whether the MTP block is called under no condition that asks for labels."""
     for code in (source[_POSTPROCESS], source[_FORWARD]):
         if code is not None and code.calls("mtp"):
-            return Presence.of(not set(code.calls("mtp")) <= _asking_for_labels(code))
-    return Presence.UNKNOWN
+            return _asked_for(code)
+    return Presence.ABSENT if _without_prediction(source) else Presence.UNKNOWN
 
 
-def _asking_for_labels(code: "Definition") -> set[ast.AST]:
-    return {
-        inner
+def _asked_for(code: "Definition") -> Presence:
+    """By what is asked on the way to the call: labels of some kind, only what is known, or something else."""
+    calls = set(code.calls("mtp"))
+    tests = [
+        node.test
         for node in code.walk()
-        if isinstance(node, ast.If)
-        and any(isinstance(name, ast.Name) and name.id == "labels" for name in ast.walk(node.test))
-        for statement in node.body
-        for inner in ast.walk(statement)
-    }
+        if isinstance(node, ast.If) and calls & {n for statement in node.body for n in ast.walk(statement)}
+    ]
+    words = {word for test in tests for node in ast.walk(test) for word in _words(node)}
+    if any("labels" in word for word in words):
+        return Presence.ABSENT
+    return Presence.PRESENT if words <= _KNOWN_GATES else Presence.UNKNOWN
+
+
+def _words(node: ast.AST) -> tuple[str, ...]:
+    if isinstance(node, ast.Constant):
+        return (node.value,) if isinstance(node.value, str) else ()
+    return tuple(getattr(node, field) for field in ("id", "attr") if hasattr(node, field))
 
 
 PATCHES = (
@@ -106,7 +148,7 @@ PATCHES = (
             "ids, labels and loss mask arrive cut for context parallel, two chunks a rank, and no "
             "token count has been summed over those ranks"
         ),
-        evidence=(_ROLL,),
+        evidence=(_ROLL, _FORWARD),
         defect=_roll_within_rank,
         check="mtp-context-parallel-roll",
     ),
@@ -122,7 +164,7 @@ PATCHES = (
         range=">=0.16",
         when=frozenset({"mtp", "packed"}),
         assumes="a pack with padding comes with its padded boundaries, cu_seqlens_*_padded",
-        evidence=(_ROLL, _ROLL_PACKED),
+        evidence=(_ROLL, _ROLL_PACKED, _CHOSEN_BOUNDARIES),
         defect=_boundaries,
         check="mtp-packed-roll-boundaries",
     ),
@@ -141,7 +183,7 @@ PATCHES = (
             "no token count has been summed over context-parallel ranks, and gradients are averaged "
             "over them, or divided by all tokens under a loss per token"
         ),
-        evidence=(_ROLL, _POSTPROCESS, _FORWARD),
+        evidence=(_ROLL, _LOSS, _POSTPROCESS, _FORWARD, _BLOCK),
         defect=_count_of_one_rank_divides,
         check="mtp-loss-context-parallel-count",
     ),
@@ -162,7 +204,7 @@ PATCHES = (
             "no token count has been summed over context-parallel ranks; under a loss per token the "
             "loss function returns three values"
         ),
-        evidence=(_LOSS, _POSTPROCESS, _FORWARD),
+        evidence=(_LOSS, _POSTPROCESS, _FORWARD, _BLOCK),
         defect=_count_of_one_rank,
         check="mtp-loss-context-parallel-normalisation",
     ),
@@ -198,7 +240,7 @@ PATCHES = (
             "labels are given as `labels`; a fork that gives them in mtp_kwargs (slime, miles) would "
             "train no prediction layers"
         ),
-        evidence=(_POSTPROCESS, _FORWARD),
+        evidence=(_POSTPROCESS, _FORWARD, _ROLL),
         defect=_runs_without_labels,
         check="mtp-without-labels",
     ),

@@ -20,17 +20,26 @@ def _whole_weights_stay_marked(source: "Evidence") -> Presence:
     linear = source[_LINEAR]
     if linear is None or "sequence_parallel" not in _set_by_name(linear):
         return Presence.UNKNOWN
-    return Presence.of("tensor_model_parallel" not in _set_by_name(linear))
+    if linear.has('setattr(param, "tensor_model_parallel", False)'):
+        return Presence.ABSENT
+    return Presence.UNKNOWN if _mentions_mark(linear) else Presence.PRESENT
 
 
 def _expert_weights_unmarked(source: "Evidence") -> Presence:
     """Whether the grouped layer says where its weights are reduced, but not that they are split."""
     grouped, attributes = source[_GROUPED_LINEAR], source[_EXPERT_ATTRIBUTES]
-    if attributes is not None:
-        return Presence.of("tensor_model_parallel" not in attributes.names)
-    if grouped is None or "allreduce" not in _set_by_name(grouped):
+    if grouped is None:
         return Presence.UNKNOWN
-    return Presence.of("tensor_model_parallel" not in _set_by_name(grouped))
+    if attributes is not None and grouped.calls("_set_expert_parameter_attributes"):
+        marks = attributes.has("param.tensor_model_parallel = is_partitioned")
+        return Presence.ABSENT if marks else Presence.UNKNOWN
+    if "allreduce" not in _set_by_name(grouped) or _mentions_mark(grouped):
+        return Presence.UNKNOWN
+    return Presence.PRESENT
+
+
+def _mentions_mark(code: "Definition") -> bool:
+    return "tensor_model_parallel" in code.names | _set_by_name(code)
 
 
 def _set_by_name(code: "Definition") -> set[object]:
@@ -76,6 +85,7 @@ PATCHES = (
         backends=("cuda",),
         when=frozenset({"moe", "tp"}),
         assumes=NOTHING,
+        requires=(("transformer-engine", ">=2.13"),),
         evidence=(_GROUPED_LINEAR, _EXPERT_ATTRIBUTES),
         defect=_expert_weights_unmarked,
         check="cuda-norm-of-expert-weights",

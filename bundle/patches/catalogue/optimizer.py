@@ -4,6 +4,7 @@ import ast
 from typing import TYPE_CHECKING
 
 from bundle.patches.entry import NOTHING, Patch, Presence, Replacement
+from bundle.patches.pattern import found
 
 if TYPE_CHECKING:
     from bundle.patches.definitions import Evidence
@@ -13,12 +14,15 @@ _IMPLEMENTATION = f"{_MODULE}:_quantize_param_shard_impl"
 
 
 def _always_raises(source: "Evidence") -> Presence:
-    """Whether one of the alternative implementations does nothing but raise, even for no parameters."""
+    """Whether the last alternative, without Transformer Engine, only raises, even for no parameters."""
     implementation = source[_IMPLEMENTATION]
-    if implementation is None:
+    functions = implementation.nodes if implementation else ()
+    if len(functions) < 2 or not all(isinstance(node, ast.FunctionDef) for node in functions):
         return Presence.UNKNOWN
-    bodies = [node.body for node in implementation.nodes if isinstance(node, ast.FunctionDef)]
-    return Presence.of(any(isinstance(body[0], ast.Raise) for body in bodies))
+    (last,) = (node for node in functions[-1:] if isinstance(node, ast.FunctionDef))
+    if isinstance(last.body[0], ast.Raise):
+        return Presence.PRESENT
+    return Presence.ABSENT if found("len(model_params) == 0", ast.walk(last)) else Presence.UNKNOWN
 
 
 PATCHES = (

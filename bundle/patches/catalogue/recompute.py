@@ -19,14 +19,18 @@ def _saves_objects(source: "Evidence") -> Presence:
     forward, checkpointed = source[_FORWARD], source[_CHECKPOINTED]
     if forward is None:
         return Presence.UNKNOWN
+    if forward.has("assert packed_seq_params is None, _"):
+        return Presence.ABSENT
     if checkpointed is None:
-        return Presence.ABSENT  # nothing is recomputed
-    refused = any(
-        isinstance(node, ast.Assert)
-        and any(isinstance(name, ast.Name) and name.id == "packed_seq_params" for name in ast.walk(node.test))
-        for node in forward.walk()
-    )
-    return Presence.of("forward_func" in checkpointed.parameters and not refused)
+        recomputes = any("checkpoint" in name for name in forward.names)
+        return Presence.UNKNOWN if recomputes else Presence.ABSENT
+    if checkpointed.has("tensor_parallel.checkpoint(forward_func, _, *args, *kwargs.values())"):
+        return Presence.PRESENT
+    calls = [call for call in checkpointed.calls("checkpoint") if call.args]
+    passed = {ast.unparse(arg) for call in calls for arg in call.args[2:]}
+    named = "packed_seq_params" in checkpointed.parameters - passed and not any("*" in arg for arg in passed)
+    told_apart = "is_tensor" in checkpointed.names and not passed & {"*args", "*kwargs.values()"}
+    return Presence.ABSENT if calls and (named or told_apart) else Presence.UNKNOWN
 
 
 def _padding_mask_unknown(source: "Evidence") -> Presence:
@@ -34,10 +38,12 @@ def _padding_mask_unknown(source: "Evidence") -> Presence:
     forward, checkpointed = source[_FORWARD], source[_CHECKPOINTED]
     if forward is None:
         return Presence.UNKNOWN
+    if checkpointed is None:
+        return Presence.UNKNOWN if "_checkpointed_forward" in forward.names else Presence.ABSENT
     calls = forward.calls("_checkpointed_forward")
-    if checkpointed is None or not calls:
-        return Presence.ABSENT if checkpointed is None and not calls else Presence.UNKNOWN
     passed = {keyword.arg for call in calls for keyword in call.keywords}
+    if not calls or None in passed:
+        return Presence.UNKNOWN
     takes_any = any(isinstance(node, ast.FunctionDef) and node.args.kwarg for node in checkpointed.nodes)
     return Presence.of("padding_mask" in passed - checkpointed.parameters and not takes_any)
 
@@ -47,13 +53,9 @@ def _keeps_probabilities(source: "Evidence") -> Presence:
     dispatcher = source[_DISPATCHER]
     if dispatcher is None:
         return Presence.UNKNOWN
-    kept = [
-        node.value
-        for node in dispatcher.walk()
-        if isinstance(node, ast.Assign)
-        and any(isinstance(target, ast.Attribute) and target.attr == "probs" for target in node.targets)
-    ]
-    return Presence.of(any(isinstance(value, ast.Name) for value in kept))
+    if dispatcher.has("self.probs = probs"):
+        return Presence.PRESENT
+    return Presence.ABSENT if dispatcher.has("self.probs = probs.detach()") else Presence.UNKNOWN
 
 
 PATCHES = (

@@ -29,7 +29,7 @@ def _all_or_nothing(source: "Evidence") -> Presence:
         return Presence.of(False) if source[_ROUTING] and not source[_NATIVE] else Presence.UNKNOWN
     if "gather" not in replay.names:
         return Presence.UNKNOWN
-    return Presence.of("where" not in replay.names)
+    return Presence.UNKNOWN if "where" in replay.names else Presence.PRESENT
 
 
 def _latest_routes(source: "Evidence") -> Presence:
@@ -39,7 +39,8 @@ def _latest_routes(source: "Evidence") -> Presence:
         return Presence.of(False) if source[_ROUTING] and not source[_NATIVE] else Presence.UNKNOWN
     if not {"target_topk_idx", "replay_backward_list"} <= replay.names:
         return Presence.UNKNOWN
-    return Presence.of(not {"_current_graph_task_id", "is_checkpointing", "is_grad_enabled"} & replay.names)
+    tells = {"_current_graph_task_id", "is_checkpointing", "is_grad_enabled"} & replay.names
+    return Presence.UNKNOWN if tells else Presence.PRESENT
 
 
 PATCHES = (

@@ -1,0 +1,56 @@
+"""What is decided about every commit of a Megatron-LM repository, in process and without a checkout."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from bundle.patches import deciding, reading
+from bundle.patches.catalogue import PATCHES
+from bundle.patches.deciding import Job
+from bundle.patches.decision import Action
+from bundle.patches.definitions import Definitions
+from bundle.patches.table import load
+from bundle.patches.traps import TRAPS
+from bundle.stack import megatron
+from tests.history.git import CommitTree, Repository, files
+
+NUMBER = "megatron.core.package_info"
+State = tuple[str | None, ...]  # the blobs that decide
+
+
+class Decided:
+    """The decisions about each commit; commits that do not differ in any file that was read are one."""
+
+    def __init__(self, repository: Repository) -> None:
+        self.repository = repository
+        self.read: set[str] = {NUMBER}  # every module that any decision asked for
+        self._known: dict[State, dict[str, Action | None]] = {}
+
+    def __call__(self, commit: str) -> dict[str, Action | None]:
+        """The action for each patch and trap, by id, all features on; None for a trap that is not met."""
+        state = self.state(commit)
+        if state not in self._known:
+            tree = CommitTree(Path(commit), repository=self.repository, commit=commit)
+            decisions = dict(_decisions(Definitions(tree), self._version(commit)))
+            if not self.read.issuperset(tree.asked()):
+                self.read.update(tree.asked())
+                self._known.clear()
+                state = self.state(commit)
+            self._known[state] = decisions
+        return self._known[state]
+
+    def state(self, commit: str) -> State:
+        """The blobs of the modules that decisions ask for."""
+        return self.repository.blobs(commit, [file for module in sorted(self.read) for file in files(module)])
+
+    def _version(self, commit: str) -> str | None:
+        blob = self.repository.blob(commit, "megatron/core/package_info.py")
+        return megatron.declared(self.repository.text(blob).decode()) if blob else None
+
+
+def _decisions(definitions: Definitions, version: str | None) -> Iterator[tuple[str, Action | None]]:
+    job = Job(version=version, requested=frozenset(patch.id for patch in PATCHES if patch.opt_in))
+    for patch in PATCHES:
+        yield patch.id, deciding.decide(patch, reading.of_tree(patch, definitions, load()), job).action
+    for trap in TRAPS:
+        met = deciding.decide_trap(trap, reading.of_tree(trap, definitions, load()), job)
+        yield trap.id, met.action if met else None

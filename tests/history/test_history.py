@@ -1,0 +1,56 @@
+"""Every decision over Megatron-LM's history against the truth; $MEGATRON_HISTORY names a bare clone of it."""
+
+import os
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from bundle.patches import lock
+from bundle.patches.catalogue import PATCHES
+from tests.history.decided import Decided
+from tests.history.git import Repository
+from tests.history.tally import BRANCHES, WRONG, Row, Truth, held_out, rows, undecided
+from tests.history.truth import PRESENT
+
+pytestmark = pytest.mark.releases
+GIT = os.environ.get("MEGATRON_HISTORY")
+
+
+@pytest.fixture(scope="module")
+def repository() -> Iterator[Repository]:
+    if not GIT:
+        pytest.skip("MEGATRON_HISTORY names no bare clone of Megatron-LM")
+    opened = Repository(Path(GIT))
+    yield opened
+    opened.close()
+
+
+@cache
+def decided(repository: Repository) -> dict[str, list[Row]]:
+    """Every decision about every held-out commit, by branch."""
+    deciding, truth = Decided(repository), Truth(repository)
+    held = held_out(repository)
+    return {branch: rows(repository, commits, deciding, truth) for branch, commits in held.items()}
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_nothing_is_decided_wrongly(repository: Repository, branch: str):
+    if branch not in decided(repository):
+        pytest.skip(f"there is no branch {branch}")
+    wrong = [row for row in decided(repository)[branch] if row.verdict == WRONG]
+    assert not wrong, (len(wrong), wrong[:5])
+
+
+@pytest.mark.parametrize("branch", ["main", "dev"])
+def test_little_is_left_undecided(repository: Repository, branch: str):
+    if branch not in decided(repository):
+        pytest.skip(f"there is no branch {branch}")
+    patches = {patch.id for patch in PATCHES}  # a trap is never undecided: it would lower the share
+    of = [row for row in decided(repository)[branch] if row.entry in patches]
+    assert undecided(of) <= 0.05
+
+
+def test_criteria_are_about_what_is_in_the_list():
+    assert set(PRESENT) <= {entry.id for entry in lock.ENTRIES}
