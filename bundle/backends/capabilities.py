@@ -66,6 +66,7 @@ class Capabilities:
     fp8: tuple[Fp8Scaling, ...]
     masks: tuple[Mask, ...]
     environment: tuple[Variable, ...]
+    refusal: str | None = None  # why nothing can be trained on it
 
     def kernel(self, name: str) -> AttentionKernel:
         """The attention kernel that the recipe's `attention` means here."""

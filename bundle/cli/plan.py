@@ -8,7 +8,10 @@ from pathlib import Path
 import typer
 
 from bundle import hardware, planning
+from bundle.cli.arguments import job_words, rank_words
+from bundle.errors import ExitCode
 from bundle.launchers import local, outcomes
+from bundle.planning.inputs import input_problems
 from bundle.planning.planned import planned
 from bundle.recipe import load
 from bundle.recipe.sections import MOST_PER_NODE, MOST_RANKS
@@ -39,6 +42,7 @@ def plan(
     if backend not in ("", *hardware.BACKENDS):
         raise typer.BadParameter(f"choose one of {', '.join(hardware.BACKENDS)}", param_hint="--backend")
     job = load(recipe, overrides)
+    directory = Path("runs") / job.name
     made = planned(
         job,
         backend=backend or None,
@@ -47,8 +51,12 @@ def plan(
         allow_drift=allow_drift,
         nodes=nodes or None,
         per_node=per_node or None,
+        beside=() if named else tuple(input_problems(job, directory)),
     ).plan
-    run, starts = _commands(made, recipe, overrides)
+    words = job_words(recipe, overrides, allow_drift)
+    words += ["--set", f"devices.per_node={per_node}"] if per_node else []
+    chosen = backend or named or job.backend not in ("auto", made.hardware.backend)
+    run, starts = _commands(made, words, ["--backend", made.hardware.backend] if chosen else [], directory)
     if as_json:
         print(json.dumps(planning.document(made, run, starts), indent=2))
     else:
@@ -56,11 +64,15 @@ def plan(
     raise typer.Exit(int(made.code))
 
 
-def _commands(made: planning.Plan, recipe: str, overrides: Sequence[str]) -> tuple[str, str]:
-    """The command that runs the job, and what it starts on the first node."""
-    arguments = ["train", recipe, *(word for override in overrides for word in ("--set", override))]
-    several = ["--nodes", str(made.nodes), "--node-rank", "RANK", "--rendezvous", "HOST:PORT"]
-    shown = shlex.join(["mcore-bundle", *arguments, *(several if made.nodes > 1 else [])])
+def _commands(
+    made: planning.Plan, words: Sequence[str], flags: Sequence[str], directory: Path
+) -> tuple[str, str]:
+    """The command that runs the job, and what it starts on the first node; none of a job that cannot run."""
+    if made.code is not ExitCode.OK:
+        return "", ""
+    where = ["--nodes", "1"] if made.recipe.devices.nodes > 1 else []
+    if made.nodes > 1:
+        where = ["--nodes", str(made.nodes), "--node-rank", "RANK", "--rendezvous", "HOST:PORT"]
     meeting = Rendezvous(
         nodes=made.nodes,
         node_rank=0,
@@ -70,10 +82,10 @@ def _commands(made: planning.Plan, recipe: str, overrides: Sequence[str]) -> tup
         reason="planned",
     )
     launch = local.Launch(
-        arguments=tuple(arguments),
+        arguments=tuple(rank_words(words, directory, made.hardware.backend)),
         rendezvous=meeting,
         per_node=made.per_node,
-        logs=outcomes.next_logs(Path("runs") / made.recipe.name, 0),
+        logs=outcomes.next_logs(directory, 0),
         environment={variable.name: variable.value for variable in made.environment},
     )
-    return shown, local.command(launch, {}).shell()
+    return shlex.join(["mcore-bundle", *words, *flags, *where]), local.command(launch, {}).shell()

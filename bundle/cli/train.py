@@ -7,12 +7,19 @@ from pathlib import Path
 
 import typer
 
-from bundle import hardware
+from bundle import hardware, stack
 from bundle.cli import output
+from bundle.cli.arguments import job_words, rank_words
+from bundle.errors import UsageError
+from bundle.hardware.ascend import cann
+from bundle.health import Level
+from bundle.health.packages import package_findings
 from bundle.launchers import local, outcomes, process
 from bundle.planning import Plan
+from bundle.planning.inputs import input_problems
 from bundle.planning.planned import planned
-from bundle.recipe import load
+from bundle.planning.problem import Problem, hardware_problem, recipe_problem
+from bundle.recipe import Recipe, load
 from bundle.rendezvous import Rendezvous
 from bundle.rendezvous.discovery import discover
 from bundle.training import origin
@@ -47,7 +54,9 @@ def train(
     if backend not in ("", *hardware.BACKENDS):
         raise typer.BadParameter(f"choose one of {', '.join(hardware.BACKENDS)}", param_hint="--backend")
     job = load(recipe, overrides)
-    where = discover(os.environ, nodes=nodes, node_rank=node_rank, endpoint=rendezvous)
+    where = discover(
+        os.environ, nodes=nodes, node_rank=node_rank, endpoint=rendezvous, planned=job.devices.nodes
+    )
     directory = run_directory or Path("runs") / job.name
     if not dry_run:
         output.may_fail()  # the run directory has it all
@@ -57,18 +66,23 @@ def train(
 
         told = Job(job, RunDirectory(directory), fresh, resume, start_from)
         raise typer.Exit(int(work(told, where, backend or None, tuple(allow_drift))))
-    made = planned(job, backend=backend or None, allow_drift=allow_drift, nodes=where.nodes)
+    made = planned(
+        job,
+        backend=backend or None,
+        allow_drift=allow_drift,
+        nodes=where.nodes,
+        per_node=where.per_node,
+        beside=[
+            *input_problems(job, directory),
+            *(_origin(start_from) if start_from and (fresh or not _has_checkpoints(directory)) else ()),
+            *_starter(job, where),
+            *(() if dry_run else _packages()),
+        ],
+    )
     made.refuse()
-    words = ["train", recipe, *_flags("--set", overrides), *_flags("--allow-drift", allow_drift)]
-    words += [
-        f"--run-directory={directory}",
-        *(["--fresh"] if fresh else []),
-        *(["--resume"] if resume else []),
-    ]
+    words = rank_words(job_words(recipe, overrides, allow_drift), directory, made.plan.hardware.backend)
+    words += [*(["--fresh"] if fresh else []), *(["--resume"] if resume else [])]
     words += [f"--from={start_from}"] if start_from else []
-    words += [f"--backend={made.plan.hardware.backend}"]
-    if start_from and (fresh or not Shelf(RunDirectory(directory).checkpoints).steps()):
-        origin.checkpoint(start_from)  # a missing one is told before any rank starts
     if dry_run:
         all_nodes = [replace(where, node_rank=node) for node in range(where.nodes)]
         launches = [_launch(made.plan, node, directory, words, wait) for node in all_nodes]
@@ -82,8 +96,31 @@ def train(
     process.run(_launch(made.plan, where, directory, words, wait), os.environ)
 
 
-def _flags(name: str, values: Sequence[str]) -> list[str]:
-    return [word for value in values for word in (name, value)]
+def _has_checkpoints(directory: Path) -> bool:
+    return bool(Shelf(RunDirectory(directory).checkpoints).steps())
+
+
+def _origin(start_from: Path) -> list[Problem]:
+    try:
+        origin.checkpoint(start_from)
+    except UsageError as error:
+        return [recipe_problem(str(error))]
+    return []
+
+
+def _starter(job: Recipe, where: Rendezvous) -> list[Problem]:
+    wanted, said = job.devices.per_node, where.per_node
+    if wanted is None or said is None or wanted == said:
+        return []
+    return [recipe_problem(f"devices.per_node: {wanted}, but {where.source}, which starts this, says {said}")]
+
+
+def _packages() -> list[Problem]:
+    """What a rank would miss at its first import, on any backend."""
+    here = hardware.local()
+    found = package_findings(stack.detect(), hardware.detect("cpu", here), cann(here), here.environ)
+    without = [f for f in found if f.level is Level.FAIL and f.subject in ("torch", "megatron-core")]
+    return [hardware_problem(f"{f.subject}: {f.cause}; {f.fix}") for f in without]
 
 
 def _launch(plan: Plan, where: Rendezvous, directory: Path, words: Sequence[str], wait: int) -> local.Launch:

@@ -22,12 +22,13 @@ def machine(asked: str, backend: str | None, named: str | None) -> tuple[Hardwar
             hint = f"to plan for another machine: --hardware {'|'.join(NAMES)}"
             raise EnvironmentUnfit(f"{error}\n{hint}") from error
     hardware = preset(named)
+    notes = [f"for {named}: neither this machine nor the files of the job were looked at"]
     if backend not in (None, "auto", hardware.backend):
         raise UsageError(f"--hardware {named} is a machine for {hardware.backend}, --backend says {backend}")
     if backend is None and asked not in ("auto", hardware.backend):
-        note = f"the recipe says backend: {asked}; on {named} it needs --set backend={hardware.backend}"
-        return hardware, (note,)
-    return hardware, ()
+        note = f"the recipe says backend: {asked}; on {named} the command says otherwise"
+        notes.append(note)
+    return hardware, tuple(notes)
 
 
 def capabilities(backend: str) -> Capabilities:

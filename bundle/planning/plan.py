@@ -73,9 +73,10 @@ def make(
     nodes: int | None = None,
     per_node: int | None = None,
     notes: Sequence[str] = (),
+    beside: Sequence[Problem] = (),
 ) -> Plan:
     """The plan for a recipe on a machine, with every problem in it; `nodes` and `per_node` override the
-    recipe.
+    recipe, `beside` are problems that somebody else found.
     """
     nodes = nodes or recipe.devices.nodes
     per_node = per_node or recipe.devices.per_node or _all_devices(recipe, hardware, nodes)
@@ -85,6 +86,7 @@ def make(
     patches = {decision.id for decision in decisions if decision.action is Action.APPLY}
     tight = memory_note(stages, hardware.device_memory)
     problems = (
+        *beside,
         *map(recipe_problem, violations),
         *refusals(recipe, can, hardware, target.release, placement, patches),
         *_stopping(decisions),

@@ -12,6 +12,7 @@ from bundle.patches.survey import Survey
 from bundle.patches.table import Table
 from bundle.planning.machine import capabilities, machine
 from bundle.planning.plan import Plan, Target, make
+from bundle.planning.problem import Problem, hardware_problem
 from bundle.recipe import Recipe
 from bundle.stack import versions
 
@@ -45,16 +46,28 @@ def planned(
     allow_drift: Sequence[str] = (),
     nodes: int | None = None,
     per_node: int | None = None,
+    beside: Sequence[Problem] = (),
 ) -> Planned:
     """The plan of a recipe; what is None comes from the recipe and from this machine.
 
     `named` is a machine to plan for instead of this one, `mcore` a version or a tree instead of what is
-    installed. Raises UsageError and EnvironmentUnfit where there is nothing to plan with.
+    installed, `beside` problems that were found elsewhere. Raises UsageError and EnvironmentUnfit where there
+    is nothing to plan with.
     """
     on, notes = machine(recipe.backend, backend, named)
     target, decided = _megatron(recipe, on, mcore, allow_drift)
     can = capabilities(on.backend)
-    plan = make(recipe, on, can, target, decided.decisions, nodes=nodes, per_node=per_node, notes=notes)
+    plan = make(
+        recipe,
+        on,
+        can,
+        target,
+        decided.decisions,
+        nodes=nodes,
+        per_node=per_node,
+        notes=notes,
+        beside=[*beside, *([hardware_problem(can.refusal)] if can.refusal else [])],
+    )
     return Planned(plan, decided)
 
 

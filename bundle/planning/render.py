@@ -24,7 +24,7 @@ def text(plan: Plan, run: str, starts: str) -> str:
         ("memory", list(_memory(plan))),
         ("patches", list(_patches(plan))),
         ("environment", [f"{each.name}={each.value or repr('')}  {each.why}" for each in plan.environment]),
-        ("run", [run]),
+        ("run", [run] if run else []),
         ("starts", starts.splitlines()),
         ("notes", list(plan.notes)),
         ("problems", [f"{problem.text} (exit {int(problem.code)})" for problem in plan.problems]),

@@ -18,8 +18,10 @@ def discover(
     nodes: int | None = None,
     node_rank: int | None = None,
     endpoint: str | None = None,
+    planned: int = 1,
 ) -> Rendezvous:
-    """Returns where this process stands; `nodes`, `node_rank` and `endpoint` are the values of the flags.
+    """Returns where this process stands; `nodes`, `node_rank` and `endpoint` are the values of the flags,
+    `planned` the nodes of a job about which neither they nor a starter say anything (devices.nodes).
 
     Raises UsageError with every contradiction and every value that is not what its variable means.
     """
@@ -41,7 +43,7 @@ def discover(
             "RANK and WORLD_SIZE are set without LOCAL_RANK, so they may count pods or processes:"
             " say --nodes, --node-rank and --rendezvous"
         )
-    answer = _merge(speaker, flags, claims[1:])
+    answer = _merge(speaker, flags, claims[1:], planned)
     if not violations:
         violations = _gaps(answer, environment)
     if violations:
@@ -67,7 +69,7 @@ def _flags(env: Variables, nodes: int | None, node_rank: int | None, endpoint: s
     )
 
 
-def _merge(speaker: Claim, flags: Claim, others: list[Claim]) -> Claim:
+def _merge(speaker: Claim, flags: Claim, others: list[Claim], planned: int) -> Claim:
     """Returns the speaker's claim with its gaps filled, first by the flags, then by the other starters."""
     answer = speaker
     if speaker.source == "none" and flags.nodes:
@@ -79,7 +81,7 @@ def _merge(speaker: Claim, flags: Claim, others: list[Claim]) -> Claim:
             if getattr(answer, name) is None and getattr(claim, name) is not None:
                 answer = replace(answer, **{name: getattr(claim, name)})
     if answer.nodes is None and answer.source == "none":
-        answer = replace(answer, nodes=Fact(1, "nobody"))
+        answer = replace(answer, nodes=Fact(planned, "devices.nodes"))
     if answer.nodes and answer.nodes.value == 1 and answer.node_rank is None:
         answer = replace(answer, node_rank=Fact(0, answer.nodes.said_by))
     return answer

@@ -237,8 +237,8 @@ def test_a_coefficient_that_the_config_does_not_ask_for_is_shown_and_can_be_take
 def test_a_named_machine_wins_over_the_recipe_and_says_so():
     hardware, notes = machine("cpu", None, "h200")
     assert hardware.backend == "cuda"
-    assert notes == ("the recipe says backend: cpu; on h200 it needs --set backend=cuda",)
-    assert machine("auto", None, "a3")[1] == ()
+    assert notes[1:] == ("the recipe says backend: cpu; on h200 the command says otherwise",)
+    assert len(machine("auto", None, "a3")[1]) == 1 and "for a3: neither" in machine("auto", None, "a3")[1][0]
 
 
 def test_flags_that_contradict_each_other():

@@ -68,6 +68,11 @@ ASCEND = Capabilities(
             "the model would hand it on to the kernel, which takes no [b, s]; padding stands at the end",
         ),
     ),
+    refusal=(
+        "backend ascend: training is not wired in yet. Its core attention is written, and tested over an"
+        " emulated npu_fusion_attention; layers, devices and HCCL have met no NPU. `mcore-bundle plan` and"
+        " `patches plan` answer for ascend; `backend: cpu` trains"
+    ),
     environment=(
         connections("megatron's own check, which MindSpeed keeps"),
         Variable(

@@ -10,8 +10,9 @@ from typing import Any
 from bundle.errors import JobFailed
 from bundle.recipe import Recipe
 from bundle.recipe.section import plain
+from bundle.recipe.sources import STDLIB, Source, expand, interpreter
 from bundle.sequences.alignment import Alignment
-from bundle.training.data import files, reading
+from bundle.training.data import reading
 from bundle.training.data.entropy import bigram_entropy
 from bundle.training.data.order import held_out
 from bundle.training.data.problems import Problems
@@ -58,7 +59,7 @@ def prepare(recipe: Recipe, directory: Path, progress: Progress = lambda tokens:
     """
     data = recipe.data
     made = tokenizer(data.tokenizer, recipe.architecture.vocab_size)
-    sources = files.expand(data.path, data.source)
+    sources = expand(data.path, data.source)
     room, _ = _room(recipe)
     path = directory / f"tokens-{key_of(_key(recipe, sources, made, room))}"
     store = open_store(path) or _written(path, recipe, sources, made, room, progress)
@@ -81,7 +82,7 @@ def changed(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     return [f"data {k}: was {saved.get(k)}, is {now.get(k)}" for k in keys if saved.get(k) != now.get(k)]
 
 
-def _key(recipe: Recipe, sources: Sequence[files.Source], made: Tokenizer, room: int) -> Any:
+def _key(recipe: Recipe, sources: Sequence[Source], made: Tokenizer, room: int) -> Any:
     """What the token store is made from. File contents count by size and time; the tokens get a digest."""
     stats = [(source.name, source.path.stat().st_size, source.path.stat().st_mtime_ns) for source in sources]
     names = ("source", "separator", "fields", "template", "learn", "on_error")
@@ -92,15 +93,15 @@ def _key(recipe: Recipe, sources: Sequence[files.Source], made: Tokenizer, room:
 def _written(
     path: Path,
     recipe: Recipe,
-    sources: Sequence[files.Source],
+    sources: Sequence[Source],
     made: Tokenizer,
     room: int,
     progress: Progress,
 ) -> Store:
     problems = Problems(recipe.data.on_error)
     identity = {"files": str(len(sources)), "tokenizer": made.identity}
-    if files.STDLIB in recipe.data.path:
-        identity["stdlib"] = files.interpreter()
+    if STDLIB in recipe.data.path:
+        identity["stdlib"] = interpreter()
 
     def conclude() -> dict[str, Any]:
         problems.settle()

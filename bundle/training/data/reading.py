@@ -6,9 +6,9 @@ from itertools import islice
 import numpy as np
 
 from bundle.recipe.sections import Data
+from bundle.recipe.sources import Source
 from bundle.training.data import rows
 from bundle.training.data.conversations import Learned, messages_of, writer
-from bundle.training.data.files import Source
 from bundle.training.data.problems import Problems
 from bundle.training.data.store import Document
 from bundle.training.data.tokenizers import Tokenizer, Tokens

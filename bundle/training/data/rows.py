@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bundle.errors import EnvironmentUnfit
-from bundle.training.data.files import Source
+from bundle.recipe.sources import Source
 from bundle.training.data.problems import Problems
 
 PARQUET_ROWS = 4096

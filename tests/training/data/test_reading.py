@@ -7,8 +7,8 @@ import pytest
 
 from bundle.errors import JobFailed, UsageError
 from bundle.recipe import load
+from bundle.recipe.sources import expand
 from bundle.training.data import prepare
-from bundle.training.data.files import expand
 from bundle.training.data.tokenizers import Bytes
 from tests.training.data import chat
 

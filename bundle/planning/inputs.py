@@ -1,0 +1,75 @@
+"""What a job needs of this machine's disks, before any rank starts: data, tokenizer, run directory."""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from bundle.errors import UsageError
+from bundle.planning.problem import Problem, hardware_problem, recipe_problem
+from bundle.recipe import Recipe
+from bundle.recipe.sources import STDLIB, expand
+
+# What a directory of a Hugging Face tokenizer has at least one of.
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+
+
+def input_problems(recipe: Recipe, directory: Path) -> Iterator[Problem]:
+    """Everything that is not there or cannot be used; `directory` is where the run would live."""
+    yield from _data(recipe)
+    yield from _tokenizer(recipe.data.tokenizer)
+    yield from _run_directory(directory)
+
+
+def _data(recipe: Recipe) -> Iterator[Problem]:
+    paths = [path for path in recipe.data.path if path != STDLIB]
+    try:
+        expand(paths, recipe.data.source)
+    except UsageError as error:
+        yield from map(recipe_problem, error.violations)
+    if recipe.data.source == "parquet":
+        yield from _package("pyarrow", "data.source: parquet")
+
+
+def _tokenizer(name: str) -> Iterator[Problem]:
+    kind, _, place = name.partition(":")
+    if kind != "hf":
+        return
+    directory = Path(place)
+    if not directory.is_dir():
+        yield recipe_problem(
+            f"data.tokenizer: {place} is no directory; hf: takes a local directory, nothing is downloaded"
+        )
+    elif not any(True for pattern in _TOKENIZER_FILES for _ in directory.glob(pattern)):
+        yield recipe_problem(f"data.tokenizer: {place} holds no tokenizer (tokenizer.json, ...)")
+    yield from _package("transformers", "data.tokenizer: hf:")
+
+
+def _package(name: str, what: str) -> Iterator[Problem]:
+    if importlib.util.find_spec(name) is None:
+        yield hardware_problem(f"{what} needs {name}: pip install 'mcore-bundle[data]'")
+
+
+def _run_directory(directory: Path) -> Iterator[Problem]:
+    try:
+        there = next(path for path in (directory, *directory.parents) if _exists(path))
+        usable = there.is_dir()
+    except (OSError, ValueError) as error:
+        yield recipe_problem(f"run directory {str(directory)[:200]}: {error}")
+        return
+    if not usable:
+        yield recipe_problem(f"run directory {directory}: {there} is no directory")
+    elif not os.access(there, os.W_OK | os.X_OK):
+        yield hardware_problem(
+            f"run directory {directory}: {there} may not be written to, by this user or on this file system; "
+            "name another place with --run-directory"
+        )
+
+
+def _exists(path: Path) -> bool:
+    """Whether something has this name, be it a link to nothing. Raises OSError or ValueError for no name."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True

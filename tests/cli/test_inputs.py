@@ -1,0 +1,160 @@
+"""What is missing is found before any rank starts, by `plan`, `train --dry-run` and `train` alike."""
+
+import importlib.util
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import bundle
+from bundle.planning import inputs
+from bundle.recipe import load
+
+ROOT = Path(bundle.__file__).parents[1]
+VERBS = [("plan",), ("train", "--dry-run"), ("train",)]
+
+
+def run(*words, cwd, code=0, **environment):
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "bundle", *words]
+    environ = os.environ | {"PYTHONPATH": path} | environment
+    done = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def sets(*overrides):
+    return [word for override in overrides for word in ("--set", override)]
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
+def test_everything_that_is_missing_is_said_at_once_and_nothing_is_made(verb, tmp_path):
+    (tmp_path / "runs").write_text("a file where runs would live")
+    (tmp_path / "empty").mkdir()
+    missing = sets("data.path=[nowhere, no/*.txt, empty]", "data.tokenizer=hf:empty")
+    said = run(verb[0], "demo", *verb[1:], *missing, cwd=tmp_path, code=2)
+    for part in (
+        "data.path nowhere: no such file",
+        "data.path no/*.txt: no such file",
+        "data.path empty: no such file, or no files",
+        "data.tokenizer: empty holds no tokenizer",
+        "run directory runs/demo:",
+    ):
+        assert part in said
+    assert "Traceback" not in said and sorted(os.listdir(tmp_path)) == ["empty", "runs"]  # noqa: PTH208
+    assert "hf: takes a local directory" in run(
+        verb[0], "demo", *verb[1:], *sets("data.tokenizer=hf:gone"), cwd=tmp_path, code=2
+    )
+
+
+def test_a_checkpoint_that_is_not_there(tmp_path):
+    for flags in (["--dry-run"], []):
+        said = run("train", "demo", "--from", "gone", *flags, cwd=tmp_path, code=2)
+        assert "--from gone: there is no such checkpoint" in said
+
+
+def problems(directory, *overrides):
+    return [(int(p.code), p.text) for p in inputs.input_problems(load("demo", overrides), Path(directory))]
+
+
+def test_a_run_directory_that_nobody_may_write_to(tmp_path, monkeypatch):
+    assert problems(tmp_path / "a" / "b") == []
+    asked: list[tuple[Path, int]] = []
+
+    def refused(path, mode):
+        asked.append((path, mode))
+        return False
+
+    monkeypatch.setattr(os, "access", refused)
+    ((code, text),) = problems(tmp_path / "a" / "b")
+    assert code == 3 and f"{tmp_path} may not be written to" in text and "--run-directory" in text
+    assert asked == [(tmp_path, os.W_OK | os.X_OK)]
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b"])
+def test_a_run_directory_that_is_no_name(name):
+    ((code, text),) = problems(name)
+    assert code == 2 and text.startswith("run directory ")
+
+
+def test_a_dangling_link_is_no_run_directory(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    ((code, text),) = problems(tmp_path / "link" / "run")
+    assert code == 2 and text.endswith(f"{tmp_path / 'link'} is no directory")
+
+
+def test_packages_that_the_data_needs(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.json").touch()
+    (tmp_path / "a.parquet").touch()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    overrides = f"data.tokenizer=hf:{tmp_path}", "data.source=parquet", f"data.path={tmp_path}/a.parquet"
+    assert [code for code, text in problems(tmp_path, *overrides) if "[data]" in text] == [3, 3]
+
+
+def test_a_python_without_torch_is_3_with_doctors_fix(tmp_path):
+    """The packages hidden as where they are not installed: a directory of links to all others."""
+    site = tmp_path / "site"
+    site.mkdir()
+    for entry in Path(next(p for p in sys.path if p.endswith("site-packages"))).iterdir():
+        if not entry.name.startswith(("torch", "megatron", "__editable__")):
+            (site / entry.name).symlink_to(entry)
+    line = "import sys; sys.path[:0] = sys.argv.pop(1).split(':'); from bundle.cli import main; main()"
+    command = [sys.executable, "-S", "-c", line, f"{ROOT}:{site}", "train", "demo"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3, done.stderr
+    assert "torch: not installed" in done.stderr and "pip install 'mcore-bundle[cpu]'" in done.stderr
+    assert "Traceback" not in done.stderr and not (tmp_path / "runs").exists()
+
+
+PLANNED = [
+    ("demo",),
+    ("demo", "--backend", "cpu", "--devices-per-node", "4", *sets("train.global_batch_size=32")),
+    (
+        "qwen3-tp2-sp",
+        "--devices-per-node",
+        "8",
+        *sets("backend=auto", "train.global_batch_size=16"),
+        "--backend",
+        "cpu",
+    ),
+    ("demo", *sets("devices.nodes=2", "train.micro_batch_size=4"), "--nodes", "1"),
+    ("demo", *sets("devices.nodes=2", "train.micro_batch_size=4")),
+    ("demo", "--nodes", "2", *sets("train.global_batch_size=64", "devices.per_node=2")),
+]
+
+
+@pytest.mark.parametrize("words", PLANNED, ids=" ".join)
+def test_the_command_of_a_plan_starts_what_was_planned(words, tmp_path):
+    said = json.loads(run("plan", *words, "--json", cwd=tmp_path))
+    command = said["run"].replace("RANK", "0").replace("HOST:PORT", "HOST:29500")
+    first = run(*shlex.split(command)[1:], "--dry-run", cwd=tmp_path).splitlines()[1]
+    planned, starts = shlex.split(said["starts"]), shlex.split(first)
+    assert starts[starts.index(sys.executable) :] == planned[planned.index(sys.executable) :]
+    assert f"--nproc-per-node={said['layout']['per_node']}" in starts
+    assert f"--nnodes={said['layout']['nodes']}" in starts
+
+
+def test_the_command_for_another_machine_says_its_backend_and_there_is_none_for_ascend(tmp_path):
+    words = "demo", *sets("train.global_batch_size=64"), "--mcore", "0.16.1"
+    said = run("plan", *words, "--hardware", "h200", cwd=tmp_path)
+    assert "--backend cuda" in said and "for h200: neither this machine nor the files" in said
+    refused = run("plan", *words, "--hardware", "a2", cwd=tmp_path, code=3)
+    assert "training is not wired in yet" in refused and "mcore-bundle train" not in refused
+
+
+def test_what_a_starter_says_of_the_ranks_of_a_node_holds(tmp_path):
+    words = "train", "demo", "--dry-run", *sets("train.global_batch_size=32")
+    kubeflow = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "4"}
+    assert "--nproc-per-node=4" in run(*words, cwd=tmp_path, **kubeflow)
+    said = run(*words, *sets("devices.per_node=2"), cwd=tmp_path, code=2, **kubeflow)
+    assert "devices.per_node: 2, but pet, which starts this, says 4" in said
+
+
+def test_a_recipe_for_two_machines_is_not_started_on_one(tmp_path):
+    words = "train", "demo", *sets("devices.nodes=2", "train.micro_batch_size=4")
+    said = run(*words, cwd=tmp_path, code=2)
+    assert "devices.nodes=2, but which of them this is is not said: say --node-rank" in said
