@@ -182,7 +182,11 @@ def _training(recipe: Recipe) -> Iterator[Violation]:
     if optimizer.min_lr > optimizer.lr:
         yield "optimizer.min_lr", f"{optimizer.min_lr:g} exceeds lr {optimizer.lr:g}"
     if optimizer.warmup_steps >= train.steps:
-        yield "optimizer.warmup_steps", f"{optimizer.warmup_steps} leaves nothing of {train.steps} steps"
+        yield (
+            "optimizer.warmup_steps",
+            f"{optimizer.warmup_steps} leaves nothing of {train.steps} steps: shorten the warm-up as well, "
+            f"such as --set optimizer.warmup_steps={train.steps // 10}",
+        )
     if not all(0 <= beta < 1 for beta in optimizer.betas):
         yield "optimizer.betas", f"{list(optimizer.betas)}: both must be at least 0 and below 1"
     if distributed.overlap_param_gather and not distributed.overlap_grad_reduce:

@@ -1,6 +1,7 @@
 """Recipes as users give them: names, files, overrides, mistakes."""
 
 import json
+import re
 from dataclasses import FrozenInstanceError
 
 import pytest
@@ -168,3 +169,10 @@ def test_a_recipe_is_frozen():
     recipe: Recipe = load("demo")
     with pytest.raises(FrozenInstanceError):
         recipe.seed = 3  # type: ignore[misc]
+
+
+def test_steps_within_the_warm_up_are_refused_with_an_override_that_works():
+    (line,) = violations("train.steps=12")
+    override = re.search(r"--set (optimizer\.\S+)", line)
+    assert override and load("demo", ["train.steps=12", override[1]]).train.steps == 12
+    assert load("demo", ["train.steps=1", "optimizer.warmup_steps=0"]).train.steps == 1
