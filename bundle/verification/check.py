@@ -269,6 +269,15 @@ _CHECKS = (
         without=(Raises("RuntimeError", "is invalid for input of size"),),
     ),
     Check(
+        name="mrope-packed",
+        measurement=f"{_MEASURED}.multimodal:packed_positions",
+        world=2,
+        without=(
+            Gap(1e-2),
+            Raises("RuntimeError", "is invalid for input of size"),  # 0.12 cuts another dimension
+        ),
+    ),
+    Check(
         name="mtp-whole-embeddings",
         measurement=f"{_MEASURED}.multimodal:whole_embeddings",
         world=2,

@@ -8,7 +8,12 @@ if TYPE_CHECKING:
     from bundle.patches.definitions import Evidence
 
 _PREDICTION = "megatron.core.transformer.multi_token_prediction"
+_APPLY = "megatron.core.transformer.attention:apply_rotary_pos_emb"
+_WRAPPERS = "bundle.wrappers.multimodal"
 _BLOCK = f"{_PREDICTION}:MultiTokenPredictionBlock.forward"
+_GPT = "megatron.core.models.gpt.gpt_model:GPTModel.forward"
+_ROTARY = "megatron.core.models.common.embeddings.rotary_pos_embedding"
+_POSITIONS = f"{_ROTARY}:MultimodalRotaryEmbedding.forward"
 _EMBEDDINGS = f"{_PREDICTION}:MultiTokenPredictionLayer._get_embeddings"
 
 
@@ -20,7 +25,36 @@ def _embeddings_of_the_whole_sequence(source: "Evidence") -> Presence:
     return Presence.of(not code.calls("scatter_to_sequence_parallel_region"))
 
 
+def _packs_are_cut(source: "Evidence") -> Presence:
+    """Whether a table is cut for context parallel without a question whether it is of a pack."""
+    positions = source[_POSITIONS]
+    if positions is None or not positions.calls("get_pos_emb_on_this_cp_rank"):
+        return Presence.UNKNOWN
+    return Presence.of(not {"packed_seq", "packed_seq_params"} & positions.parameters)
+
+
 PATCHES = (
+    Patch(
+        id="mrope-packed",
+        replacements=(
+            Replacement(_GPT, f"{_WRAPPERS}:packed_positions", by_signature=True),
+            Replacement(
+                f"{_ROTARY}:get_pos_emb_on_this_cp_rank", f"{_WRAPPERS}:whole_table", by_signature=True
+            ),
+            Replacement(_APPLY, f"{_WRAPPERS}:rows_of_the_pack", by_signature=True),
+        ),
+        why=(
+            "Packs with multimodal positions (mrope) get wrong ones: under context parallel their table is "
+            "cut as if the pack were one sequence, and to 0.15 each sequence takes the first rows of it."
+        ),
+        upstream="NVIDIA/Megatron-LM#1612, NVIDIA-NeMo/Megatron-Bridge#1776; slime and miles carry a change",
+        range="",
+        when=frozenset({"mrope", "packed"}),
+        assumes="position ids [3, 1, t] are those of the whole pack, padding included, on every rank",
+        evidence=(_POSITIONS,),
+        defect=_packs_are_cut,
+        check="mrope-packed",
+    ),
     Patch(
         id="mtp-whole-embeddings",
         replacements=(
