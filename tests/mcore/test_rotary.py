@@ -60,3 +60,25 @@ def test_frequencies_and_concentration(parameters, theta, width):
     table, factor = wanted[parameters["rope_type"]](theirs)
     torch.testing.assert_close(rotary.frequencies(theta, width, read.rope_scaling), table, rtol=3e-7, atol=0)
     assert read.rope_scaling.concentration == pytest.approx(factor, rel=1e-12)
+
+
+def test_the_embedding_of_the_fused_kernel_takes_the_same_frequencies(megatron):
+    """Also where it has computed from its own before: it keeps sines and cosines."""
+    from megatron.core.models.common.embeddings import rotary_pos_embedding, yarn_rotary_pos_embedding
+
+    from bundle.mcore import rotary
+
+    plain = rotary_pos_embedding.RotaryEmbedding(16, 1.0)
+    fused = yarn_rotary_pos_embedding.YarnRotaryEmbedding(
+        16, scaling_factor=4.0, original_max_position_embeddings=32, mscale=0.5, mscale_all_dim=0.5
+    )
+    table = torch.rand(8)
+    for embedding in (plain, fused):
+        embedding(24)
+        rotary._give(embedding, table)
+    angles, factor = fused(24)
+    assert factor == 1.0
+    torch.testing.assert_close(angles, plain(24))
+    torch.testing.assert_close(angles[:, 0, 0, :8], torch.arange(24.0)[:, None] * table)
+    cosines, sines = fused.get_cached_cos_sin(24, dtype=torch.float32)
+    torch.testing.assert_close((cosines, sines), (angles.cos(), angles.sin()))
