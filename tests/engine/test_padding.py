@@ -1,0 +1,46 @@
+"""The padding rows of a vocabulary have no share in a softmax, whichever ranks hold them."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+from bundle.engine.losses import LossTap
+from bundle.engine.scores import score
+
+VOCABULARY, WIDTH, RANKS = 50, 32, 4  # whole, in part, and two ranks of nothing else
+
+
+def tap(rank: int) -> LossTap:
+    model: Any = SimpleNamespace(compute_language_model_loss=None, post_process=False)
+    group: Any = SimpleNamespace(rank=lambda: rank)
+    return LossTap(
+        model, depths=0, scale=0.0, vocabulary=VOCABULARY, tp_group=group, device=torch.device("cpu")
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_over_ranks_the_softmax_is_that_of_the_vocabulary(dtype):
+    torch.manual_seed(4)
+    leaf = (torch.randn(5, 2, WIDTH * RANKS) * 20).to(dtype).requires_grad_()
+    shards = [shard * 1 for shard in leaf.chunk(RANKS, -1)]  # no leaves, as megatron's are not
+    for rank, shard in enumerate(shards):
+        function = shard.grad_fn
+        tap(rank)._hide_padding(shard)
+        assert shard.grad_fn is function, "autograd would copy the gradient of all logits"
+    whole = torch.cat(shards, -1)
+    assert torch.equal(whole[..., :VOCABULARY], leaf[..., :VOCABULARY])
+    labels = torch.randint(0, VOCABULARY, (2, 5))
+    plain = leaf.detach()[..., :VOCABULARY].requires_grad_()
+    temperature = torch.full((2, 5), 0.01)
+    for given in (None, temperature):
+        ours, theirs = score(whole, labels, None, given), score(plain, labels, None, given)
+        torch.testing.assert_close(ours.log_probs, theirs.log_probs)
+        torch.testing.assert_close(ours.entropy, theirs.entropy)
+        for of in (ours, theirs):
+            (of.log_probs.sum() + of.entropy.sum()).backward(retain_graph=True)
+    assert leaf.grad is not None and plain.grad is not None
+    torch.testing.assert_close(leaf.grad[..., :VOCABULARY], plain.grad)
+    assert not leaf.grad[..., VOCABULARY:].any()
