@@ -1,10 +1,13 @@
 """What a job needs of this machine's disks, before any rank starts: data, tokenizer, run directory."""
 
 import importlib.util
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from bundle import files
 from bundle.errors import UsageError
 from bundle.planning.problem import Problem, hardware_problem, recipe_problem
 from bundle.recipe import Recipe
@@ -12,12 +15,14 @@ from bundle.recipe.sources import STDLIB, expand
 
 # What a directory of a Hugging Face tokenizer has at least one of.
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+_TOKENIZER_BYTES = 2**28  # published ones have some 2**25
 
 
 def input_problems(recipe: Recipe, directory: Path) -> Iterator[Problem]:
     """Everything that is not there or cannot be used; `directory` is where the run would live."""
     yield from _data(recipe)
     yield from _tokenizer(recipe.data.tokenizer)
+    yield from _vocabulary(recipe)
     yield from _run_directory(directory)
 
 
@@ -43,6 +48,28 @@ def _tokenizer(name: str) -> Iterator[Problem]:
     elif not any(True for pattern in _TOKENIZER_FILES for _ in directory.glob(pattern)):
         yield recipe_problem(f"data.tokenizer: {place} holds no tokenizer (tokenizer.json, ...)")
     yield from _package("transformers", "data.tokenizer: hf:")
+
+
+def _vocabulary(recipe: Recipe) -> Iterator[Problem]:
+    """Why the tokenizer's ids do not fit the model; files that say nothing of it are left to the ranks."""
+    kind, _, place = recipe.data.tokenizer.partition(":")
+    vocabulary = recipe.architecture.vocab_size
+    if kind == "hf" and (highest := _highest_id(Path(place) / "tokenizer.json")) >= vocabulary:
+        yield recipe_problem(
+            f"data.tokenizer: {place} has ids up to {highest}, the model's vocab_size is {vocabulary}"
+        )
+
+
+def _highest_id(path: Path) -> int:
+    """The highest id in a tokenizer.json, added tokens included; -1 where nothing says."""
+    try:
+        found = json.loads(files.content(path, _TOKENIZER_BYTES))
+        vocabulary: Any = found["model"]["vocab"]
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        added = [token["id"] for token in found.get("added_tokens") or ()]
+        return max((number for number in (*ids, *added) if isinstance(number, int)), default=-1)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return -1
 
 
 def _package(name: str, what: str) -> Iterator[Problem]:

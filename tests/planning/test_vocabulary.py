@@ -1,0 +1,48 @@
+"""Tokenizers that are larger than the model are found in their files."""
+
+import json
+
+import pytest
+
+from bundle.planning.inputs import input_problems
+from bundle.recipe import load
+
+
+def said(directory, name):
+    """What is said of the vocabulary before any rank starts."""
+    found = input_problems(load("demo", [f"data.tokenizer={name}"]), directory / "run")
+    return [problem.text for problem in found if "vocab_size" in problem.text]
+
+
+def problems(directory, content):
+    directory.mkdir(exist_ok=True)
+    (directory / "tokenizer.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    return said(directory, f"hf:{directory}")
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"model": {"vocab": {"a": 0, "b": 300}}},
+        {"model": {"vocab": [["a", -1.5]] * 301}},
+        {"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 300, "content": "<x>"}, {"id": 7}]},
+    ],
+)
+def test_the_highest_id_must_be_one_of_the_models(tmp_path, written):
+    (text,) = problems(tmp_path / "t", written)
+    size = load("demo").architecture.vocab_size
+    assert text.endswith(f"t has ids up to 300, the model's vocab_size is {size}")
+    fits = json.loads(json.dumps(written).replace("300", str(size - 1)))
+    if isinstance(fits["model"]["vocab"], list):
+        fits["model"]["vocab"] = fits["model"]["vocab"][:size]
+    assert problems(tmp_path / "t", fits) == []
+    assert len(problems(tmp_path / "t", {"model": {"vocab": {"a": size}}})) == 1
+
+
+@pytest.mark.parametrize(
+    "odd",
+    ["", "[]", "{}", "[" * 100_000, '{"model": {"vocab": 3}}', '{"model": {"vocab": {"a": "b"}}}', "\0"],
+)
+def test_files_that_say_nothing_of_it_are_left_to_the_ranks(tmp_path, odd):
+    assert problems(tmp_path / "t", odd) == []
+    assert said(tmp_path, f"hf:{tmp_path}/none") == said(tmp_path, "bytes") == []
