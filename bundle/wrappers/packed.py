@@ -2,12 +2,12 @@
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from bundle.mcore import packed
@@ -22,6 +22,7 @@ def packed_by_one_gather(original: Callable[..., Any]) -> Callable[..., Any]:
     pack, and is then read from where the sequence begins.
     """
     signature = inspect.signature(original)
+    rope_utils = sys.modules[original.__module__]  # which is being imported when the patch is applied
     knows_whole_packs = accepts(rope_utils._get_thd_freqs_on_this_cp_rank, "offset")
 
     @functools.wraps(original)

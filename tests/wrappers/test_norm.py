@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from bundle.patches.catalogue import PATCHES as CATALOGUE
+
 PATCHES = ("cuda-norm-of-whole-weights", "cuda-norm-of-expert-weights")
 
 
@@ -40,6 +42,12 @@ def test_the_default_release_marks_both_wrongly_and_the_patches_mend_it(release)
     patched = marks(tree, *PATCHES)
     assert len(right(patched)) == 3
     assert patched["linear None"] is True  # as Transformer Engine left it
+
+
+def test_all_patches_of_a_gpu_stand_beside_one_another(release):
+    """Whatever imports what: wrappers are loaded while the modules that they replace something in are."""
+    every = [patch.id for patch in CATALOGUE if "cuda" in patch.backends]
+    assert len(right(marks(release("0.16.1"), *every))) == 3
 
 
 @pytest.mark.matrix
