@@ -77,15 +77,21 @@ def optimizer(
 
 
 def schedule(recipe: Recipe, of: MegatronOptimizer) -> OptimizerParamScheduler:
-    """The learning rate and weight decay by optimizer step; call `.step(increment=1)` after each."""
+    """The learning rate and weight decay by optimizer step; call `.step(increment=1)` after each.
+
+    Megatron counts the steps that were taken: before the first one it would have a rate of 0, and before the
+    last not yet the lowest. Here step n of a warm-up takes n parts of the highest rate, and the last step of
+    the run takes the lowest.
+    """
     options = recipe.optimizer
+    before_highest = max(0, options.warmup_steps - 1)
     return OptimizerParamScheduler(
         of,
-        init_lr=0.0,
+        init_lr=options.lr / max(1, options.warmup_steps),
         max_lr=options.lr,
         min_lr=options.min_lr,
-        lr_warmup_steps=options.warmup_steps,
-        lr_decay_steps=max(recipe.train.steps, options.warmup_steps + 1),
+        lr_warmup_steps=before_highest,
+        lr_decay_steps=max(recipe.train.steps - 1, before_highest + 1),
         lr_decay_style=options.schedule,
         start_wd=options.weight_decay,
         end_wd=options.weight_decay,

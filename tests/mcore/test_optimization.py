@@ -1,0 +1,73 @@
+"""The learning rate of every step: a straight warm-up, then down to the lowest one at the last step."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core")
+from bundle.recipe import from_mapping
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+
+def rates(steps: int, resumed_at: int | None = None, **optimizer: Any) -> list[float]:
+    """The rate that each optimizer step takes."""
+    from bundle.mcore.optimization import schedule
+
+    recipe = from_mapping(
+        {
+            "name": "rates",
+            "model": {"config": _TINY},
+            "data": {"source": "text", "path": ["none"], "sequence_length": 8},
+            "train": {"steps": steps, "global_batch_size": 1},
+            "optimizer": {"lr": 0.4, "min_lr": 0.1, **optimizer},
+        }
+    )
+    of = SimpleNamespace(param_groups=[{"lr": math.nan}])
+    scheduler = schedule(recipe, of)
+    found = []
+    for step in range(steps):
+        if step == resumed_at:
+            saved = scheduler.state_dict()
+            of.param_groups[0]["lr"] = math.nan
+            scheduler = schedule(recipe, of)
+            scheduler.load_state_dict(saved)
+        found.append(of.param_groups[0]["lr"])
+        scheduler.step(increment=1)
+    return found
+
+
+_TINY = {
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "vocab_size": 258,
+    "max_position_embeddings": 8,
+}
+
+
+@pytest.mark.parametrize("resumed_at", [None, 1, 4])
+def test_linear(resumed_at):
+    seen = rates(7, resumed_at, warmup_steps=4, schedule="linear")
+    assert seen == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.3, 0.2, 0.1])
+
+
+def test_cosine():
+    seen = rates(5, warmup_steps=1, schedule="cosine")
+    assert seen == pytest.approx([0.4, 0.25 + 0.15 * math.sqrt(0.5), 0.25, 0.25 - 0.15 * math.sqrt(0.5), 0.1])
+
+
+def test_without_warm_up_the_first_step_has_the_highest_rate():
+    assert rates(3, warmup_steps=0, schedule="linear") == pytest.approx([0.4, 0.25, 0.1])
+
+
+def test_constant():
+    assert rates(4, warmup_steps=2, schedule="constant") == pytest.approx([0.2, 0.4, 0.4, 0.4])
+
+
+def test_a_single_step_learns():
+    assert rates(1, warmup_steps=0, schedule="linear") == pytest.approx([0.4])
