@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from torch.distributed import ProcessGroup
+
+from bundle.mcore import random
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ def initialize(
         expert_tensor_parallel_size=etp,
         distributed_timeout_minutes=max(1, -(-timeout_seconds // 60)),
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    random.begin(seed)
     return current(vpp or 1)
 
 

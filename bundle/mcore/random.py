@@ -1,7 +1,25 @@
 """Megatron's random states: one per kind of parallel region, for dropout and recomputation."""
 
+import hashlib
+
 import torch
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
+
+# Megatron tells tensor-parallel ranks apart by adding their number: stages are further apart than those.
+_STAGE = 100
+
+
+def begin(seed: int, *, after: int = 0) -> None:
+    """Begins the random states of this rank, for a run that goes on after so many steps.
+
+    They differ between pipeline stages, whose layers would all drop the same values; and after another step
+    they are others, so that the masks of the first steps do not come again.
+    """
+    if after:
+        digest = hashlib.sha256(f"{seed} after {after}".encode()).digest()
+        seed = int.from_bytes(digest[:4], "big")
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    tensor_parallel.model_parallel_cuda_manual_seed(seed + _STAGE * stage)
 
 
 def states() -> dict[str, torch.Tensor]:

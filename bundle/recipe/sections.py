@@ -104,7 +104,9 @@ class Optimizer:
     name: Literal["adam"] = key(default="adam", description="The algorithm.")
     lr: Positive = key(default=1e-3, description="Highest learning rate.")
     min_lr: NotNegative = key(default=0.0, description="Learning rate at the last step.")
-    warmup_steps: CountOrZero = key(default=0, description="Steps until the highest learning rate, in equal parts.")
+    warmup_steps: CountOrZero = key(
+        default=0, description="Steps until the highest learning rate, in equal parts."
+    )
     schedule: Literal["cosine", "linear", "constant"] = key(
         default="cosine", description="How the learning rate falls after the warm-up."
     )

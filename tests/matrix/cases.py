@@ -46,6 +46,7 @@ class Case:
     name: str
     parallel: dict[str, Any]
     mtp: bool = True
+    dropout: float = 0.0
     arithmetic: dict[str, Any] = field(default_factory=lambda: {"dtype": "fp32"})
 
     @property
@@ -60,7 +61,7 @@ class Case:
                 "name": "layouts",
                 "backend": "cpu",
                 "model": {
-                    "config": _MODEL,
+                    "config": _MODEL | {"attention_dropout": self.dropout},
                     **self.arithmetic,
                     "mtp": {"layers": int(self.mtp)},
                     "moe": {"z_loss_coeff": 0.02},

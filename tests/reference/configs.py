@@ -35,6 +35,9 @@ _EXPERTS: Config = {
 _SIGMOID: Config = {"n_group": 4, "topk_group": 2, "norm_topk_prob": True}
 _GREEDY: Config = {"n_group": 1, "topk_group": 1, "norm_topk_prob": False}
 
+# What a config leaves out has the family's own default.
+_BARE: Config = {k: v for k, v in _SIZES.items() if k not in ("rms_norm_eps", "rope_theta")}
+
 CONFIGS: dict[str, Config] = {
     "llama": {"model_type": "llama", **_SIZES, "rope_scaling": {"rope_type": "linear", "factor": 3.0}},
     "llama3": {
@@ -64,6 +67,9 @@ CONFIGS: dict[str, Config] = {
         "num_experts_per_tok": 3,
         "tie_word_embeddings": True,
     },
+    "mixtral bare": {"model_type": "mixtral", **_BARE, "num_local_experts": 6, "num_experts_per_tok": 3},
+    "glm4_moe bare": {"model_type": "glm4_moe", **_BARE, **_EXPERTS, **_SIGMOID},
+    "qwen3 bare": {"model_type": "qwen3", **_BARE},
     "qwen2": {"model_type": "qwen2", **_SIZES},
     "qwen2 tied": {"model_type": "qwen2", **_SIZES, "tie_word_embeddings": True, "num_key_value_heads": 4},
     "qwen3": {

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from bundle.engine import Engine
 from bundle.errors import BundleError, JobFailed, UsageError
 from bundle.mcore import checkpoints as megatron_checkpoints
+from bundle.mcore import random as megatron_random
 from bundle.training import atomic
 from bundle.training.checkpoints import fit, manifest, randomness, state
 from bundle.training.checkpoints.shelf import Shelf
@@ -176,6 +177,8 @@ class Checkpoints:
             with engine.runtime.megatron():
                 randomness.read(directory, dist.get_rank(), engine.device)
             return Loaded(saved.state, directory)
+        with engine.runtime.megatron():
+            megatron_random.begin(engine.recipe.seed, after=saved.state.step)
         note = f"{directory.name} was written at {_spelled(saved.layout)}: random states begin anew"
         return Loaded(saved.state, directory, (note,))
 

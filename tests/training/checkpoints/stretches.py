@@ -1,5 +1,6 @@
 """Ranks that train stretches of a run, each at a layout of its own, with checkpoints between them."""
 
+import hashlib
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,14 +20,15 @@ class Stretch:
     save: str | None = None
     every: int = 2
     background: bool = False
+    dropout: float = 0.0
     arithmetic: dict[str, Any] = field(default_factory=lambda: {"dtype": "fp32"})
 
     def case(self) -> Case:
-        return Case("stretch", self.parallel, arithmetic=self.arithmetic)
+        return Case("stretch", self.parallel, dropout=self.dropout, arithmetic=self.arithmetic)
 
 
 def run(runtime: Any, folder: Path, plan: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Returns for each stretch its `losses`, bit for bit, and what was loaded."""
+    """Returns for each stretch its `losses`, bit for bit, what was loaded, and the random states it had."""
     return {name: train(Stretch(**stretch), runtime, folder) for name, stretch in plan.items()}
 
 
@@ -43,6 +45,7 @@ def train(stretch: Stretch, runtime: Any, folder: Path) -> dict[str, Any]:
         assert loaded
         step = loaded.state.step
         found |= {"step": step, "notes": loaded.notes, "metrics": loaded.state.metrics}
+    found["random"] = random_states()
     shelf = Shelf(folder / (stretch.save or "none"))
     checkpoints = Checkpoints(shelf, engine, keep=2, background=stretch.background)
     for _ in range(stretch.steps):
@@ -53,6 +56,18 @@ def train(stretch: Stretch, runtime: Any, folder: Path) -> dict[str, Any]:
             checkpoints.save(TrainState(step, step * ROWS, "digest", {"sum": 0.1 + 0.2}))
     checkpoints.poll(wait=True)
     return found
+
+
+def random_states() -> list[str]:
+    """Those of megatron's dropout, of every rank, as digests."""
+    import torch.distributed as dist
+
+    from bundle.mcore import random
+
+    state = random.states()["model-parallel-rng"].numpy().tobytes()
+    seen: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, hashlib.sha256(state).hexdigest())
+    return seen
 
 
 if __name__ == "__main__":

@@ -44,6 +44,13 @@ SCALES = {
     },
     "bf16 as fp8": {"parallel": EP2, "steps": 1, "load": "bf16", "arithmetic": FP8},
 }
+DROPOUT: dict[str, dict[str, Any]] = {
+    "dropout whole": {"parallel": EP2, "steps": 4, "dropout": 0.2},
+    "dropout": {"parallel": EP2, "steps": 2, "save": "dropout", "dropout": 0.2},
+    "dropout resumed": {"parallel": EP2, "steps": 2, "load": "dropout", "dropout": 0.2},
+    "dropout of stages": {"parallel": PP2, "steps": 0, "dropout": 0.2},
+    "dropout to stages": {"parallel": PP2, "steps": 0, "load": "dropout", "dropout": 0.2},
+}
 BACKGROUND = {
     "whole": {"parallel": EP2, "steps": 4},
     "written while training": {"parallel": EP2, "steps": 3, "save": "ep2", "background": True},
@@ -61,7 +68,7 @@ def far(seen: list[list[float]], expected: list[list[float]]) -> float:
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pytest.importorskip("megatron.core")
     folder = tmp_path_factory.mktemp("stretches")
-    found: dict[str, Any] = launch("tests.training.checkpoints.stretches", folder, 2, PLAN | SCALES)
+    found: dict[str, Any] = launch("tests.training.checkpoints.stretches", folder, 2, PLAN | SCALES | DROPOUT)
     return found
 
 
@@ -86,6 +93,16 @@ def test_delayed_scales_go_on_too(seen):
     assert far(seen["fp8 as pp2"]["losses"], seen["fp8 whole"]["losses"][2:]) < 0.005
     # With and without FP8 the same weights load; its scales begin anew where there were none.
     assert seen["bf16 as fp8"]["step"] == 3 and len(seen["bf16 as fp8"]["losses"]) == 1
+
+
+def test_dropout_goes_on_with_the_masks_that_it_would_have_had(seen):
+    assert seen["dropout whole"]["losses"][0] != seen["whole"]["losses"][0]
+    assert seen["dropout resumed"]["losses"] == seen["dropout whole"]["losses"][2:]
+
+
+def test_stages_drop_other_values_and_none_come_again_in_another_layout(seen):
+    begun, resumed = (seen[f"dropout {how} stages"]["random"] for how in ("of", "to"))
+    assert len({*begun, *resumed}) == 4
 
 
 def test_a_checkpoint_written_in_the_background_is_the_state_of_its_step(tmp_path: Path):
