@@ -36,6 +36,7 @@ GROUPS = {
     "dense": _cross("dense"),
     "gqa": _cross("gqa"),
     "mla": _cross("mla"),
+    "yarn": (Cell("dense yarn", "tp"), Cell("mla yarn", "cp")),
     "moe": _cross("moe"),
     "mtp": _cross("dense", depths=2),
     # .. in both at once, over four ranks

@@ -27,11 +27,15 @@ from tests.reference.losses import ENTROPY
 from tests.reference.texts import Text
 
 UNEVEN, EVEN = (12, 23, 6, 17), (24, 24, 24, 24)
+STRETCHED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 MODELS = {
     "dense": DENSE,
     "gqa": DENSE | {"num_key_value_heads": 2},
     "mla": LATENT,
     "moe": EXPERTS,
+    # with a factor in the keys: of all that a head rotates, and of the part that latent attention does
+    "dense yarn": DENSE | {"rope_scaling": STRETCHED},
+    "mla yarn": LATENT | {"rope_scaling": STRETCHED},
     "balanced": LATENT | {"first_k_dense_replace": 1, "aux_loss_alpha": 0.4, "seq_aux": True},
 }
 Z_LOSS = 0.03
