@@ -14,6 +14,7 @@ from bundle.patches.entry import NOTHING
 from bundle.patches.subject import Subject, installed, named
 from bundle.patches.survey import Survey, survey
 from bundle.patches.table import load
+from bundle.stack import text
 
 app = typer.Typer(
     rich_markup_mode=None, add_completion=False, no_args_is_help=True, help="Patches: which, and why."
@@ -154,7 +155,7 @@ def _row(decision: Decision) -> dict[str, Any]:
 
 def _lines(found: Survey) -> list[str]:
     of = found.subject
-    where = f" in {of.root} ({of.origin})" if of.root else f" ({of.origin})"
+    where = f" in {text.printable(of.root)} ({of.origin})" if of.root else f" ({of.origin})"
     same = "reviewed" if of.reference == of.version else f"like {of.reference} wherever it matters"
     known = same if of.reference else "not reviewed"
     commit = f" at {of.commit[:12]}" if of.commit else ""

@@ -164,7 +164,11 @@ def _by_source(patch: Patch, reading: Reading, job: Job) -> _Verdict:
     if reading.evidence is Presence.ABSENT:
         return _Verdict(Action.SKIP, "fixed here, or not yet introduced")
     if not known and inside is False:
-        return _Verdict(Action.SKIP, f"{job.version} is outside {patch.range}; its code is unfamiliar", False)
+        return _Verdict(
+            Action.SKIP,
+            f"{job.version} is outside {patch.range}; {reading.trouble or 'its code is unfamiliar'}",
+            False,
+        )
     owner = _owner(patch, job)
     if owner and patch.id not in job.requested:
         return _Verdict(Action.OWNED, owner, known and job.mindspeed_is_known)
@@ -206,7 +210,7 @@ def _owner(patch: Patch, job: Job) -> str | None:
 def _drift(patch: Patch, reading: Reading) -> str | None:
     """Why nobody can say that the wrapper fits this tree, and what to do; None where it was reviewed."""
     if reading.trouble:
-        return f"{reading.trouble}; read that file"
+        return f"{reading.trouble}; look there"
     if reading.evidence is Presence.UNKNOWN:
         return f"the code is unfamiliar where the defect would be; read {', '.join(patch.evidence)}"
     missing = _missing(patch, reading)

@@ -36,6 +36,8 @@ REPLACED: dict[str, frozenset[str]] = {
     "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__": _ALL,
 }
 
+_UNSEEN = "and whether its own has the defect was not looked at"
+
 
 def owned(target: str, commit: str | None) -> str | None:
     """Why the target may be MindSpeed's at this commit; None where it is not.
@@ -46,5 +48,6 @@ def owned(target: str, commit: str | None) -> str | None:
     branch = BRANCHES.get(commit or "")
     if branch is None and branches:
         known = ", ".join(sorted(branches))
-        return f"MindSpeed {(commit or 'of an unknown commit')[:19]} was not read; {known} replace {target}"
-    return f"MindSpeed {branch} replaces {target}" if branch in branches else None
+        which = (commit or "")[:12] or "of an unknown commit"
+        return f"MindSpeed {which} was not read; {known} replace {target}, {_UNSEEN}"
+    return f"MindSpeed {branch} replaces {target}, {_UNSEEN}" if branch in branches else None

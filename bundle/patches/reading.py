@@ -8,6 +8,7 @@ from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from bundle.frozen import frozen
+from bundle.patches.commits import REVIEWED
 from bundle.patches.entry import Patch, Presence, Trap
 from bundle.patches.table import Table
 
@@ -37,9 +38,18 @@ def of_tree(entry: Patch | Trap, definitions: "Definitions", table: Table) -> Re
     targets = of_targets(_targets(entry), definitions, table)
     try:
         evidence = entry.defect(Evidence(definitions, frozenset(entry.evidence)))
+        gone = _gone(entry, definitions) if evidence is Presence.UNKNOWN else ""
     except Unreadable as error:
         return replace(targets, evidence=Presence.UNKNOWN, trouble=str(error))
-    return replace(targets, evidence=evidence)
+    return replace(targets, evidence=evidence, trouble=targets.trouble or gone or None)
+
+
+def _gone(entry: Patch | Trap, definitions: "Definitions") -> str:
+    """Which files of the evidence are not there; "" where all are."""
+    modules = dict.fromkeys(target.partition(":")[0] for target in entry.evidence)
+    missing = [module for module in modules if definitions.tree.module(module) is None]
+    files = [f"{module.replace('.', '/')}.py" for module in missing]
+    return f"{', '.join(files)} {'are' if files[1:] else 'is'} not there" if files else ""
 
 
 def of_targets(targets: Mapping[str, bool], definitions: "Definitions", table: Table) -> Reading:
@@ -77,4 +87,9 @@ def _targets(entry: Patch | Trap) -> dict[str, bool]:
 def _reviewed(
     fingerprints: Mapping[str, str], targets: Mapping[str, bool], table: Table
 ) -> Mapping[str, tuple[str, ...]]:
-    return {t: table.reviewed(t, value, by_signature=targets[t]) for t, value in fingerprints.items()}
+    """The releases, and the commits, in which what is there was reviewed."""
+    return {
+        target: table.reviewed(target, value, by_signature=targets[target])
+        + REVIEWED.get(target, {}).get(value, ())[:1]
+        for target, value in fingerprints.items()
+    }

@@ -70,7 +70,9 @@ def installed(stack: Stack, table: Table) -> Subject:
     core = stack.megatron.core
     if core is not None:
         return _of_copy(core, table, stack.megatron.conflict)
-    return replace(named(DEFAULT, table), origin="none is installed here: the default release")
+    zipped = [text.printable(file) for file in stack.path.archives("megatron/core/")]
+    where = f"in a zip only, which is not read: {', '.join(zipped)}" if zipped else "none is installed here"
+    return replace(named(DEFAULT, table), origin=f"{where}: the default release")
 
 
 def named(name: str, table: Table) -> Subject:
@@ -79,12 +81,13 @@ def named(name: str, table: Table) -> Subject:
     copy = megatron.at(path.absolute())
     if copy is not None:
         return _of_copy(copy, table, None)
-    version = versions.parse(name)
+    number = name.removeprefix("core_v")  # as Megatron-LM's tags have it
+    version = versions.parse(number)
     if version is None:
         no_tree = "holds no megatron/core" if text.is_directory(path) else "is no directory"
-        raise UsageError(f"--mcore {name[:200]}: no version, and it {no_tree}")
+        raise UsageError(f"--mcore {text.printable(name[:200])}: no version, and it {no_tree}")
     known = next((ref for ref in table.references if versions.parse(ref) == version), None)
-    return Subject(name, version.local, None, "--mcore", known)
+    return Subject(number, version.local, None, "--mcore", known)
 
 
 def _of_copy(copy: Copy, table: Table, conflict: str | None) -> Subject:
@@ -92,4 +95,5 @@ def _of_copy(copy: Copy, table: Table, conflict: str | None) -> Subject:
 
     digests = {module: source.digest(copy.root, module) for module in table.modules}
     reference = table.matching(digests)
-    return Subject(copy.version, copy.commit, copy.root, copy.origin, reference, conflict)
+    version, commit = (value and text.printable(value) for value in (copy.version, copy.commit))
+    return Subject(version, commit, copy.root, text.printable(copy.origin), reference, conflict)

@@ -41,7 +41,7 @@ class Megatron:
         """Why the two halves do not fit, when they come from different trees."""
         if self.core is None or self.training is None or self.core.package == self.training.package:
             return None
-        return (
+        return text.printable(
             f"megatron.core comes from {self.core.package} ({self.core.version or 'no version'}, "
             f"{self.core.origin}) and megatron.training from {self.training.package} "
             f"({self.training.version or 'no version'}, {self.training.origin}): "

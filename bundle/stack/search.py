@@ -30,6 +30,12 @@ class SearchPath:
     packages: Mapping[str, Entry] = field(default_factory=dict)  # dotted name -> its own directory
     namespaces: Mapping[str, tuple[Entry, ...]] = field(default_factory=dict)  # dotted name -> its portions
 
+    def archives(self, member: str) -> tuple[Path, ...]:
+        """The zip files among the entries that hold a path, in order: Python would import from them."""
+        return tuple(
+            entry.path for entry in self.entries if text.is_file(entry.path) and _holds(entry.path, member)
+        )
+
     def directories(self) -> tuple[Path, ...]:
         """The directories alone, in order."""
         return tuple(entry.path for entry in self.entries)
@@ -60,6 +66,16 @@ def search_path(paths: Sequence[str], python_path: str, cwd: Path) -> SearchPath
     for finder in _matching(directories, "__editable___*_finder.py"):
         _read_finder(finder, packages, namespaces)
     return SearchPath(tuple(entries), packages, namespaces)
+
+
+def _holds(archive: Path, member: str) -> bool:
+    import zipfile
+
+    try:
+        with zipfile.ZipFile(archive) as file:
+            return any(name.startswith(member) for name in file.namelist())
+    except (OSError, zipfile.BadZipFile):
+        return False
 
 
 def _added_by_pth(directories: Iterable[Path]) -> dict[Path, str]:

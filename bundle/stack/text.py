@@ -5,6 +5,11 @@ from pathlib import Path
 from bundle import files
 
 
+def printable(name: object) -> str:
+    """A name from somebody else's tree as it may be printed: no control character reaches a terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(name))
+
+
 def is_file(path: Path) -> bool:
     """Whether there is a regular file; a name that nobody may look at, or that cannot be, is none."""
     try:

@@ -9,8 +9,10 @@ import pytest
 
 from bundle.patches import lock
 from bundle.patches.catalogue import PATCHES
+from bundle.patches.commits import REVIEWED
+from bundle.patches.definitions import Definitions
 from tests.history.decided import Decided
-from tests.history.git import Repository
+from tests.history.git import CommitTree, Repository
 from tests.history.tally import BRANCHES, WRONG, Row, Truth, held_out, rows, undecided
 from tests.history.truth import PRESENT
 
@@ -50,6 +52,15 @@ def test_little_is_left_undecided(repository: Repository, branch: str):
     patches = {patch.id for patch in PATCHES}  # a trap is never undecided: it would lower the share
     of = [row for row in decided(repository)[branch] if row.entry in patches]
     assert undecided(of) <= 0.05
+
+
+def test_code_read_in_a_commit_is_there(repository: Repository):
+    by_signature = lock.declared()[1]
+    for target, known in REVIEWED.items():
+        for fingerprint, (commit, _) in known.items():
+            found = Definitions(CommitTree(Path(commit), repository=repository, commit=commit))[target]
+            assert found is not None
+            assert fingerprint == (found.signature if target in by_signature else found.fingerprint), commit
 
 
 def test_criteria_are_about_what_is_in_the_list():

@@ -1,0 +1,42 @@
+"""Code between releases that was read with the wrappers: a commit that has it, and how it differs.
+
+`patches lock` records whole trees; this is for one target of a commit whose other code nobody has read. A
+fingerprint is that of the code, or of the signature where the replacement is reviewed by it.
+"""
+
+_LATENT = "megatron.core.transformer.multi_latent_attention:MLASelfAttention.get_query_key_value_tensors"
+_ROUTING = "megatron.core.transformer.moe.router:TopKRouter.routing"
+_MOE = "megatron.core.transformer.moe.moe_layer:MoELayer.forward"
+_LINEAR = "megatron.core.extensions.transformer_engine:TELinear.__init__"
+
+# target -> fingerprint -> (a commit, what differs)
+REVIEWED: dict[str, dict[str, tuple[str, str]]] = {
+    _LATENT: {
+        "dc90ac74c2e4f42f": ("cd974f8d6b", "0.12.3 with cp_group given to the rotary function"),
+        "dbab46b6d6482f08": (
+            "0bbb642d75",
+            "the batch dimension is dropped before the up projection, as in 0.13",
+        ),
+        "bbee65da4989413b": ("f6b042b6ca", "the checkpoint of the up projection knows FP8"),
+        "21ab05f6768e7bf9": ("9c1a535155", "0.13 but for when the rotary dimensions are gathered"),
+        "a40b003a0a6466ca": ("ae63c413d6", "the gather asks for sequence parallelism too"),
+        "43e1828387cc9df4": (
+            "53ef953e40",
+            "0.13 with padded boundaries; YaRN and the slice are as they were",
+        ),
+    },
+    _ROUTING: {
+        "eba134e718f84d13": ("62122196e7", "0.12 with a group given to the gather"),
+        "7fa23cd5ad0ae371": ("fa384d200e", "0.15 with the counting of tokens in a method of its own"),
+        "89aa983419098750": ("0b6714ec87", "the same with a padding mask for the balancing losses"),
+    },
+    _MOE: {
+        "d3317c9afbbbd378": ("8baf01408a", "intermediate_tensors, which the wrapper passes on"),
+        "ec63fcac441bd0d6": ("0b6714ec87", "padding_mask, which the wrapper passes on"),
+        "4ef5f03d8df4d34e": ("fe729e927c", "input_ids, which the wrapper passes on"),
+        "a556867d919d3ff0": ("7f9175207d", "a further argument, which the wrapper passes on"),
+    },
+    _LINEAR: {
+        "50721449c3fc6583": ("f6a3ba5432", "tp_group without symmetric_ar_type; parallel_mode by name")
+    },
+}

@@ -1,0 +1,42 @@
+"""Code that was read in a commit counts as reviewed, and only that code."""
+
+from bundle.patches import lock
+from bundle.patches.commits import REVIEWED
+from bundle.patches.definitions import Definitions
+from bundle.patches.reading import of_targets
+from bundle.patches.table import load
+from tests.patches.trees import Release, edited
+
+ROUTER = "transformer.moe.router"
+ROUTING = "megatron.core.transformer.moe.router:TopKRouter.routing"
+COUNTING = """        # Prevent extra local tokens accumulation on evaluation or activation recomputation
+        if self.enable_expert_bias and torch.is_grad_enabled():
+            with torch.no_grad():
+                self.local_tokens_per_expert += routing_map.sum(dim=0)
+
+        return probs"""
+METHOD = "        self._apply_expert_bias(routing_map)\n        return probs"
+
+
+def reviewed(definitions: Definitions) -> tuple[str, ...]:
+    return of_targets({ROUTING: False}, definitions, load()).reviewed[ROUTING]
+
+
+def test_what_was_read_in_a_commit_is_reviewed_wherever_it_stands(release: Release):
+    later = edited(release("0.15.3"), {ROUTER: [(COUNTING, METHOD)]})
+    assert reviewed(later) == ("fa384d200e",)
+    assert "0.15.3" in reviewed(edited(release("0.15.3"), {}))
+
+
+def test_anything_else_is_not(release: Release):
+    other = METHOD.replace("routing_map", "probs")
+    assert reviewed(edited(release("0.15.3"), {ROUTER: [(COUNTING, other)]})) == ()
+
+
+def test_only_targets_are_listed_and_nothing_that_a_release_has():
+    by_code, by_signature = lock.declared()
+    for target, known in REVIEWED.items():
+        assert target in by_code | by_signature
+        for fingerprint, (commit, differs) in known.items():
+            assert not load().reviewed(target, fingerprint, by_signature=target in by_signature)
+            assert len(commit) == 10 and differs

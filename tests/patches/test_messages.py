@@ -1,0 +1,75 @@
+"""What is said about trees: names escaped, missing files called missing, tags understood, zips seen."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from bundle.patches import Action
+from bundle.patches.mindspeed import owned
+from bundle.patches.subject import installed, named
+from bundle.patches.survey import survey
+from bundle.patches.table import load
+from bundle.stack import Stack, detect, text
+from bundle.stack.search import search_path
+from tests.patches.trees import Release, copied
+
+LIES = "\x1b[2J\nAPPLY    everything"
+
+
+def test_names_from_a_tree_reach_no_terminal(release: Release, tmp_path: Path):
+    root = tmp_path / f"tree{LIES.replace('/', '')}"
+    copied(release("0.16.1"), root, {})
+    info = root / "megatron/core/package_info.py"
+    info.write_text(
+        "MAJOR, MINOR, PATCH = 0, 16, 1\nMAJOR = 0\nMINOR = 16\nPATCH = 1\nPRE_RELEASE = " + repr(LIES)
+    )
+    command = [sys.executable, "-m", "bundle", "patches", "plan", "--mcore", str(root)]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    printed = ran.stdout + ran.stderr
+    assert "\x1b" not in printed and "\nAPPLY    everything" not in printed
+    assert "\\x1b[2J\\nAPPLY    everything" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "printed"), [("a\tb", "a\\tb"), ("\udc80", "\\udc80"), ("Grüße 1", "Grüße 1")]
+)
+def test_what_may_be_printed_is_left_alone(name: str, printed: str):
+    assert text.printable(name) == printed
+
+
+def test_a_file_that_is_not_there_is_called_so(release: Release, tmp_path: Path):
+    tree = copied(release("0.16.1"), tmp_path, {})
+    (tree / "megatron/core/transformer/moe/moe_utils.py").unlink()
+    rows = {d.id: d for d in survey(named(str(tree), load()), load(), detect()).decisions}
+    row = rows["cpu-router-without-te-gemm"]
+    assert row.action is Action.DRIFT
+    assert "megatron/core/transformer/moe/moe_utils.py is not there" in row.reason
+    assert "unfamiliar" not in row.reason
+
+
+@pytest.mark.parametrize("name", ["core_v0.16.1", "v0.16.1", "0.16.1"])
+def test_a_tag_is_a_version(name: str):
+    subject = named(name, load())
+    assert subject.reference == "0.16.1"
+
+
+def test_a_zip_on_the_path_is_said(tmp_path: Path):
+    archive, other = tmp_path / "megatron.zip", tmp_path / "other.zip"
+    for file, member in ((archive, "megatron/core/__init__.py"), (other, "x.py")):
+        with zipfile.ZipFile(file, "w") as opened:
+            opened.writestr(member, "")
+    (tmp_path / "no.zip").write_text("no zip")
+    paths = [str(tmp_path / name) for name in ("other.zip", "no.zip", "megatron.zip")]
+    subject = installed(Stack(search_path(paths, "", tmp_path)), load())
+    assert subject.root is None and f"in a zip only, which is not read: {archive}" in subject.origin
+    assert "none is installed here" in installed(Stack(search_path([], "", tmp_path)), load()).origin
+
+
+def test_mindspeed_is_named_whole_and_not_vouched_for():
+    target = "megatron.core.transformer.moe.router:TopKRouter.routing"
+    assert "MindSpeed of an unknown commit was not read" in str(owned(target, None))
+    for commit in (None, "0" * 40, "d0d5809d4323eb908f89e87958de254465eb57b4"):
+        assert "whether its own has the defect was not looked at" in str(owned(target, commit))
