@@ -80,7 +80,9 @@ class Data:
 class Train:
     """How long and in which portions."""
 
-    steps: Count = key(description="Optimizer steps.")
+    steps: Count = key(
+        description="Optimizer steps. --resume takes more of them, with the schedule of the new length."
+    )
     micro_batch_size: Count = key(default=1, description="Samples of one forward pass on one rank.")
     global_batch_size: Count = key(description="Samples of one optimizer step over all ranks.")
     eval_interval: CountOrZero = key(

@@ -127,9 +127,14 @@ def test_resuming_a_finished_run_keeps_its_result_and_more_steps_make_it_longer(
     )
     assert (directory / "result.json").read_bytes() == result
     longer = ("--set", "train.steps=16", "--set", "optimizer.min_lr=1e-4")
-    assert "goes on after step 12" in finish(train(directory, "--resume", "--set", "train.steps=16"), 0)
+    more = ("--resume", "--set", "train.steps=16", "--set", "train.log_interval=1")
+    assert "goes on after step 12" in finish(train(directory, *more), 0)
     assert json.loads((directory / "result.json").read_text())["step"] == 16
     assert numbers(directory)[: len(numbers(whole))] == numbers(whole)
+    # The schedule is that of the new length: the rate of step 13 is above the lowest, and goes on falling.
+    trained = [line for line in numbers(directory) if line["step"] > 12 and "train/loss" in line]
+    rates = [line["train/learning_rate"] for line in trained]
+    assert rates == sorted(rates, reverse=True) and rates[0] > 2 * rates[3]
     assert "another recipe" in finish(train(directory, "--resume", *longer), 2)
 
 

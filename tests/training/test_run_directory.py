@@ -241,8 +241,10 @@ def test_metrics_after_the_resumed_step_are_taken_out(run):
 
 def test_lines_that_others_wrote_do_not_stop_a_resume(run):
     run.root.mkdir()
-    foreign = ['{"step":"x"}', '{"note": 1}', "[3]", '"words"', "null", '{"step": null}']
-    run.metrics.write_text("".join(f"{line}\n" for line in [*foreign, '{"step": 30}']) + "half\n")
+    foreign = ['{"step":"x"}', '{"note": 1}', "[3]", '"words"', "null", '{"step": null}', '{"step": 2.5}']
+    run.metrics.write_text(
+        "".join(f"{line}\n" for line in [*foreign, '{"step": 20.5}', '{"step": 30}']) + "half\n"
+    )
     run.rewind_metrics(20)
     assert run.metrics.read_text().splitlines() == foreign
 
