@@ -7,6 +7,7 @@ import pytest
 
 from bundle.errors import UsageError
 from bundle.hardware import NAMES, preset, tool
+from tests.launchers.launched import gone
 
 
 def test_output_of_a_command():
@@ -31,12 +32,13 @@ def test_a_hanging_command_is_given_up(monkeypatch):
     assert "timed out" in said.reason
 
 
-def test_a_tool_whose_child_keeps_its_output_open_is_given_up_with_the_child(monkeypatch):
+def test_a_tool_whose_child_keeps_its_output_open_is_given_up_with_the_child(monkeypatch, tmp_path):
     monkeypatch.setattr(tool, "SECONDS", 1.0)
     begun = time.monotonic()
-    said = tool.run_command(["/bin/sh", "-c", "sleep 67.25 & exit 0"])
+    said = tool.run_command(["/bin/sh", "-c", f"sleep 67 & echo $! > {tmp_path}/pid; exec sleep 68"])
     assert said.value is None and "timed out" in said.reason
     assert time.monotonic() - begun < 30
+    assert gone([int((tmp_path / "pid").read_text())])
 
 
 def test_a_tool_that_talks_without_end_is_given_up():

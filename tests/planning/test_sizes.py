@@ -58,6 +58,20 @@ def test_absurd_sizes_are_refused_at_once(overrides, named):
     assert time.process_time() - begun < SECONDS
 
 
+@pytest.mark.parametrize(
+    ("named", "nodes", "per_node", "said"),
+    [
+        ("h200", 2**18, 8, "devices: 2097152 ranks are more than the 1048576 that a plan is made for"),
+        ("cpu", 1, 2048, "devices.per_node: 2048 ranks on one machine, 1024 at most"),
+    ],
+)
+def test_the_bound_is_said_of_a_layout_that_would_fit(named, nodes, per_node, said):
+    recipe = load("qwen3-tp2-sp", [f"train.global_batch_size={2 * nodes * per_node}"])
+    assert said in [
+        problem.text for problem in planned(recipe, named, nodes=nodes, per_node=per_node).problems
+    ]
+
+
 SIZES = (st.integers(0, 6) | st.integers(0, 31)).map(lambda power: 2**power) | st.integers(1, 2**31 - 1)
 SIZED = (
     *(f"parallel.{axis}" for axis in ("tp", "pp", "vpp", "cp", "ep", "etp")),
