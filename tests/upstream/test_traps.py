@@ -54,6 +54,7 @@ CASES = (
         expected=(Raises("AssertionError", "Communication call has not been issued"),),
     ),
     Case("overlap_in_buckets"),
+    Case("prediction_with_two_outputs"),  # reported, and not so
 )
 
 
