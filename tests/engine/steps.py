@@ -1,0 +1,95 @@
+"""What becomes of a step: clipped gradients, updates left out, losses kept apart, scores of a shared head."""
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from bundle.engine.scores import score
+from bundle.recipe import Recipe
+from bundle.recipe.validation import validated
+from bundle.verification.bench import Bench
+from bundle.verification.tiny import DENSE
+from tests.engine.experiments import EVEN, engine, gradients, micro_batches
+from tests.engine.reference import texts
+
+LIMIT = 0.01
+
+
+def _job(on_nan: str = "stop") -> Recipe:
+    return validated(
+        Recipe,
+        {
+            "name": "steps",
+            "model": {"config": DENSE, "dtype": "fp32"},
+            "data": {"source": "text", "path": ["none"], "sequence_length": 24},
+            "train": {"steps": 9, "global_batch_size": 8, "on_nan": on_nan},
+            "optimizer": {"lr": 1e-2, "warmup_steps": 3, "clip_grad": LIMIT, "weight_decay": 0.0, "eps": 1.0},
+        },
+    )
+
+
+def clipped(bench: Bench) -> float:
+    """How far the first step of Adam is from its formula with the clipped gradient (an eps of 1 shows it)."""
+    with engine(bench, _job()) as made:
+        before = {name: p.detach().clone() for name, p in made.models[0].named_parameters()}
+        made.forward_backward(micro_batches(made, texts(EVEN), "rows", "token"))
+        whole = {name: gradient.clone() for name, (gradient, _) in gradients(made).items()}
+        result = made.step()
+        assert result.grad_norm > 10 * LIMIT, result
+        share, far = LIMIT / (result.grad_norm + 1e-6), 0.0
+        for name, parameter in made.models[0].named_parameters():
+            gradient = whole[name] * share
+            wanted = -result.learning_rate * gradient / (gradient.abs() + 1.0)
+            # In double: the step is small beside the weight that it is added to.
+            seen = parameter.detach().double() - before[name].double()
+            far = max(far, float((seen - wanted).abs().max()) / LIMIT)
+        return far
+
+
+def left_out(bench: Bench) -> float:
+    """Infinite if an update whose gradient is not finite on one rank changes anything, or says nothing."""
+    with engine(bench, _job("skip")) as made:
+        batches = micro_batches(made, texts(EVEN), "rows", "token")
+        before = [p.detach().clone() for p in made.models[0].parameters()]
+        poison = math.nan if dist.get_rank() == 1 else 1.0
+        made.forward_backward(batches, lambda _, scores: scores.log_probs * poison)
+        result, rate = made.step(), made.optimizer.param_groups[0]["lr"]
+        still = all(torch.equal(a, b) for a, b in zip(before, made.models[0].parameters(), strict=True))
+        told = not math.isfinite(result.grad_norm) and not result.updated and rate == result.learning_rate
+        made.forward_backward(batches)
+        goes_on = made.step().updated
+        return 0.0 if still and told and goes_on else math.inf
+
+
+def apart(bench: Bench) -> float:
+    """How far a step and an evaluation inside it are from the losses that each has alone."""
+    with engine(bench, _job()) as made:
+        ours, others = (micro_batches(made, texts(EVEN)[i : i + 2] * 2, "rows", "token") for i in (0, 2))
+        alone = made.evaluate(others).main
+        made.forward_backward(ours)
+        wanted = made.take_losses().main
+        made.forward_backward(ours)
+        between = made.evaluate(others).main
+        assert abs(alone - wanted) > 1e-3
+        return max(abs(between - alone), abs(made.take_losses().main - wanted))
+
+
+def shared_head(bench: Bench) -> float:
+    """Scores and gradients over a vocabulary of two ranks, one of which has all the large logits."""
+    generator = torch.Generator().manual_seed(1)
+    whole = torch.randn(6, 2, 20, generator=generator).double()
+    whole[..., 10:] += 900.0
+    labels = torch.randint(20, (2, 6), generator=generator)
+    plain = whole.clone().requires_grad_()
+    log_p = plain.transpose(0, 1).log_softmax(-1)
+    picked, entropy = log_p.gather(-1, labels[..., None])[..., 0], -(log_p.exp() * log_p).sum(-1)
+    (picked + 0.3 * entropy).sum().backward()
+
+    mine = slice(10 * dist.get_rank(), 10 * dist.get_rank() + 10)
+    part = whole[..., mine].clone().requires_grad_()
+    seen = score(part, labels, dist.group.WORLD)
+    (seen.log_probs + 0.3 * seen.entropy).sum().backward()
+    pairs = ((seen.log_probs, picked), (seen.entropy, entropy), (part.grad, plain.grad[..., mine]))
+    distances = [(a - b).abs().max() / b.abs().max().clamp(min=1) for a, b in pairs]
+    return float(torch.stack(distances).max())

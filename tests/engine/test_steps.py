@@ -1,0 +1,12 @@
+"""Clipping, skipped updates, evaluation between steps, and scores over a shared head; two ranks each."""
+
+import pytest
+
+from tests.engine.test_layouts import measured, wrong
+
+
+@pytest.mark.world
+def test_steps():
+    pytest.importorskip("megatron.core")
+    names = ("clipped", "left_out", "apart", "shared_head")
+    assert not wrong(measured(tuple(f"tests.engine.steps:{name}" for name in names), None))
