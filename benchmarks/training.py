@@ -73,9 +73,7 @@ def arms(recipe: Recipe, runtime: Any, directory: Path) -> tuple[Callable[[], No
 
     cpu = torch.device("cpu")
     with runtime.megatron():
-        state = groups.initialize(
-            tp=1, pp=1, vpp=None, cp=1, ep=1, etp=1, seed=recipe.seed, timeout_seconds=60
-        )
+        state = groups.initialize(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
     feed = data.Feed(recipe, data.prepare(recipe, directory), 0, 1)
     batches = Batches(recipe, feed, state, cpu)
     engine = Engine(recipe, runtime, state, cpu)

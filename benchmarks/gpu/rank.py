@@ -55,9 +55,10 @@ def grouped(recipe: Recipe, runtime: Any) -> Any:
     """Megatron's process groups for the recipe's layout."""
     from bundle.mcore import groups
 
-    sizes = {name: getattr(recipe.parallel, name) for name in ("tp", "pp", "vpp", "cp", "ep", "etp")}
     with runtime.megatron():
-        return groups.initialize(**sizes, seed=recipe.seed, timeout_seconds=int(TIMEOUT.total_seconds()))
+        return groups.initialize(
+            recipe.parallel, seed=recipe.seed, timeout_seconds=int(TIMEOUT.total_seconds())
+        )
 
 
 def train(case: Case, backend: str, directory: Path, runtime: Any, device: torch.device) -> Run:

@@ -6,6 +6,7 @@ from megatron.core import parallel_state
 from torch.distributed import ProcessGroup
 
 from bundle.mcore import random
+from bundle.recipe.parallel import Parallel
 
 
 @dataclass(frozen=True)
@@ -38,21 +39,19 @@ class Groups:
         return self.pp.rank == self.pp.size - 1 and chunk == self.vpp - 1
 
 
-def initialize(
-    *, tp: int, pp: int, vpp: int | None, cp: int, ep: int, etp: int, seed: int, timeout_seconds: int
-) -> Groups:
+def initialize(layout: Parallel, *, seed: int, timeout_seconds: int) -> Groups:
     """The groups of a new model-parallel state, seeded; torch.distributed must be up."""
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=vpp,
-        context_parallel_size=cp,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=etp,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
         distributed_timeout_minutes=max(1, -(-timeout_seconds // 60)),
     )
     random.begin(seed)
-    return current(vpp or 1)
+    return current(layout.vpp or 1)
 
 
 def current(vpp: int = 1) -> Groups:

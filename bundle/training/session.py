@@ -91,15 +91,9 @@ def _begin(job: Job, plan: Mapping[str, Any], versions: Mapping[str, Any]) -> bo
 
 
 def _groups(recipe: Recipe, runtime: Runtime) -> Groups:
-    sizes = recipe.parallel
     with runtime.megatron():
         return groups.initialize(
-            tp=sizes.tp,
-            pp=sizes.pp,
-            vpp=sizes.vpp,
-            cp=sizes.cp,
-            ep=sizes.ep,
-            etp=sizes.etp,
+            recipe.parallel,
             seed=recipe.seed,
             timeout_seconds=collectives_seconds(recipe.distributed.timeout_seconds),
         )

@@ -10,6 +10,7 @@ import torch
 from bundle.mcore import groups
 from bundle.mcore.groups import Groups
 from bundle.mcore.runtime import Runtime
+from bundle.recipe.parallel import Parallel
 
 
 class NotProvable(Exception):
@@ -28,9 +29,8 @@ class Bench:
     @contextmanager
     def layout(self, *, tp: int = 1, cp: int = 1, ep: int = 1) -> Iterator[Groups]:
         """The process groups of a layout; without arguments every rank computes the whole by itself."""
-        made = groups.initialize(
-            tp=tp, pp=1, vpp=None, cp=cp, ep=ep, etp=1, seed=1, timeout_seconds=self.timeout_seconds
-        )
+        sizes = Parallel(tp=tp, cp=cp, ep=ep)
+        made = groups.initialize(sizes, seed=1, timeout_seconds=self.timeout_seconds)
         try:
             yield made
         finally:

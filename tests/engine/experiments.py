@@ -71,17 +71,7 @@ def recipe(
 @contextlib.contextmanager
 def engine(bench: Bench, job: Recipe) -> Iterator[Engine]:
     """An engine in the layout of the job, which is forgotten afterwards."""
-    sizes = job.parallel
-    made = groups.initialize(
-        tp=sizes.tp,
-        pp=sizes.pp,
-        vpp=sizes.vpp,
-        cp=sizes.cp,
-        ep=sizes.ep,
-        etp=sizes.etp,
-        seed=1,
-        timeout_seconds=bench.timeout_seconds,
-    )
+    made = groups.initialize(job.parallel, seed=1, timeout_seconds=bench.timeout_seconds)
     try:
         yield Engine(job, bench.runtime, made, bench.device)
     finally:

@@ -53,7 +53,7 @@ def distance(case: Case, directory: Path, runtime) -> float:
             "optimizer": {"warmup_steps": 0},
         }
     )
-    made = groups.initialize(tp=1, pp=1, vpp=None, cp=1, ep=1, etp=1, seed=1, timeout_seconds=60)
+    made = groups.initialize(job.parallel, seed=1, timeout_seconds=60)
     engine = Engine(job, runtime, made, torch.device("cpu"))
     fill(engine, theirs)
     ids, labels = wanted["tokens"][None, :-1], wanted["tokens"][None, 1:]

@@ -53,18 +53,8 @@ def train(case: Case, runtime) -> list[list[float]]:
     from bundle.mcore import groups
 
     recipe = case.recipe()
-    sizes = recipe.parallel
     with runtime.megatron():
-        state = groups.initialize(
-            tp=sizes.tp,
-            pp=sizes.pp,
-            vpp=sizes.vpp,
-            cp=sizes.cp,
-            ep=sizes.ep,
-            etp=sizes.etp,
-            seed=recipe.seed,
-            timeout_seconds=60,
-        )
+        state = groups.initialize(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
     engine = Engine(recipe, runtime, state, torch.device("cpu"))
     rows = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(7))
     weights = (torch.rand(ROWS, LENGTH, generator=torch.Generator().manual_seed(8)) > 0.2).float()

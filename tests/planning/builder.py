@@ -78,12 +78,8 @@ def compare(recipe: Recipe, placement: Placement, ledger: Ledger, rank: int, run
     from bundle.mcore.config import transformer_config
     from bundle.models import gpt
 
-    sizes = recipe.parallel
     with runtime.megatron():
-        state = groups.initialize(
-            tp=sizes.tp, pp=sizes.pp, vpp=sizes.vpp, cp=sizes.cp, ep=sizes.ep, etp=sizes.etp,
-            seed=recipe.seed, timeout_seconds=60,
-        )  # fmt: skip
+        state = groups.initialize(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
         try:
             config = transformer_config(recipe, runtime.options(recipe))
             models = gpt.build(recipe, config, runtime, state)

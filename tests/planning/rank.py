@@ -29,12 +29,8 @@ def measure(recipe: Recipe, runtime: Any, rank: int) -> dict[str, int]:
     from bundle.engine import Engine
     from bundle.mcore import groups
 
-    sizes = recipe.parallel
     with runtime.megatron():
-        state = groups.initialize(
-            tp=sizes.tp, pp=sizes.pp, vpp=sizes.vpp, cp=sizes.cp, ep=sizes.ep, etp=sizes.etp,
-            seed=recipe.seed, timeout_seconds=60,
-        )  # fmt: skip
+        state = groups.initialize(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
     engine = Engine(recipe, runtime, state, torch.device("cpu"))
     kept = Kept(engine.models)
     waiting = Waiting(schedules)

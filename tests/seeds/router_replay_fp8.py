@@ -38,11 +38,8 @@ def main() -> None:
     from bundle.mcore import context, experts, groups
     from bundle.sequences.packing import Packing
 
-    sizes = CASE.recipe().parallel
     with runtime.megatron():
-        state = groups.initialize(
-            tp=sizes.tp, pp=1, vpp=None, cp=1, ep=sizes.ep, etp=sizes.etp, seed=1, timeout_seconds=60
-        )
+        state = groups.initialize(CASE.recipe().parallel, seed=1, timeout_seconds=60)
     engine = Engine(CASE.recipe(), runtime, state, torch.device("cpu"))
     batches = [micro_batch(CASE, state, number) for number in range(MICRO_BATCHES)]
     routing = engine.replay.routing

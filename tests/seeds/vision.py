@@ -121,7 +121,7 @@ def main() -> None:
     registered()
     world.join()
     with runtime.megatron(), torch.no_grad():
-        state = groups.initialize(tp=1, pp=1, vpp=None, cp=1, ep=1, etp=1, seed=job.seed, timeout_seconds=60)
+        state = groups.initialize(job.parallel, seed=job.seed, timeout_seconds=60)
 
         def make(core: type) -> Vision:
             specs._CLASSES[DotProductAttention] = core

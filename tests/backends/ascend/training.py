@@ -40,7 +40,7 @@ def step(model: str, packed: bool, runtime) -> list[float]:
 
     job = recipe(model)
     with runtime.megatron():
-        state = groups.initialize(tp=1, pp=1, vpp=None, cp=1, ep=1, etp=1, seed=job.seed, timeout_seconds=60)
+        state = groups.initialize(job.parallel, seed=job.seed, timeout_seconds=60)
     engine = Engine(job, runtime, state, torch.device("cpu"))
     engine.forward_backward([batch(packed, job.architecture.mtp_layers)])
     norm, losses = engine.step().grad_norm, engine.take_losses()

@@ -80,11 +80,8 @@ def train(job: Recipe, runtime, micro_batches: list[Any] | None = None) -> list[
     from bundle.engine import Engine
     from bundle.mcore import groups
 
-    sizes = job.parallel
     with runtime.megatron():
-        state = groups.initialize(
-            tp=sizes.tp, pp=1, vpp=None, cp=1, ep=1, etp=sizes.etp, seed=job.seed, timeout_seconds=60
-        )
+        state = groups.initialize(job.parallel, seed=job.seed, timeout_seconds=60)
     try:
         engine = Engine(job, runtime, state, torch.device("cpu"))
         batches = micro_batches or rows(job.architecture.mtp_layers)

@@ -49,12 +49,8 @@ def seen(case: Case, runtime: Any) -> dict[str, Any]:
             return {**runtime.options(recipe), **first}
 
     recipe = case.recipe()
-    sizes = recipe.parallel
     with runtime.megatron():
-        state = groups.initialize(
-            tp=sizes.tp, pp=sizes.pp, vpp=sizes.vpp, cp=sizes.cp, ep=sizes.ep, etp=sizes.etp, seed=1,
-            timeout_seconds=60,
-        )  # fmt: skip
+        state = groups.initialize(recipe.parallel, seed=1, timeout_seconds=60)
     engine = Engine(recipe, Stages(), state, torch.device("cpu"))
     each = MICRO_BATCHES // state.dp.size
     mine = range(state.dp.rank * each, (state.dp.rank + 1) * each)

@@ -64,13 +64,9 @@ def make_engine(case: Case, runtime: Any) -> Any:
     from bundle.mcore import groups
 
     recipe = case.recipe()
-    sizes = recipe.parallel
-    names = ("tp", "pp", "vpp", "cp", "ep", "etp")
     with runtime.megatron():
         groups.destroy()
-        state = groups.initialize(
-            **{name: getattr(sizes, name) for name in names}, seed=recipe.seed, timeout_seconds=60
-        )
+        state = groups.initialize(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
     return Engine(recipe, runtime, state, torch.device("cpu"))
 
 
