@@ -61,7 +61,6 @@ class Patch:
     defect: Predicate
     # of its caller: what the loss function returns, how labels are given, what is summed over which ranks
     assumes: str = ""
-    check: str = ""  # name of the behaviour check in bundle.verification
     when: frozenset[str] = frozenset()  # features of the recipe, all of them
     backends: tuple[str, ...] = BACKENDS
     requires: tuple[tuple[str, str], ...] = ()  # other packages and their ranges: ("torch", ">=2.8")

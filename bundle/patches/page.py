@@ -101,7 +101,7 @@ def _section(patch: Patch) -> str:
         ("upstream", patch.upstream),
         ("read in", _code(patch.evidence)),
         ("replaced", "; ".join(map(_replacement, patch.replacements))),
-        ("proven by", f"`mcore-bundle patches verify` ({patch.check})"),
+        ("proven by", f"`mcore-bundle patches verify {patch.id}`"),
     ]
     if patch.opt_in:
         facts.insert(0, ("opt-in", f"`--request {patch.id}`"))

@@ -31,7 +31,6 @@ PATCHES = (
         assumes="",
         evidence=(_TARGET,),
         defect=_defect,
-        check="{patch_id}",
     ),
 )
 '''

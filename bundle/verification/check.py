@@ -26,7 +26,7 @@ class Check:
     relative distance of a run from a reference which does not need the patch: unpacked, cp 1, all kept.
     """
 
-    name: str  # Patch.check
+    patch: str  # its id
     measurement: str
     world: int = 1  # ranks
     seconds: float = 60  # each of the two runs may take
@@ -38,7 +38,7 @@ class Check:
 _MEASURED = "bundle.verification.measurements"
 _CHECKS = (
     Check(
-        name="mla-packed-qkv",
+        patch="mla-packed-qkv",
         measurement=f"{_MEASURED}.mla:packed_over_ranks",
         world=2,
         without=(
@@ -47,13 +47,13 @@ _CHECKS = (
         ),
     ),
     Check(
-        name="mla-thd-value-padding",
+        patch="mla-thd-value-padding",
         measurement=f"{_MEASURED}.mla:narrow_values",
         without=(Raises("UsageError", "flash attention wants thd heads of one size"),),
         needs=("mla-packed-qkv",),
     ),
     Check(
-        name="mla-uncompressed-query-norm",
+        patch="mla-uncompressed-query-norm",
         measurement=f"{_MEASURED}.mla:uncompressed_queries",
         without=(
             Raises("ValueError", "is non-trivial, but `q_lora_rank is None`"),  # megatron's local spec
@@ -63,48 +63,48 @@ _CHECKS = (
         ),
     ),
     Check(
-        name="packed-rotary-host-reads",
+        patch="packed-rotary-host-reads",
         measurement=f"{_MEASURED}.packed:rotary_positions",
         world=2,
         without=(Raises("RuntimeError", "meta"), Raises("NotImplementedError", "meta tensor")),
     ),
     Check(
-        name="cuda-attention-host-reads",
+        patch="cuda-attention-host-reads",
         measurement=f"{_MEASURED}.packed:attention",
         without=(Raises("RuntimeError", "synchronizing CUDA operation"),),
         agreement=1e-2,  # bf16
     ),
     Check(
-        name="mtp-context-parallel-roll",
+        patch="mtp-context-parallel-roll",
         measurement=f"{_MEASURED}.mtp:context_parallel",
         world=2,
         without=(Gap(1e-2),),
     ),
     Check(
-        name="mtp-loss-context-parallel-count",
+        patch="mtp-loss-context-parallel-count",
         measurement=f"{_MEASURED}.mtp:context_parallel",
         world=2,
         without=(Gap(1e-2),),
     ),
     Check(
-        name="mtp-loss-context-parallel-normalisation",
+        patch="mtp-loss-context-parallel-normalisation",
         measurement=f"{_MEASURED}.mtp:context_parallel",
         world=2,
         without=(Gap(1e-2),),
     ),
     Check(
-        name="mtp-packed-roll-boundaries",
+        patch="mtp-packed-roll-boundaries",
         measurement=f"{_MEASURED}.mtp:padded_packing",
         without=(Gap(1e-1),),
     ),
     Check(
-        name="mtp-zero-layers",
+        patch="mtp-zero-layers",
         measurement=f"{_MEASURED}.mtp:zero_layers",
         without=(Raises("AttributeError", "'NoneType' object has no attribute 'clone'"),),
         agreement=0.0,
     ),
     Check(
-        name="mtp-without-labels",
+        patch="mtp-without-labels",
         measurement=f"{_MEASURED}.mtp:without_labels",
         without=(
             Raises("AssertionError", "labels should not be None"),  # to 0.13
@@ -114,43 +114,43 @@ _CHECKS = (
         agreement=0.0,
     ),
     Check(
-        name="mtp-packed-full-recompute",
+        patch="mtp-packed-full-recompute",
         measurement=f"{_MEASURED}.recompute:prediction_layers",
         without=(Raises("TypeError", "save_for_backward can only save variables"),),
         agreement=0.0,
     ),
     Check(
-        name="mtp-full-recompute",
+        patch="mtp-full-recompute",
         measurement=f"{_MEASURED}.recompute:prediction_layers",
         without=(Raises("TypeError", "unexpected keyword argument 'padding_mask'"),),
         agreement=0.0,
     ),
     Check(
-        name="recompute-reclaim",
+        patch="recompute-reclaim",
         measurement=f"{_MEASURED}.recompute:inputs_alive",
         without=(Gap(1.0),),  # layers whose input is still there
         agreement=0.0,
     ),
     Check(
-        name="router-replay",
+        patch="router-replay",
         measurement=f"{_MEASURED}.router:replay",
         without=(Gap(0.1),),  # of the tokens go elsewhere
         agreement=0.0,
     ),
     Check(
-        name="router-replay-by-layer",
+        patch="router-replay-by-layer",
         measurement=f"{_MEASURED}.router:replay",
         without=(Gap(0.1),),
         agreement=0.0,
     ),
     Check(
-        name="native-replay-recompute",
+        patch="native-replay-recompute",
         measurement=f"{_MEASURED}.router:native_recompute",
         without=(Gap(1e-2),),
         agreement=0.0,
     ),
     Check(
-        name="cpu-mla-without-te-linear",
+        patch="cpu-mla-without-te-linear",
         measurement=f"{_MEASURED}.norm:latent_attention",
         world=2,
         without=(
@@ -160,78 +160,78 @@ _CHECKS = (
         agreement=1e-4,
     ),
     Check(
-        name="cpu-moe-splits-on-host",
+        patch="cpu-moe-splits-on-host",
         measurement=f"{_MEASURED}.cpu:experts_over_ranks",
         world=2,
         without=(Raises("TypeError", "all_to_all"),),
     ),
     Check(
-        name="cpu-router-without-te-gemm",
+        patch="cpu-router-without-te-gemm",
         measurement=f"{_MEASURED}.cpu:router_in_fp32",
         without=(Raises("NameError", "te_general_gemm"),),
     ),
     Check(
-        name="cpu-optimizer-without-fp8-quantize",
+        patch="cpu-optimizer-without-fp8-quantize",
         measurement=f"{_MEASURED}.cpu:optimizer_step",
         without=(Raises("RuntimeError", "Invalid Transformer Engine version"),),
     ),
     Check(
-        name="per-token-loss-context-parallel",
+        patch="per-token-loss-context-parallel",
         measurement=f"{_MEASURED}.gradients:per_token",
         world=2,
         without=(Gap(0.5),),  # twice as large
     ),
     Check(
-        name="balancing-per-token-ranks",
+        patch="balancing-per-token-ranks",
         measurement=f"{_MEASURED}.balancing:per_token",
         world=2,
         without=(Gap(1e-2),),
         needs=("per-token-loss-context-parallel", "cuda-norm-of-expert-weights"),
     ),
     Check(
-        name="balancing-mean-context-parallel",
+        patch="balancing-mean-context-parallel",
         measurement=f"{_MEASURED}.balancing:mean",
         world=2,
         without=(Gap(1e-2),),
     ),
     Check(
-        name="balancing-per-token-rows",
+        patch="balancing-per-token-rows",
         measurement=f"{_MEASURED}.balancing:sequences",
         without=(Gap(1e-2),),
     ),
     Check(
-        name="expert-bias-counts",
+        patch="expert-bias-counts",
         measurement=f"{_MEASURED}.balancing:counts",
         without=(Gap(1e-4),),  # no odd number above 256
         agreement=0.0,
     ),
     Check(
-        name="shared-embedding-bucket",
+        patch="shared-embedding-bucket",
         measurement=f"{_MEASURED}.gradients:shared_embedding",
         without=(Raises("AssertionError", "each param only belongs to a single bucket"),),
     ),
     Check(
-        name="cuda-norm-of-whole-weights",
+        patch="cuda-norm-of-whole-weights",
         measurement=f"{_MEASURED}.norm:latent_attention",
         world=2,
         without=(Gap(1e-3),),
         agreement=1e-5,
     ),
     Check(
-        name="cuda-norm-of-expert-weights",
+        patch="cuda-norm-of-expert-weights",
         measurement=f"{_MEASURED}.norm:experts",
         world=2,
         without=(Gap(1e-3),),
         agreement=1e-5,
     ),
     Check(
-        name="dist-checkpoint-serialization",
+        patch="dist-checkpoint-serialization",
         measurement=f"{_MEASURED}.dist_checkpoint:round_trip",
         without=(Raises("RuntimeError", "missing 1 required positional argument: 'serialization_format'"),),
         agreement=0.0,
     ),
     Check(
-        name="dist-checkpoint-numpy-product",
+        patch="dist-checkpoint-numpy-product",
         measurement=f"{_MEASURED}.dist_checkpoint:shared_round_trip",
         world=2,
         without=(Raises("AttributeError", "module 'numpy' has no attribute 'product'"),),
@@ -239,37 +239,37 @@ _CHECKS = (
         needs=("dist-checkpoint-serialization",),
     ),
     Check(
-        name="restricted-unpickle",
+        patch="restricted-unpickle",
         measurement=f"{_MEASURED}.dist_checkpoint:code_in_common_state",
         without=(Gap(1.0),),  # the code ran
         agreement=0.0,
     ),
     Check(
-        name="offload-stale-weights",
+        patch="offload-stale-weights",
         measurement=f"{_MEASURED}.offload:loaded_weights",
         without=(Gap(0.5),),
         agreement=0.0,
     ),
     Check(
-        name="offload-resume-fp32",
+        patch="offload-resume-fp32",
         measurement=f"{_MEASURED}.offload:loaded_state",
         without=(Raises("KeyError", "Parameter"),),
         agreement=0.0,
     ),
     Check(
-        name="attention-sinks-norm",
+        patch="attention-sinks-norm",
         measurement=f"{_MEASURED}.attention:sinks",
         world=2,
         without=(Gap(1e-2),),
     ),
     Check(
-        name="output-gate-of-shared-groups",
+        patch="output-gate-of-shared-groups",
         measurement=f"{_MEASURED}.attention:gated_output",
         world=2,
         without=(Raises("RuntimeError", "is invalid for input of size"),),
     ),
     Check(
-        name="mrope-packed",
+        patch="mrope-packed",
         measurement=f"{_MEASURED}.multimodal:packed_positions",
         world=2,
         without=(
@@ -278,51 +278,51 @@ _CHECKS = (
         ),
     ),
     Check(
-        name="mtp-whole-embeddings",
+        patch="mtp-whole-embeddings",
         measurement=f"{_MEASURED}.multimodal:whole_embeddings",
         world=2,
         without=(Raises("RuntimeError", "Sizes of tensors must match"),),
     ),
     Check(
-        name="optimizer-checkpoint-default",
+        patch="optimizer-checkpoint-default",
         measurement=f"{_MEASURED}.optimizer_checkpoint:default_form",
         without=(Raises("CheckpointingException", "flattened_range is not supported"),),
         agreement=0.0,
     ),
     Check(
-        name="dp-reshardable-steps",
+        patch="dp-reshardable-steps",
         measurement=f"{_MEASURED}.optimizer_checkpoint:steps",
         without=(Gap(0.5),),  # one step of three
         agreement=0.0,
     ),
     Check(
-        name="padding-mask-expert-bias",
+        patch="padding-mask-expert-bias",
         measurement=f"{_MEASURED}.padding:expert_bias",
         without=(Raises("RuntimeError", "must match the size of tensor"),),
         agreement=0.0,
     ),
     Check(
-        name="padding-mask-own-count",
+        patch="padding-mask-own-count",
         measurement=f"{_MEASURED}.padding:own_count",
         world=2,
         without=(Gap(0.5),),  # twice as large
     ),
     Check(
-        name="global-aux-loss-tokens",
+        patch="global-aux-loss-tokens",
         measurement=f"{_MEASURED}.padding:global_loss",
         without=(Gap(1e-2),),
     ),
     Check(
-        name="label-smoothing-over-ranks",
+        patch="label-smoothing-over-ranks",
         measurement=f"{_MEASURED}.vocabulary:label_smoothing",
         world=2,
         without=(Gap(1e-2),),
     ),
     Check(
-        name="loss-of-gathered-logits",
+        patch="loss-of-gathered-logits",
         measurement=f"{_MEASURED}.vocabulary:gathered_logits",
         world=2,
         without=(Gap(1e-2),),
     ),
 )
-CHECKS = {check.name: check for check in _CHECKS}
+CHECKS = {check.patch: check for check in _CHECKS}

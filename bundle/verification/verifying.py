@@ -40,9 +40,9 @@ def verify(
         for patch in asked
         if patch not in standing
     } | {
-        patch.id: f"takes {CHECKS[patch.check].world} devices, and this machine has {devices}"
+        patch.id: f"takes {CHECKS[patch.id].world} devices, and this machine has {devices}"
         for patch in asked
-        if devices is not None and CHECKS[patch.check].world > devices
+        if devices is not None and CHECKS[patch.id].world > devices
     }
     proven = _proven([patch for patch in asked if patch.id not in impossible], found, backend)
     return [
@@ -72,7 +72,7 @@ def everything(found: Survey) -> plan.PatchPlan:
 def _proven(patches: Sequence[Patch], found: Survey, backend: str) -> dict[str, Result]:
     standing = needed(found)
     # Checks of several ranks come first, while no process is ahead of another one.
-    checked = sorted(((p, CHECKS[p.check]) for p in patches), key=lambda pair: -pair[1].world)
+    checked = sorted(((p, CHECKS[p.id]) for p in patches), key=lambda pair: -pair[1].world)
     orders: list[Order] = []
     for patch, check in checked:
         base = _base(patch, check, standing, backend)

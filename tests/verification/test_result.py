@@ -6,7 +6,7 @@ from bundle.verification.check import CHECKS, Check, Gap, Raises
 from bundle.verification.result import Observation, Status, judge
 
 CHECK = Check(
-    name="c",
+    patch="c",
     measurement="m:f",
     without=(Raises("TypeError", "padding_mask"), Gap(0.1)),
     agreement=1e-5,

@@ -49,7 +49,6 @@ PATCHES = (
         assumes=NOTHING,
         evidence=(_CORE,),
         defect=_sinks_unmarked,
-        check="attention-sinks-norm",
     ),
     Patch(
         id="output-gate-of-shared-groups",
@@ -65,6 +64,5 @@ PATCHES = (
         assumes=NOTHING,
         evidence=(_HEADS,),
         defect=_gate_of_the_group,
-        check="output-gate-of-shared-groups",
     ),
 )

@@ -106,7 +106,6 @@ PATCHES = (
         ),
         evidence=(_ATTACH, _APPLY, _Z_LOSS),
         defect=_own_tokens,
-        check="balancing-per-token-ranks",
     ),
     Patch(
         id="balancing-mean-context-parallel",
@@ -122,7 +121,6 @@ PATCHES = (
         assumes="a mean loss: calculate_per_token_loss is off",
         evidence=(_LOSS, _STEP),
         defect=_mean_without_context,
-        check="balancing-mean-context-parallel",
     ),
     Patch(
         id="balancing-per-token-rows",
@@ -138,7 +136,6 @@ PATCHES = (
         assumes=NOTHING,
         evidence=(_SEQUENCES, _ATTACH, _APPLY),
         defect=_one_row,
-        check="balancing-per-token-rows",
     ),
     Patch(
         id="expert-bias-counts",
@@ -153,6 +150,5 @@ PATCHES = (
         assumes=NOTHING,
         evidence=(_MAINTAIN, _INIT),
         defect=_counts_in_bf16,
-        check="expert-bias-counts",
     ),
 )

@@ -84,7 +84,6 @@ PATCHES = (
         assumes=NOTHING,
         evidence=(_WRITE,),
         defect=_format_unnamed,
-        check="dist-checkpoint-serialization",
     ),
     Patch(
         id="dist-checkpoint-numpy-product",
@@ -101,7 +100,6 @@ PATCHES = (
         assumes=NOTHING,
         evidence=_COUNTS,
         defect=_by_product,
-        check="dist-checkpoint-numpy-product",
     ),
     Patch(
         id="restricted-unpickle",
@@ -128,6 +126,5 @@ PATCHES = (
         ),
         evidence=(_LOAD, _LOAD_METHOD, _LOAD_OBJECTS),
         defect=_unrestricted,
-        check="restricted-unpickle",
     ),
 )

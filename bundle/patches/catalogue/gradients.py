@@ -64,7 +64,6 @@ PATCHES = (
         ),
         evidence=(_FINALIZE,),
         defect=_tokens_of_data_ranks,
-        check="per-token-loss-context-parallel",
     ),
     Patch(
         id="shared-embedding-bucket",
@@ -80,6 +79,5 @@ PATCHES = (
         assumes=NOTHING,
         evidence=(_BUFFER,),
         defect=_start_padded_sometimes,
-        check="shared-embedding-bucket",
     ),
 )

@@ -97,7 +97,6 @@ PATCHES = (
         ),
         evidence=(_HEADS,),
         defect=_packed_heads,
-        check="mla-packed-qkv",
     ),
     Patch(
         id="mla-thd-value-padding",
@@ -117,7 +116,6 @@ PATCHES = (
         assumes=NOTHING,
         evidence=(_FORWARD, _RUN, _PREPARE, _HEADS),
         defect=_value_width,
-        check="mla-thd-value-padding",
     ),
     Patch(
         id="cpu-mla-without-te-linear",
@@ -137,7 +135,6 @@ PATCHES = (
         assumes=NOTHING,
         evidence=(_PROJECTIONS, _TE_LINEAR),
         defect=_down_projection_class,
-        check="cpu-mla-without-te-linear",
     ),
     Patch(
         id="mla-uncompressed-query-norm",
@@ -159,6 +156,5 @@ PATCHES = (
         assumes=NOTHING,
         evidence=(_RESOLVE, _PROJECTIONS),
         defect=_query_norm,
-        check="mla-uncompressed-query-norm",
     ),
 )

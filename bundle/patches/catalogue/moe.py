@@ -54,7 +54,6 @@ PATCHES = (
         assumes=NOTHING,
         evidence=(_MOVE,),
         defect=_numpy_from_cuda_only,
-        check="cpu-moe-splits-on-host",
     ),
     Patch(
         id="cpu-router-without-te-gemm",
@@ -70,6 +69,5 @@ PATCHES = (
         assumes=NOTHING,
         evidence=(_GEMM, _GATING),
         defect=_unbound_without_te,
-        check="cpu-router-without-te-gemm",
     ),
 )

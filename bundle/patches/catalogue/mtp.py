@@ -150,7 +150,6 @@ PATCHES = (
         ),
         evidence=(_ROLL, _FORWARD),
         defect=_roll_within_rank,
-        check="mtp-context-parallel-roll",
     ),
     Patch(
         id="mtp-packed-roll-boundaries",
@@ -166,7 +165,6 @@ PATCHES = (
         assumes="a pack with padding comes with its padded boundaries, cu_seqlens_*_padded",
         evidence=(_ROLL, _ROLL_PACKED, _CHOSEN_BOUNDARIES),
         defect=_boundaries,
-        check="mtp-packed-roll-boundaries",
     ),
     Patch(
         id="mtp-loss-context-parallel-count",
@@ -185,7 +183,6 @@ PATCHES = (
         ),
         evidence=(_ROLL, _LOSS, _POSTPROCESS, _FORWARD, _BLOCK),
         defect=_count_of_one_rank_divides,
-        check="mtp-loss-context-parallel-count",
     ),
     Patch(
         id="mtp-loss-context-parallel-normalisation",
@@ -206,7 +203,6 @@ PATCHES = (
         ),
         evidence=(_LOSS, _POSTPROCESS, _FORWARD, _BLOCK),
         defect=_count_of_one_rank,
-        check="mtp-loss-context-parallel-normalisation",
     ),
     Patch(
         id="mtp-zero-layers",
@@ -224,7 +220,6 @@ PATCHES = (
         assumes=NOTHING,
         evidence=(_POSTPROCESS, _FORWARD),
         defect=_zero_is_some,
-        check="mtp-zero-layers",
     ),
     Patch(
         id="mtp-without-labels",
@@ -242,6 +237,5 @@ PATCHES = (
         ),
         evidence=(_POSTPROCESS, _FORWARD, _ROLL),
         defect=_runs_without_labels,
-        check="mtp-without-labels",
     ),
 )

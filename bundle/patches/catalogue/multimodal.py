@@ -53,7 +53,6 @@ PATCHES = (
         assumes="position ids [3, 1, t] are those of the whole pack, padding included, on every rank",
         evidence=(_POSITIONS,),
         defect=_packs_are_cut,
-        check="mrope-packed",
     ),
     Patch(
         id="mtp-whole-embeddings",
@@ -70,6 +69,5 @@ PATCHES = (
         assumes="the caller shares out what it gives the model as decoder_input",
         evidence=(_EMBEDDINGS, _BLOCK),
         defect=_embeddings_of_the_whole_sequence,
-        check="mtp-whole-embeddings",
     ),
 )

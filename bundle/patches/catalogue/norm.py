@@ -67,7 +67,6 @@ PATCHES = (
         assumes=NOTHING,
         evidence=(_LINEAR,),
         defect=_whole_weights_stay_marked,
-        check="cuda-norm-of-whole-weights",
     ),
     Patch(
         id="cuda-norm-of-expert-weights",
@@ -88,6 +87,5 @@ PATCHES = (
         requires=(("transformer-engine", ">=2.13"),),
         evidence=(_GROUPED_LINEAR, _EXPERT_ATTRIBUTES),
         defect=_expert_weights_unmarked,
-        check="cuda-norm-of-expert-weights",
     ),
 )

@@ -62,7 +62,6 @@ PATCHES = (
         assumes="reload_model_params() is called when weights have been loaded, as without offload",
         evidence=(_RELOAD,),
         defect=_left_early,
-        check="offload-stale-weights",
     ),
     Patch(
         id="offload-resume-fp32",
@@ -79,6 +78,5 @@ PATCHES = (
         assumes=NOTHING,
         evidence=(_NEW_STATE,),
         defect=_copy_of_every_parameter,
-        check="offload-resume-fp32",
     ),
 )

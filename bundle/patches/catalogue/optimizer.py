@@ -43,6 +43,5 @@ PATCHES = (
         assumes=NOTHING,
         evidence=(_IMPLEMENTATION,),
         defect=_always_raises,
-        check="cpu-optimizer-without-fp8-quantize",
     ),
 )

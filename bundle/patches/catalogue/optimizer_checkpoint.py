@@ -74,7 +74,6 @@ PATCHES = (
         assumes="a form that is asked for, in metadata or as sharding_type, is meant",
         evidence=(_STATE, _CHECKED),
         defect=_default_is_refused,
-        check="optimizer-checkpoint-default",
     ),
     Patch(
         id="dp-reshardable-steps",
@@ -90,6 +89,5 @@ PATCHES = (
         assumes=NOTHING,
         evidence=(_STATE, _SHARDS, _LOAD, _SET),
         defect=_steps_of_another_time,
-        check="dp-reshardable-steps",
     ),
 )

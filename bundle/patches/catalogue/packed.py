@@ -49,7 +49,6 @@ PATCHES = (
         assumes="the boundaries cover every row of the pack",
         evidence=(_ROTARY,),
         defect=_reads_lengths_back,
-        check="packed-rotary-host-reads",
     ),
     Patch(
         id="cuda-attention-host-reads",
@@ -68,6 +67,5 @@ PATCHES = (
         assumes=NOTHING,
         evidence=(_ATTENTION, _PACKS),
         defect=_packs_cannot_say,
-        check="cuda-attention-host-reads",
     ),
 )

@@ -89,7 +89,6 @@ PATCHES = (
         assumes=NOTHING,
         evidence=(_BIAS, _MASK),
         defect=_mask_of_another_shape,
-        check="padding-mask-expert-bias",
     ),
     Patch(
         id="padding-mask-own-count",
@@ -107,7 +106,6 @@ PATCHES = (
         ),
         evidence=(_COUNT, _IN_PLACE, _MASK),
         defect=_own_count_is_overwritten,
-        check="padding-mask-own-count",
     ),
     Patch(
         id="global-aux-loss-tokens",
@@ -125,6 +123,5 @@ PATCHES = (
         assumes=NOTHING,
         evidence=(_GLOBAL, _MASK),
         defect=_divided_by_other_tokens,
-        check="global-aux-loss-tokens",
     ),
 )

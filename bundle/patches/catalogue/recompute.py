@@ -70,7 +70,6 @@ PATCHES = (
         assumes=NOTHING,
         evidence=(_FORWARD, _CHECKPOINTED),
         defect=_saves_objects,
-        check="mtp-packed-full-recompute",
     ),
     Patch(
         id="mtp-full-recompute",
@@ -83,7 +82,6 @@ PATCHES = (
         assumes=NOTHING,
         evidence=(_FORWARD, _CHECKPOINTED),
         defect=_padding_mask_unknown,
-        check="mtp-full-recompute",
     ),
     Patch(
         id="recompute-reclaim",
@@ -108,6 +106,5 @@ PATCHES = (
         assumes=NOTHING,
         evidence=(_DISPATCHER,),
         defect=_keeps_probabilities,
-        check="recompute-reclaim",
     ),
 )

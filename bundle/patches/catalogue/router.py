@@ -58,7 +58,6 @@ PATCHES = (
         ),
         evidence=(_ROUTING, _NATIVE),
         defect=_no_replay,
-        check="router-replay",
     ),
     Patch(
         id="router-replay-by-layer",
@@ -76,7 +75,6 @@ PATCHES = (
         ),
         evidence=(_REPLAY, _NATIVE, _ROUTING),
         defect=_all_or_nothing,
-        check="router-replay-by-layer",
     ),
     Patch(
         id="native-replay-recompute",
@@ -93,6 +91,5 @@ PATCHES = (
         ),
         evidence=(_REPLAY, _NATIVE, _ROUTING),
         defect=_latest_routes,
-        check="native-replay-recompute",
     ),
 )

@@ -64,7 +64,6 @@ PATCHES = (
         assumes=NOTHING,
         evidence=(_FORWARD,),
         defect=_columns_of_one_rank,
-        check="label-smoothing-over-ranks",
     ),
     Patch(
         id="loss-of-gathered-logits",
@@ -80,6 +79,5 @@ PATCHES = (
         assumes="labels are given to the model; logits that it returns without labels stay as they are",
         evidence=(_LOSS,),
         defect=_taken_for_a_share,
-        check="loss-of-gathered-logits",
     ),
 )
