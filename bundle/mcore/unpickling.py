@@ -31,6 +31,8 @@ _NAMES = {
     ("torch.distributed.checkpoint.planner", "BytesIOWriteData"),
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),
+    # What megatron derives from Transformer Engine's delayed recipe; it holds the settings of that.
+    ("megatron.core.extensions.transformer_engine", "TEDelayedScaling"),
     ("torch.serialization", "_get_layout"),  # looks a layout up by its name
     # A tensor; its bytes go through torch.load, which unpickles data only as well.
     ("torch._utils", "_rebuild_tensor_v2"),
