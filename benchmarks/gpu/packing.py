@@ -28,7 +28,7 @@ from bundle.planning.planned import planned
 from bundle.recipe import load
 
 RECIPE = str(Path(__file__).parent / "latent.yaml")
-TOKENS, SEQUENCES, MICRO_BATCHES = 8192, (4, 64), 4
+TOKENS, SEQUENCES, MICRO_BATCHES = 16384, (4, 64), 2
 STEPS, PAIRS, LIMIT = 8, 5, 0.03
 PACKED = (
     "data.packed=true",
@@ -58,8 +58,8 @@ class Steps:
         size, depths = self.recipe.architecture.vocab_size, self.recipe.architecture.mtp_layers
         made = []
         for _ in range(MICRO_BATCHES):
-            ids, labels = (torch.randint(0, size, (sum(lengths),), device=self.device) for _ in range(2))
-            mask = torch.ones(sum(lengths), device=self.device)
+            drawn = (*(torch.randint(0, size, (sum(lengths),)) for _ in range(2)), torch.ones(sum(lengths)))
+            ids, labels, mask = (x.to(self.device) for x in drawn)
             if packed:
                 packing = Packing.of(lengths, Alignment("thd"), device=self.device)
                 made.append(from_packing(ids, labels, mask, packing, mtp_layers=depths))
@@ -69,7 +69,7 @@ class Steps:
         return made
 
     def run(self, lengths: Sequence[int], *, packed: bool) -> None:
-        """One step, micro-batches made anew as training makes them."""
+        """One step; its micro-batches are made anew of what lies on the host, as training makes them."""
         self.engine.forward_backward(self.micro_batches(lengths, packed=packed))
         self.engine.step()
 
