@@ -3,12 +3,12 @@
 import functools
 import inspect
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
 
+from bundle.mcore import packed
 from bundle.mcore.context import Slot
 from bundle.mcore.signatures import known
 
@@ -44,8 +44,8 @@ def packed_positions(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        packed = signature.bind(self, *args, **kwargs).arguments.get("packed_seq_params")
-        whole = packed is not None and packed.qkv_format == "thd" and self.position_embedding_type == "mrope"
+        pack = signature.bind(self, *args, **kwargs).arguments.get("packed_seq_params")
+        whole = pack is not None and pack.qkv_format == "thd" and self.position_embedding_type == "mrope"
         with _whole_table.set(whole):
             return original(self, *args, **kwargs)
 
@@ -77,18 +77,8 @@ def rows_of_the_pack(original: Callable[..., Any]) -> Callable[..., Any]:
         if boundaries is None or config.mrope_section is None:
             return original(t, freqs, config, *args, cu_seqlens=boundaries, **kwargs)
         group = kwargs.get("cp_group") or parallel_state.get_context_parallel_group()
-        rows = _own_rows(boundaries.tolist(), group.size(), group.rank()).to(freqs.device)
-        return original(t.unsqueeze(1), freqs[rows], config, *args, cu_seqlens=None, **kwargs).squeeze(1)
+        position, begin = packed.positions(boundaries, t.shape[0], group)
+        angles = freqs.index_select(0, begin + position)
+        return original(t.unsqueeze(1), angles, config, *args, cu_seqlens=None, **kwargs).squeeze(1)
 
     return apply_rotary_pos_emb
-
-
-def _own_rows(boundaries: list[int], ranks: int, rank: int) -> torch.Tensor:
-    """The places in the pack of the two chunks that a rank holds of each sequence."""
-    rows = []
-    for start, end in pairwise(boundaries):
-        length = (end - start) // (2 * ranks) if ranks > 1 else end - start
-        last = end - (rank + 1) * length
-        rows.append(torch.arange(start + rank * length, start + (rank + 1) * length))
-        rows.append(torch.arange(last, last + length if ranks > 1 else last))
-    return torch.cat(rows)
