@@ -79,10 +79,15 @@ def positions(boundaries: Tensor, rows: int, group: Any = None) -> tuple[Tensor,
 
 
 def _once(compute: Callable[..., Any], boundaries: Tensor, rows: int, group: Any) -> Any:
-    """What `compute` returns for these boundaries on this rank: once in the life of their tensor."""
+    """What `compute` returns for these boundaries on this rank: once until their tensor is written to."""
     ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
-    asked = (compute, boundaries._version, rows, ranks, rank)
-    known = _COMPUTED.setdefault(boundaries, {})
+    asked = (compute, rows, ranks, rank)
+    if boundaries.is_inference():  # made in torch.inference_mode: nobody counts who writes to it
+        return compute(boundaries, rows, ranks, rank)
+    version, known = _COMPUTED.get(boundaries, (None, {}))
+    if version != boundaries._version:
+        known = {}
+        _COMPUTED[boundaries] = boundaries._version, known
     if asked not in known:
         known[asked] = compute(boundaries, rows, ranks, rank)
     return known[asked]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 pytest.importorskip("megatron.core")
 
 from benchmarks.sequences import operations
+from bundle.mcore import packed
 from bundle.mcore.packed import on_host, packed_seq_params, positions, rolled
 from bundle.sequences.alignment import Alignment
 from bundle.sequences.packing import Packing
@@ -114,6 +115,24 @@ def test_twice_rolled_is_two_tokens_later_and_boundaries_changed_in_place_are_se
     assert rolled(once, boundaries).tolist() == [[3, 0, 0, 6, 7, 8, 0, 0]]
     boundaries[1] = 5
     assert rolled(x, boundaries).tolist() == [[2, 3, 4, 5, 0, 7, 8, 0]]
+
+
+def test_boundaries_written_to_in_every_step_keep_what_was_computed_last_alone():
+    boundaries = torch.tensor([0, 3, 8], dtype=torch.int32)
+    before = len(packed._COMPUTED)
+    for middle in range(1, 8):
+        boundaries[1] = middle
+        positions(boundaries, 8), rolled(torch.ones(1, 8), boundaries)
+    assert len(packed._COMPUTED) == before + 1
+    assert len(packed._COMPUTED[boundaries][1]) == 2
+
+
+def test_boundaries_made_in_inference_mode_are_read_at_each_call():
+    with torch.inference_mode():
+        boundaries = torch.tensor([0, 3, 8], dtype=torch.int32)
+        assert positions(boundaries, 8)[0].tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
+        boundaries[1] = 6
+        assert positions(boundaries, 8)[0].tolist() == [0, 1, 2, 3, 4, 5, 0, 1]
 
 
 def test_rolling_takes_as_many_operations_for_any_number_of_sequences_and_reads_none_back():
