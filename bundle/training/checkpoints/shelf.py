@@ -11,7 +11,7 @@ LATEST = "latest"
 _COMPLETE = re.compile(r"step-(\d{8,})")
 _PARTIAL, _LEAVING, _DAMAGED = ".writing-", ".deleting-", "damaged-"
 _OURS = re.compile(
-    rf"((\{_PARTIAL}|{_DAMAGED}|\{_LEAVING}({_DAMAGED})?)?(step-)?\d{{8,}}|\.?{LATEST}(\.\d+)?)"
+    rf"\{_PARTIAL}\d{{8,}}|(\{_LEAVING})?({_DAMAGED})?{_COMPLETE.pattern}|{LATEST}|\.{LATEST}\.\d+"
 )
 
 
@@ -77,10 +77,6 @@ class Shelf:
         """Removes what interrupted writes and removals left."""
         for leftover in (*self.root.glob(f"{_PARTIAL}*"), *self.root.glob(f"{_LEAVING}*")):
             _discard(leftover)
-
-    def strangers(self) -> list[str]:
-        """Returns the names in this folder that no run of ours gave."""
-        return sorted(path.name for path in self.root.glob("*") if not _OURS.fullmatch(path.name))
 
     def empty(self) -> None:
         """Removes every checkpoint, the newest first; the folder, which may be a link, and strangers stay.

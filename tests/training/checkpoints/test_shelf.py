@@ -65,12 +65,14 @@ def test_emptying_removes_what_is_ours_through_a_link_and_nothing_else(shelf, tm
     for step in (10, 20, 30):
         write(shelf, step)
     shelf.go_back_to(20)
-    shelf.partial(40).mkdir()
-    (shelf.root / "important.bin").write_text("three weeks")
-    (shelf.root / "step-of-mine").mkdir()
-    assert shelf.strangers() == ["important.bin", "step-of-mine"]
+    for left in (shelf.partial(40).name, ".deleting-step-00000005", ".deleting-damaged-step-00000006"):
+        (elsewhere / left).mkdir()
+    (elsewhere / ".latest.4711").write_text("half")
+    strangers = ["20261122", ".latest", "damaged-00000030", "important.bin", "latest.1", "step-of-mine"]
+    for name in strangers:
+        (elsewhere / name).write_text("three weeks")
     shelf.empty()
-    assert sorted(path.name for path in elsewhere.iterdir()) == ["important.bin", "step-of-mine"]
+    assert sorted(path.name for path in elsewhere.iterdir()) == sorted(strangers)
     assert shelf.root.is_symlink()
 
 
