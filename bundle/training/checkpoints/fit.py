@@ -15,6 +15,7 @@ _FREE = {
     "max_position_embeddings",
     "moe.aux_loss_coeff",
     "moe.aux_loss_per_sequence",
+    "moe.unused_aux_loss_coeff",
 }
 
 
