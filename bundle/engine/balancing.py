@@ -45,7 +45,7 @@ class Balancing:
         self._rows: dict[int, Rows] = {}  # by id of the micro-batch
         self._current: Rows | None = None  # of the forward pass that runs
         self._again: dict[object, deque[Rows]] = defaultdict(deque)  # to be recomputed
-        self._weight: Tensor | None = None
+        self._weight: Tensor | None = None  # None: no term has a coefficient
         self._biases: list[Tensor] = []
         for router in self._routers:
             balancing.attach(router, self)
@@ -58,7 +58,8 @@ class Balancing:
             return
         packings = [packing_of(one, self._groups.cp) for one in micro_batches]
         self._rows = {id(one): self._of(each) for one, each in zip(micro_batches, packings, strict=True)}
-        self._weight = self._learned_by_tokens(micro_batches, packings)
+        if self._moe.aux_loss_coeff or self._z_loss_coeff:
+            self._weight = self._learned_by_tokens(micro_batches, packings)
         self._biases = [router.expert_bias.clone() for router in self._routers if self._moe.expert_bias]
         try:
             yield
@@ -91,14 +92,16 @@ class Balancing:
 
     def term(self, rows: Rows, logits: Tensor) -> Tensor | None:
         """See `bundle.mcore.balancing.Balancer`; megatron divides it by the learned tokens."""
-        assert self._moe is not None and self._weight is not None, "a router runs inside of a run"
+        if self._weight is None:
+            return None
+        assert self._moe is not None, "there are routers"
         logits, terms = logits.float(), []
         if self._moe.aux_loss_coeff:
             terms.append(self._moe.aux_loss_coeff * _unevenness(self._moe, rows, logits))
         if self._z_loss_coeff:
             squares = logits.logsumexp(-1).square()
             terms.append(self._z_loss_coeff * (squares * (rows.owner < len(rows.lengths))).sum())
-        return torch.stack(terms).sum() * self._weight if terms else None
+        return torch.stack(terms).sum() * self._weight
 
     def _of(self, packing: Packing) -> Rows:
         """The rows of a micro-batch; its sequences are groups, or it is one group."""

@@ -3,10 +3,12 @@
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Literal
+from unittest import mock
 
 import torch
 
-from bundle.engine import Engine
+from bundle.engine import Engine, balancing
+from bundle.engine.losses import ratio
 from bundle.mcore import experts
 from bundle.verification.bench import Bench
 from bundle.verification.tiny import chunk
@@ -49,11 +51,27 @@ def left_out(bench: Bench) -> float:
         return float(moved) if not torch.equal(_biases(made), before) else float("inf")
 
 
+def alone(bench: Bench) -> float:
+    """How often ranks exchange numbers for a balancing loss in a step that has none, but moves the biases."""
+    asked = []
+
+    def counted(*counts: torch.Tensor) -> torch.Tensor:
+        asked.append(counts)
+        return ratio(*counts)
+
+    with _engine(bench, "", balanced=False) as made, mock.patch.object(balancing, "ratio", counted):
+        before = _biases(made)
+        made.forward_backward(micro_batches(made, texts(UNEVEN), "thd", "token"))
+        return float(len(asked)) if not torch.equal(_biases(made), before) else float("inf")
+
+
 def _engine(
-    bench: Bench, layout: str, on_nan: Literal["stop", "skip"] = "stop"
+    bench: Bench, layout: str, on_nan: Literal["stop", "skip"] = "stop", *, balanced: bool = True
 ) -> AbstractContextManager[Engine]:
-    job = recipe(CONFIG, dict.fromkeys(layout.split(), 2), packed=True)
-    moe = replace(job.model.moe, bias_update_rate=RATE)
+    config = CONFIG if balanced else CONFIG | {"aux_loss_alpha": 0.0}
+    job = recipe(config, dict.fromkeys(layout.split(), 2), packed=True)
+    z_loss = job.model.moe.z_loss_coeff if balanced else 0.0
+    moe = replace(job.model.moe, bias_update_rate=RATE, z_loss_coeff=z_loss)
     return engine(
         bench, replace(job, model=replace(job.model, moe=moe), train=replace(job.train, on_nan=on_nan))
     )
