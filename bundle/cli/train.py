@@ -47,7 +47,9 @@ def train(
     nodes: int | None = typer.Option(None, help="Machines that run this job; start it on each."),
     node_rank: int | None = typer.Option(None, help="Which of them this one is, from 0."),
     rendezvous: str | None = typer.Option(None, metavar="HOST:PORT", help="Where they meet: node 0."),
-    wait: int = typer.Option(1800, min=1, metavar="SECONDS", help="How long a node waits for the others."),
+    wait: int = typer.Option(
+        local.WAIT_SECONDS, min=1, metavar="SECONDS", help="How long a node waits for the others."
+    ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print what would run on each node, and stop."),
 ) -> None:
     """Train a recipe: pre-training or SFT. A stopped run goes on where its last checkpoint is."""

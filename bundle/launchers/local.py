@@ -18,6 +18,8 @@ _TORCHRUN = (
     ("PET_SIGNALS_TO_HANDLE", "SIGINT,SIGHUP,SIGQUIT"),
 )
 
+WAIT_SECONDS = 1800  # machines of one job may be given at different times
+
 
 @frozen
 class Launch:
@@ -32,7 +34,7 @@ class Launch:
     per_node: int
     logs: Path
     environment: Mapping[str, str] = field(default_factory=dict)
-    wait: int = 1800  # seconds that this node waits for the others
+    wait: int = WAIT_SECONDS  # that this node waits for the others
     python: str = sys.executable
     module: str = "bundle"
 
