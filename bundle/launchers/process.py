@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from bundle.launchers.waiting import Waiting
 _PR_SET_PDEATHSIG = 1
 # The terminal went away or an orchestrator wants the node back: both are a request to save and stop.
 _REQUESTS = (signal.SIGTERM, signal.SIGHUP)
+_HEARD = (*_REQUESTS, signal.SIGINT)
 _LOOK_SECONDS = 0.5
 # How long the other ranks of a failed job may take to end by themselves; torchrun would give them 30.
 _GRACE_SECONDS = 5.0
@@ -50,18 +51,19 @@ def run(launch: local.Launch, inherited: Mapping[str, str]) -> None:
     kills = memory_kills(hardware.local())
     waiting = Waiting(launch.rendezvous, folder, launch.wait)
     command = local.command(launch, inherited)
-    with (folder / "agent.log").open("wb") as log:
-        agent = subprocess.Popen(
-            command.argv,
-            env=command.environment(inherited),
-            stdin=subprocess.DEVNULL,
-            # The agent itself writes only to stderr; what is left of stdout is what the first rank prints.
-            stderr=log,
-            start_new_session=True,
-            preexec_fn=_bind_to(os.getpid(), folder),
-        )
-        with _signals(agent, folder, waiting) as stopped:
-            status = _watch(agent, folder, waiting)
+    with (folder / "agent.log").open("wb") as log, ExitStack() as passed_on:
+        with _held_back():
+            agent = subprocess.Popen(
+                command.argv,
+                env=command.environment(inherited),
+                stdin=subprocess.DEVNULL,
+                # The agent itself writes only to stderr; what is left of stdout is the first rank's.
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=_bind_to(os.getpid(), folder),
+            )
+            stopped = passed_on.enter_context(_signals(agent, folder, waiting))
+        status = _watch(agent, folder, waiting)
     if waiting.too_long:
         raise Ended(verdict.Verdict(ExitCode.LAUNCH_UNAVAILABLE, f"gave up: {waiting}"))
     ending = verdict.judge(
@@ -86,6 +88,7 @@ def _bind_to(parent: int, folder: Path) -> Any:
         # Ranks compare this with their parent, so that one whose agent died while it was starting ends too.
         (folder / outcomes.AGENT).write_text(str(os.getpid()), encoding="utf-8")
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEARD)
 
     return bind
 
@@ -127,6 +130,16 @@ def _send(pid: int, number: int) -> bool:
 
 
 @contextmanager
+def _held_back() -> Iterator[None]:
+    """What arrives inside is heard afterwards, when there is somebody to pass it on to."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
 def _signals(agent: subprocess.Popen[bytes], folder: Path, waiting: Waiting) -> Iterator[dict[str, int]]:
     """Passes on the signals that this process gets; yields where the first of them is written down."""
     stopped: dict[str, int] = {}
@@ -144,7 +157,7 @@ def _signals(agent: subprocess.Popen[bytes], folder: Path, waiting: Waiting) -> 
 
     # Started by nohup, or in the background of a shell script, we are not to hear of it.
     ignored = [number for number in _REQUESTS if signal.getsignal(number) is signal.SIG_IGN]
-    heard = (number for number in (*_REQUESTS, signal.SIGINT) if number not in ignored)
+    heard = (number for number in _HEARD if number not in ignored)
     before = {number: signal.signal(number, stop) for number in heard}
     try:
         yield stopped

@@ -31,7 +31,6 @@ def waiting_node(folder: Path, monkeypatch: pytest.MonkeyPatch, node: int, wait:
     while not (folder / "logs" / outcomes.AGENT).exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    time.sleep(1)  # the handlers are installed right after the agent has been started
     return starter
 
 

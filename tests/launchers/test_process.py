@@ -62,9 +62,13 @@ def test_a_request_before_the_ranks_are_ready_is_not_lost(tmp_path):
     starter = start(tmp_path, WORKER, "wait_for_request")
     while not (tmp_path / "logs" / outcomes.AGENT).exists():
         time.sleep(0.01)
-    time.sleep(0.1)  # the handlers are installed right after the agent has been started
     starter.send_signal(signal.SIGTERM)
     finish(starter, 75)
+
+
+def test_a_request_at_the_moment_of_the_start_is_not_lost(tmp_path, monkeypatch):
+    monkeypatch.setenv("TEST_STOPPED_AT_ONCE", "1")
+    finish(start(tmp_path, WORKER, "wait_for_request"), 75)
 
 
 def test_ctrl_c_is_130_and_leaves_nothing(tmp_path):
