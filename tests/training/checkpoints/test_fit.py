@@ -28,7 +28,7 @@ def test_how_experts_are_balanced_makes_no_other_model(balanced):
 
 def test_a_recipe_may_balance_where_the_config_does_not():
     pretrained = from_config(CONFIG)
-    assert pretrained.moe.unused_aux_loss_coeff == 0.02
+    assert pretrained.moe is not None and pretrained.moe.unused_aux_loss_coeff == 0.02
     asked = replace(pretrained.moe, aux_loss_coeff=0.001, unused_aux_loss_coeff=0.0)
     assert fit.changes(fit.facts(pretrained), replace(pretrained, moe=asked)) == []
 
