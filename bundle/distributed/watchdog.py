@@ -18,6 +18,8 @@ from bundle.errors import ExitCode
 from bundle.launchers import outcomes
 
 _LINGER_SECONDS = 3.0
+# From the end of a patience to the end of the process: looking, writing stacks and records, lingering.
+_ENDING_SECONDS = 60
 # How often the limit is looked at: it changes with every patience.
 _LOOK_SECONDS = 1.0
 # Reading a corpus, writing or reading a large checkpoint: all take longer than any collective should.
@@ -28,9 +30,9 @@ def collectives_seconds(seconds: int) -> int:
     """Returns how long a collective waits where the watchdog allows `seconds`: longer than that ever does.
 
     The watchdog knows what hangs and how long it may take. A collective would fail inside a patience already,
-    and as one failure among others.
+    and as one failure among others. It may begin before the patience in which another rank hangs.
     """
-    return PATIENCE_SECONDS + 2 * seconds
+    return seconds + max(PATIENCE_SECONDS, seconds) + _ENDING_SECONDS
 
 
 class Watchdog:

@@ -6,6 +6,7 @@ import os
 import pathlib
 import pickle
 import signal
+import threading
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,6 +40,8 @@ _NAMES = {
     ("torch.storage", "_load_from_bytes"),
 }
 _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
+# Of two that overlap, the first to leave would unpickle freely while the other reads, the last for ever not.
+_ALONE = threading.RLock()
 
 
 @contextmanager
@@ -46,10 +49,11 @@ def data_only() -> Iterator[None]:
     """Inside, unpickling makes nothing but data: a pickle that names anything else raises UnpicklingError.
 
     A checkpoint is somebody's file, and unpickling it freely runs whatever is in it. Concerns `pickle.load`,
-    `pickle.loads` and `torch.load` of the whole process; torch's collectives unpickle in other ways.
+    `pickle.loads` and `torch.load` of the whole process, so that no thread that torch reads with escapes; its
+    collectives unpickle in other ways. A second thread waits.
     """
-    before = pickle.load, pickle.loads
     with weights_only():
+        before = pickle.load, pickle.loads
         pickle.load, pickle.loads = _load, _loads
         try:
             yield
@@ -61,19 +65,19 @@ def data_only() -> Iterator[None]:
 def weights_only() -> Iterator[None]:
     """Inside, every `torch.load` unpickles data only, with the classes that Megatron writes into common.pt.
 
-    Overrules `weights_only=False`.
+    Overrules `weights_only=False`. A second thread waits.
     """
     name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        with torch.serialization.safe_globals(_classes_of_common_state()):
+    with _ALONE, torch.serialization.safe_globals(_classes_of_common_state()):
+        before = os.environ.get(name)
+        os.environ[name] = "1"
+        try:
             yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
 
 
 def _classes_of_common_state() -> list[type]:

@@ -1,6 +1,6 @@
 """What a model computes from a batch: its loss, its gradients, and how far they are from a reference."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -107,7 +107,12 @@ def gap(seen: Numbers, reference: Numbers) -> float:
     if seen.keys() != reference.keys():
         return float("inf")
     distances = [_relative(seen[name], reference[name]) for name in reference]
-    return float(torch.stack(distances).max())  # nan stays nan
+    return worst(distances)
+
+
+def worst(gaps: Iterable[float | torch.Tensor]) -> float:
+    """The largest; not a number if one is none, which Python's max would lose behind any other."""
+    return float(torch.stack([torch.as_tensor(each).double().cpu() for each in gaps]).max())
 
 
 def _relative(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from bundle.engine import Engine, balancing
 from bundle.engine.losses import ratio
 from bundle.mcore import experts
 from bundle.verification.bench import Bench
+from bundle.verification.numbers import worst
 from bundle.verification.tiny import chunk
 from tests.engine.balanced import hear
 from tests.engine.experiments import MODELS, UNEVEN, engine, micro_batches, recipe
@@ -35,7 +36,7 @@ def moved(bench: Bench) -> float:
             with _engine(bench, layout) as made:
                 made.forward_backward(micro_batches(made, texts(UNEVEN), form, "token"))
                 gaps.append((_biases(made) - wanted).abs().max().item())
-    return float(max(gaps))
+    return worst(gaps)
 
 
 def left_out(bench: Bench) -> float:

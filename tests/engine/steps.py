@@ -1,6 +1,7 @@
-"""What becomes of a step: clipped gradients, updates left out, losses kept apart, scores of a shared head."""
+"""What becomes of a step: clipping, updates left out, losses kept apart, nothing to learn, shared heads."""
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -9,6 +10,7 @@ from bundle.engine.scores import score
 from bundle.recipe import Recipe
 from bundle.recipe.validation import validated
 from bundle.verification.bench import Bench
+from bundle.verification.numbers import worst
 from bundle.verification.tiny import DENSE
 from tests.engine.experiments import EVEN, engine, gradients, micro_batches
 from tests.engine.reference import texts
@@ -37,14 +39,14 @@ def clipped(bench: Bench) -> float:
         whole = {name: gradient.clone() for name, (gradient, _) in gradients(made).items()}
         result = made.step()
         assert result.grad_norm > 10 * LIMIT, result
-        share, far = LIMIT / (result.grad_norm + 1e-6), 0.0
+        share, gaps = LIMIT / (result.grad_norm + 1e-6), []
         for name, parameter in made.models[0].named_parameters():
             gradient = whole[name] * share
             wanted = -result.learning_rate * gradient / (gradient.abs() + 1.0)
             # In double: the step is small beside the weight that it is added to.
             seen = parameter.detach().double() - before[name].double()
-            far = max(far, float((seen - wanted).abs().max()) / LIMIT)
-        return far
+            gaps.append((seen - wanted).abs().max() / LIMIT)
+        return worst(gaps)
 
 
 def left_out(bench: Bench) -> float:
@@ -72,7 +74,25 @@ def apart(bench: Bench) -> float:
         made.forward_backward(ours)
         between = made.evaluate(others).main
         assert abs(alone - wanted) > 1e-3
-        return max(abs(between - alone), abs(made.take_losses().main - wanted))
+        return worst([abs(between - alone), abs(made.take_losses().main - wanted)])
+
+
+def unlearned(bench: Bench) -> float:
+    """Infinite if a step without a learned token anywhere has a gradient, or a loss that is a number.
+
+    It counts as an update: what the optimizer does without a gradient, weight decay above all, is done.
+    """
+    with engine(bench, _job()) as made:
+        silent = [replace(text, mask=torch.zeros_like(text.mask)) for text in texts(EVEN)]
+        nothing, something = (micro_batches(made, each, "rows", "token") for each in (silent, texts(EVEN)))
+        before = [p.detach().clone() for p in made.models[0].parameters()]
+        made.forward_backward(nothing)
+        result, losses = made.step(), made.take_losses()
+        still = all(torch.equal(a, b) for a, b in zip(before, made.models[0].parameters(), strict=True))
+        told = result.updated and result.grad_norm == 0 and losses.tokens == 0 and math.isnan(losses.main)
+        made.forward_backward(something)
+        goes_on = made.step().grad_norm > 0 and math.isfinite(made.take_losses().main)
+        return 0.0 if still and told and goes_on else math.inf
 
 
 def shared_head(bench: Bench) -> float:
@@ -92,4 +112,4 @@ def shared_head(bench: Bench) -> float:
     (seen.log_probs + 0.3 * seen.entropy).sum().backward()
     pairs = ((seen.log_probs, picked), (seen.entropy, entropy), (part.grad, plain.grad[..., mine]))
     distances = [(a - b).abs().max() / b.abs().max().clamp(min=1) for a, b in pairs]
-    return float(torch.stack(distances).max())
+    return worst(distances)

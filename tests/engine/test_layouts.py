@@ -24,7 +24,7 @@ OTHERS = (
         f"{CELLS}:{name}"
         for name in (
             *("pairs", "mtp pairs", "means", "packed means", "scores", "packed scores", "balancing"),
-            "balancing of prediction",
+            *("balancing of prediction", "yarn"),
         )
     ),
     *(f"{DETACHING}:{name}" for name in ("everything", "tied", "recomputed")),
@@ -43,12 +43,12 @@ def measured(names: tuple[str, ...], tree: Path | None, world: int = 2) -> dict[
     return dict(zip(names, seen, strict=True))
 
 
-def wrong(seen: dict[str, list[Observation]]) -> dict[str, list[str]]:
+def wrong(seen: dict[str, list[Observation]], agrees: float = AGREES) -> dict[str, list[str]]:
     """The measurements in which a rank does not agree with the reference."""
     return {
         name: list(map(str, ranks))
         for name, ranks in seen.items()
-        if not all(one.gap is not None and one.gap <= AGREES for one in ranks)
+        if not all(one.gap is not None and one.gap <= agrees for one in ranks)
     }
 
 

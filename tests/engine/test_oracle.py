@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.engine.cells import AGREES_WITH_DOUBLES
 from tests.engine.test_layouts import measured, wrong
 from tests.matrix.test_layouts import newest_of_each_minor
 from tests.reference.configs import CONFIGS
@@ -17,13 +18,13 @@ def orders(names: tuple[str, ...], ranks: int) -> tuple[str, ...]:
 @pytest.mark.world
 def test_every_family_on_one_rank():
     pytest.importorskip("megatron.core")
-    assert not wrong(measured(orders(tuple(CONFIGS), 1), None, world=1))
+    assert not wrong(measured(orders(tuple(CONFIGS), 1), None, world=1), AGREES_WITH_DOUBLES)
 
 
 @pytest.mark.world
 def test_representatives_over_ranks():
     pytest.importorskip("megatron.core")
-    assert not wrong(measured(orders(REPRESENTATIVES, 2), None))
+    assert not wrong(measured(orders(REPRESENTATIVES, 2), None), AGREES_WITH_DOUBLES)
 
 
 @pytest.mark.releases
@@ -33,6 +34,6 @@ def test_every_minor(release_trees):
     for release in newest_of_each_minor(release_trees):
         tree = release_trees[release]
         for ranks in (1, 2):
-            if bad := wrong(measured(orders(tuple(CONFIGS), ranks), tree, world=ranks)):
+            if bad := wrong(measured(orders(tuple(CONFIGS), ranks), tree, world=ranks), AGREES_WITH_DOUBLES):
                 found[release, ranks] = bad
     assert not found

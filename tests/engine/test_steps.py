@@ -1,4 +1,4 @@
-"""Clipping, skipped updates, evaluation between steps, and scores over a shared head; two ranks each."""
+"""Clipping, skipped updates, evaluation between steps, nothing to learn, shared heads; two ranks each."""
 
 import pytest
 
@@ -8,5 +8,5 @@ from tests.engine.test_layouts import measured, wrong
 @pytest.mark.world
 def test_steps():
     pytest.importorskip("megatron.core")
-    names = ("clipped", "left_out", "apart", "shared_head")
+    names = ("clipped", "left_out", "apart", "unlearned", "shared_head")
     assert not wrong(measured(tuple(f"tests.engine.steps:{name}" for name in names), None))

@@ -77,9 +77,15 @@ class Kept:
         pass
 
 
-def run(engine: Slow, progress: Progress) -> list[dict[str, float]]:
+def run(engine: Slow, progress: Progress, saved: list[int] | None = None) -> list[dict[str, float]]:
     kept, either = Kept(), engine
-    hooks = loop.Hooks(lambda _: Clock.passes(ASIDE), lambda: False, lambda _: None)
+
+    def save(now: Progress) -> None:
+        Clock.passes(ASIDE)
+        if saved is not None:
+            saved.append(now.step)
+
+    hooks = loop.Hooks(save, lambda: False, lambda _: None)
     loop.train(either, either, progress, Metrics([kept]), hooks)  # type: ignore[arg-type]
     return kept.lines
 
@@ -113,6 +119,20 @@ def test_a_loss_that_is_no_number_stops_the_run_although_gradients_are_zero():
     ):
         run(Slow(recipe(), gradient=0.0, tokens=0), progress)
     assert [line["step"] for line in run(Slow(recipe("train.on_nan=skip"), tokens=0), Progress())][-1] == 6
+
+
+@pytest.mark.parametrize("gradient", [math.nan, math.inf])
+def test_a_gradient_that_is_no_number_stops_the_run_in_its_step_before_anything_is_saved(gradient):
+    saved: list[int] = []
+    progress, engine = Progress(), Slow(recipe())
+
+    def step() -> StepResult:
+        return StepResult(gradient if progress.step == 2 else 1.0, 1e-3, updated=True)
+
+    engine.step = step  # type: ignore[method-assign]
+    with pytest.raises(JobFailed, match="gradient of step 3 is not finite; no checkpoint was written"):
+        run(engine, progress, saved)
+    assert saved == [1, 2] and not progress.skipped_updates
 
 
 def test_skipped_updates_are_reported():

@@ -6,7 +6,7 @@ import torch
 
 from bundle.mcore import experts, optimization
 from bundle.verification.bench import Bench
-from bundle.verification.numbers import gap, gradient_norm, norm_gap, run
+from bundle.verification.numbers import gap, gradient_norm, norm_gap, run, worst
 from bundle.verification.tiny import EXPERTS, LATENT, chunk, recipe, rows, texts
 
 _BALANCED = {
@@ -19,7 +19,7 @@ _STEERED = LATENT | {"first_k_dense_replace": 1}
 
 def per_token(bench: Bench) -> float:
     """The gradient norm of losses per token over two context-parallel and two tensor-parallel ranks."""
-    return max(norm_gap(bench, EXPERTS, _BALANCED, **sizes) for sizes in ({"cp": 2}, {"tp": 2, "ep": 2}))
+    return worst(norm_gap(bench, EXPERTS, _BALANCED, **sizes) for sizes in ({"cp": 2}, {"tp": 2, "ep": 2}))
 
 
 def mean(bench: Bench) -> float:

@@ -5,7 +5,7 @@ import torch
 from bundle.mcore import tracker
 from bundle.mcore.groups import Groups
 from bundle.verification.bench import Bench
-from bundle.verification.numbers import Numbers, gap, run, summed, trained
+from bundle.verification.numbers import Numbers, gap, run, summed, trained, worst
 from bundle.verification.tiny import DENSE, Batch, chunk, packed, rows, single, texts
 
 _TWO_DEPTHS = {"layers": 2}
@@ -69,15 +69,15 @@ def without_labels(bench: Bench) -> float:
         model = chunk(bench, groups, DENSE, mtp={"layers": 1})
         ran: list[float] = []
         model.mtp.register_forward_hook(lambda *_: ran.append(1.0))
-        worst = 0.0
+        gaps = []
         for training in (True, False):
             logits = _logits(model.train(training), batch)
             logits.sum().backward()
-            worst = max(worst, gap({"logits": logits}, reference))
+            gaps.append(gap({"logits": logits}, reference))
         trained_for_nothing = [1.0 for p in model.mtp.parameters() if p.grad is not None and p.grad.any()]
         with_labels = run(model, batch)  # and it still runs where there are labels
         assert torch.isfinite(with_labels), "no loss with labels"
-        return max(worst, sum(ran[:-1]), sum(trained_for_nothing)) if ran else float("inf")
+        return worst([*gaps, sum(ran[:-1]), sum(trained_for_nothing)]) if ran else float("inf")
 
 
 def _batch(bench: Bench, groups: Groups) -> Batch:

@@ -8,7 +8,7 @@ import torch
 from bundle.mcore import experts
 from bundle.mcore.groups import Groups
 from bundle.verification.bench import Bench
-from bundle.verification.numbers import gap
+from bundle.verification.numbers import gap, worst
 from bundle.verification.tiny import EXPERTS, chunk
 
 _EXPERTS, _TOPK, _HIDDEN = 8, 2, 64  # of EXPERTS
@@ -29,7 +29,7 @@ def expert_bias(bench: Bench) -> float:
             given(rows[~padded][:, None])
             counts = (router.local_tokens_per_expert.clone() for router in (told, given))
             gaps.append(gap(*({"counts": count} for count in counts)))
-    return max(gaps)
+    return worst(gaps)
 
 
 def own_count(bench: Bench) -> float:

@@ -7,7 +7,7 @@ import torch
 
 from bundle.mcore.context import in_backward
 from bundle.verification.bench import Bench
-from bundle.verification.numbers import gap, run, trained
+from bundle.verification.numbers import gap, run, trained, worst
 from bundle.verification.tiny import DENSE, EXPERTS, chunk, packed, rows, single, texts
 
 _FULL = {"granularity": "full"}
@@ -27,7 +27,7 @@ def prediction_layers(bench: Bench) -> float:
                 for how in (None, _FULL)
             )
             gaps.append(gap(recomputed, kept))
-    return max(gaps)
+    return worst(gaps)
 
 
 def inputs_alive(bench: Bench) -> float:

@@ -7,7 +7,7 @@ import torch
 from bundle.mcore import context, experts
 from bundle.mcore.groups import Groups
 from bundle.verification.bench import Bench
-from bundle.verification.numbers import Numbers, gap, gradients, run
+from bundle.verification.numbers import Numbers, gap, gradients, run, worst
 from bundle.verification.tiny import EXPERTS, chunk, rows, texts
 
 _FULL = {"granularity": "full"}
@@ -18,7 +18,7 @@ def replay(bench: Bench) -> float:
     """The share of tokens whose experts are not those asked for; then full recomputation against none."""
     with bench.layout() as groups:
         (kept, missed), (recomputed, missed_too) = (_replayed(bench, groups, how) for how in (None, _FULL))
-        return max(missed, missed_too, gap(recomputed, kept))
+        return worst([missed, missed_too, gap(recomputed, kept)])
 
 
 def _replayed(bench: Bench, groups: Groups, how: dict[str, str] | None) -> tuple[Numbers, float]:

@@ -1,0 +1,30 @@
+"""What a layer leaves behind, counted by hand where the parts of a tensor lie on several ranks."""
+
+from packaging.version import Version
+
+from bundle.backends.layers import LOCAL
+from bundle.planning.layers import LayerBytes
+from tests.planning.jobs import DEEPSEEK, QWEN3, job
+
+TOKENS, HIDDEN, BF16, FP32 = 64, 64, 2, 4
+
+
+def counted(config, *, experts=False, **parallel):
+    return LayerBytes(job(config, parallel=parallel), LOCAL, Version("0.16.1")).layer(experts)
+
+
+def test_sequence_parallelism_cuts_the_residual_stream_and_nothing_else():
+    """Two norms of a layer keep it twice in fp32, with a factor for each token, and what they give away."""
+    norm = 2 * HIDDEN * FP32 + FP32 + HIDDEN * BF16
+    whole = counted(QWEN3, tp=2, sequence_parallel=False)
+    assert whole - counted(QWEN3, tp=2, sequence_parallel=True) == TOKENS // 2 * 2 * norm
+
+
+def test_ranks_that_share_an_expert_have_the_tokens_of_all_of_them():
+    """Twice the copies, each through half of an expert: what lies between the two products stays the same.
+
+    The input of an expert, and of the product by the router's weight, is not cut.
+    """
+    one, both = (counted(DEEPSEEK, experts=True, tp=2, ep=1, etp=etp) for etp in (1, 2))
+    copies = TOKENS // 2 * 2  # two experts a token
+    assert both - one == copies * HIDDEN * BF16
