@@ -3,6 +3,7 @@
 import ast
 from typing import TYPE_CHECKING
 
+from bundle.patches.catalogue import mla_ranks
 from bundle.patches.entry import Presence, Trap
 
 if TYPE_CHECKING:
@@ -74,6 +75,13 @@ def _waits_for_every_weight(source: "Evidence") -> Presence:
     return Presence.ABSENT if counts else Presence.UNKNOWN
 
 
+def _whole_keys_gathered(source: "Evidence") -> Presence:
+    """Whether rotary keys are gathered from ranks that do not share out the sequence."""
+    heads = source[mla_ranks.HEADS]
+    always = None if heads is None else mla_ranks.gathers_always(heads)
+    return Presence.UNKNOWN if always is None else Presence.of(always)
+
+
 TRAPS = (
     Trap(
         id="moe-tensor-without-expert-parallel",
@@ -137,5 +145,19 @@ TRAPS = (
             "a gradient of each of its weights; from 0.16 on only for those that had one in the first step"
         ),
         instead="Set distributed.overlap_grad_reduce to false, or use megatron-core 0.16 or later.",
+    ),
+    Trap(
+        id="mla-tensor-without-sequence-parallel",
+        range="<0.14",
+        evidence=(mla_ranks.HEADS,),
+        defect=_whole_keys_gathered,
+        when=frozenset({"mla", "tp"}),
+        unless=frozenset({"sp"}),
+        why="Latent attention fails over tensor-parallel ranks without sequence parallelism.",
+        cause=(
+            "MLASelfAttention gathers the rotary keys of all tensor-parallel ranks as parts of a sequence, "
+            "whether it is shared out or not; since 0.14 only if it is"
+        ),
+        instead="Set parallel.sequence_parallel to true, or use megatron-core 0.14 or later.",
     ),
 )

@@ -63,6 +63,19 @@ _CHECKS = (
         ),
     ),
     Check(
+        patch="mla-rotary-key-gradient",
+        measurement=f"{_MEASURED}.mla_ranks:rotary_key",
+        world=2,
+        without=(Gap(1e-2),),
+    ),
+    Check(
+        patch="mla-query-norm-gradient",
+        measurement=f"{_MEASURED}.mla_ranks:query_norm",
+        world=2,
+        without=(Gap(0.5),),  # twice as large
+        needs=("mla-rotary-key-gradient",),
+    ),
+    Check(
         patch="packed-rotary-host-reads",
         measurement=f"{_MEASURED}.packed:rotary_positions",
         world=2,

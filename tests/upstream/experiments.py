@@ -14,8 +14,8 @@ from bundle.sequences.alignment import Alignment
 from bundle.sequences.packing import Packing
 from bundle.verification import tiny
 from bundle.verification.bench import Bench
-from bundle.verification.numbers import Numbers, gap, run
-from bundle.verification.tiny import DENSE, EXPERTS, VOCABULARY
+from bundle.verification.numbers import Numbers, gap, norm_gap, run
+from bundle.verification.tiny import DENSE, EXPERTS, LATENT, VOCABULARY
 from tests.engine.experiments import engine as engine_of
 
 ROWS, LENGTH, STEPS = 8, 32, 2
@@ -74,6 +74,11 @@ def overlap_in_buckets(bench: Bench) -> float:
     """A shared embedding behind buckets of any fill; no trap, because a patch of 0.12 pads in between."""
     model = {"config": DENSE | {"tie_word_embeddings": True}}
     return _compare(bench, model, {"pp": 2}, overlap_grad_reduce=True, bucket_size=10000)
+
+
+def latent_attention_without_sequence_parallelism(bench: Bench) -> float:
+    """The gradient norm of two tensor-parallel ranks with the whole sequence each."""
+    return norm_gap(bench, LATENT, {"sequence_parallel": False}, tp=2)
 
 
 def prediction_with_two_outputs(bench: Bench) -> float:

@@ -54,6 +54,11 @@ CASES = (
         expected=(Raises("AssertionError", "Communication call has not been issued"),),
     ),
     Case("overlap_in_buckets"),
+    Case(
+        "latent_attention_without_sequence_parallelism",
+        "mla-tensor-without-sequence-parallel",
+        expected=(Raises("RuntimeError", "must match the size of tensor"),),
+    ),
     Case("prediction_with_two_outputs"),  # reported, and not so
 )
 

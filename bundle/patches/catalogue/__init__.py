@@ -6,6 +6,7 @@ from bundle.patches.catalogue import (
     dist_checkpoint,
     gradients,
     mla,
+    mla_ranks,
     moe,
     mtp,
     multimodal,
@@ -24,6 +25,7 @@ from bundle.patches.entry import Patch
 # In this order wrappers are put on a target that several patches share: the first is the innermost.
 PATCHES: tuple[Patch, ...] = (
     *mla.PATCHES,
+    *mla_ranks.PATCHES,
     *packed.PATCHES,
     *mtp.PATCHES,
     *recompute.PATCHES,
