@@ -111,6 +111,13 @@ _CHECKS = (
         without=(Gap(1e-1),),
     ),
     Check(
+        patch="mtp-per-token-weight",
+        measurement=f"{_MEASURED}.mtp:per_token",
+        world=2,
+        without=(Gap(0.1),),  # one token of eight and more
+        needs=("mtp-context-parallel-roll",),
+    ),
+    Check(
         patch="mtp-zero-layers",
         measurement=f"{_MEASURED}.mtp:zero_layers",
         without=(Raises("AttributeError", "'NoneType' object has no attribute 'clone'"),),

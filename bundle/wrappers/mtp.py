@@ -76,6 +76,32 @@ def count_mask_over_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
     return process_mtp_loss
 
 
+def as_heavy_as_before(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `roll_tensor` whose rolled loss mask has the sum that it had before (below 0.17).
+
+    The sum of losses behind it then weighs what the main loss weighs. A mean is what it was, the count
+    of tokens being weighted too.
+    """
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def roll_tensor(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        rolled, count = original(tensor, *args, **kwargs)
+        if tensor is None or not tensor.is_floating_point():
+            return rolled, count  # token ids, positions, labels
+        group = signature.bind(tensor, *args, **kwargs).arguments.get("cp_group")
+        if "cp_group" not in signature.parameters:  # to 0.13
+            group = parallel_state.get_context_parallel_group()
+        sums = torch.stack([tensor.sum(), rolled.sum()])
+        if group is not None and group.size() > 1:
+            torch.distributed.all_reduce(sums, group=group)
+        before, after = sums
+        weight = torch.where(after > 0, before / after.clamp(min=torch.finfo(after.dtype).tiny), 1.0)
+        return rolled * weight, count * weight
+
+    return roll_tensor
+
+
 def rolled_by_one_gather(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `_roll_tensor_packed_seq` that rolls where the sequences lie, padding included, all at once.
 

@@ -38,6 +38,7 @@ PRESENT = {
     "mtp-packed-roll-boundaries": [("0.16.0", "0.19.2")],
     "mtp-loss-context-parallel-normalisation": [("0.17.0", "0.19.2")],
     "mtp-loss-context-parallel-count": [("0.14.0", "0.16.1")],
+    "mtp-per-token-weight": [("0.12.0", "0.16.1")],
     "mtp-zero-layers": [("0.16.0", "0.16.1")],
     "mtp-without-labels": [("0.12.0", "0.19.2")],
     "mtp-packed-full-recompute": [("0.16.0", "0.17.1")],

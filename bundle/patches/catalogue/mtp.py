@@ -77,6 +77,18 @@ def _dividing(source: "Evidence") -> bool:
     return any(p is not None and p.calls("roll_tensor") and p.has("_ / num_tokens") for p in places)
 
 
+def _rolled_sum(source: "Evidence") -> Presence:
+    """Whether the sum over the tokens that a roll leaves is weighted as if none had gone."""
+    places = [source[place] for place in (_LOSS, _POSTPROCESS, _FORWARD, _BLOCK)]
+    scaling = [p for p in places if p is not None and "MTPLossAutoScaler" in p.names]
+    if not scaling:
+        return Presence.ABSENT if _without_prediction(source) else Presence.UNKNOWN
+    if all(p.has("mtp_loss_scale * mtp_loss * (original_num_tokens / _)") for p in scaling):
+        return Presence.ABSENT
+    plain = any(p.has("MTPLossAutoScaler.apply(_, mtp_loss_scale * mtp_loss)") for p in scaling)
+    return Presence.PRESENT if plain else Presence.UNKNOWN
+
+
 def _zero_is_some(source: "Evidence") -> Presence:
     """Whether the model asks if the number of layers is None, and so takes 0 for some."""
     model = source[_POSTPROCESS] or source[_FORWARD]
@@ -203,6 +215,22 @@ PATCHES = (
         ),
         evidence=(_LOSS, _POSTPROCESS, _FORWARD, _BLOCK),
         defect=_count_of_one_rank,
+    ),
+    Patch(
+        id="mtp-per-token-weight",
+        replacements=(Replacement(_ROLL, "bundle.wrappers.mtp:as_heavy_as_before"),),
+        why=(
+            "Under a loss per token the prediction of further tokens weighs too little, much too little in "
+            "short sequences: its sum has a token less for each roll, and is divided by the tokens of the "
+            "main loss."
+        ),
+        upstream="NVIDIA/Megatron-LM#2417, #1532; fixed by #3159 in 0.17",
+        range="<0.17",
+        fixed_in="0.17.0",
+        when=frozenset({"mtp"}),
+        assumes="the loss mask is of floats, and labels and mask arrive cut for context parallel",
+        evidence=(_ROLL, _LOSS, _POSTPROCESS, _FORWARD, _BLOCK),
+        defect=_rolled_sum,
     ),
     Patch(
         id="mtp-zero-layers",

@@ -31,8 +31,31 @@ def _seen(bench: Bench, groups: Groups) -> Numbers:
     mean = {"calculate_per_token_loss": False}
     averaged = trained(chunk(bench, groups, DENSE, mean, mtp=_TWO_DEPTHS), groups, [batch])
     # The layers' own gradients are of a mean, which data-parallel reduction averages over these ranks.
-    own = {f"mean {k}": v / groups.cp.size for k, v in averaged.items() if k.startswith("mtp.")}
+    own = {f"mean {k}": v / groups.cp.size for k, v in _own(averaged).items()}
     return {**per_token, **own, "logged": logged}
+
+
+def per_token(bench: Bench) -> float:
+    """The layers' gradients of a loss per token, of one rank and of two, against those of a mean.
+
+    A mean over the tokens that are left, times the tokens of the main loss.
+    """
+    lengths, gaps = (8, 8), []
+    tokens, mask = torch.stack(texts(lengths)), torch.ones(2, 8)
+    with bench.layout() as groups:
+        model = chunk(bench, groups, DENSE, {"calculate_per_token_loss": False}, mtp=_TWO_DEPTHS)
+        mean = _own(trained(model, groups, [rows(bench, groups, tokens, mask)]))
+    for sizes in ({}, {"cp": 2}):
+        with bench.layout(**sizes) as groups:
+            model = chunk(bench, groups, DENSE, mtp=_TWO_DEPTHS)
+            seen = _own(trained(model, groups, [rows(bench, groups, tokens, mask)]))
+            gaps.append(gap(seen, {name: sum(lengths) * x for name, x in mean.items()}))
+    return max(gaps)
+
+
+def _own(seen: Numbers) -> Numbers:
+    """The numbers of the layers of prediction."""
+    return {name: x for name, x in seen.items() if name.startswith("mtp.")}
 
 
 def padded_packing(bench: Bench) -> float:
