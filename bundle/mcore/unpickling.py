@@ -1,6 +1,7 @@
 """Reading pickles that somebody else may have made: data only, whatever they ask for."""
 
 import argparse
+import enum
 import io
 import os
 import pathlib
@@ -39,6 +40,7 @@ _NAMES = {
     ("torch._utils", "_rebuild_tensor_v2"),
     ("torch.storage", "_load_from_bytes"),
 }
+_MISSING = object()
 _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 # Of two that overlap, the first to leave would unpickle freely while the other reads, the last for ever not.
 _ALONE = threading.RLock()
@@ -91,16 +93,50 @@ def _classes_of_common_state() -> list[type]:
 
 
 class _DataOnly(pickle.Unpickler):
+    """Pickles can also set attributes of what they name: of classes that all of the process shares."""
+
+    def __init__(self, file: Any, **options: Any) -> None:
+        super().__init__(file, **options)
+        self._shared: dict[int, tuple[Any, dict[str, Any]]] = {}  # by id: what was given, and how it was
+
+    def load(self) -> Any:
+        try:
+            loaded = super().load()
+        finally:
+            changed = [name for given, was in self._shared.values() for name in _put_back(given, was)]
+        if changed:
+            raise pickle.UnpicklingError(f"it changes {', '.join(changed)}, which is more than data")
+        return loaded
+
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(found := getattr(torch, name, None), _CONSTANTS):
             return found
         if module in _CLASSES_OF:
             found = vars(import_module(module)).get(name)
             if isinstance(found, type) and found.__module__ == module:
-                return found
+                return self._noted(found)
         if (module, name) in _NAMES:
-            return super().find_class(module, name)
+            found = super().find_class(module, name)
+            return self._noted(found) if isinstance(found, type) else lambda *given: found(*given)
         raise pickle.UnpicklingError(f"it holds {module}.{name}, which is not data: it could run code")
+
+    def _noted(self, found: type) -> type:
+        for given in (found, *(found if issubclass(found, enum.Enum) else ())):
+            self._shared.setdefault(id(given), (given, dict(vars(given))))
+        return found
+
+
+def _put_back(given: Any, was: dict[str, Any]) -> list[str]:
+    """The attributes that are others than they were, which they are again; pydantic makes its own late."""
+    now = vars(given)
+    names = [name for name in now.keys() | was.keys() if not name.startswith("__pydantic")]
+    changed = [name for name in names if now.get(name, _MISSING) is not was.get(name, _MISSING)]
+    for name in changed:
+        if name in was:
+            setattr(given, name, was[name])
+        else:
+            delattr(given, name)
+    return [f"{name} of {given}" for name in changed]
 
 
 def _load(file: Any, **options: Any) -> Any:

@@ -1,6 +1,8 @@
 """What a checkpoint may hold: Transformer Engine's FP8 state (a contract: stand-ins of its classes)."""
 
 import enum
+import io
+import pathlib
 import pickle
 import sys
 from types import ModuleType
@@ -67,3 +69,38 @@ def test_what_else_lies_beside_a_recipe_is_not(engine: None, name: str):
     for module in (RECIPES, LAYERS):
         with data_only(), pytest.raises(pickle.UnpicklingError, match=f"{module}.{name}"):
             pickle.loads(f"c{module}\n{name}\n(S'run'\ntR.".encode())
+
+
+def setting(module: str, name: str, attribute: str, *, member: int | None = None) -> bytes:
+    """A pickle that makes `attribute` of a class, function or enum's member the class `set`."""
+    named = f"c{module}\n{name}\n" + (f"(I{member}\ntR" if member is not None else "")
+    return f"{named}(N(dS'{attribute}'\ncbuiltins\nset\nstb.".encode()
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "attribute", "member"),
+    [
+        ("pathlib", "PosixPath", "is_symlink", None),  # inherited
+        ("pathlib", "PosixPath", "__new__", None),
+        ("torch.distributed.checkpoint.metadata", "MetadataIndex", "__eq__", None),
+        ("torch.distributed.checkpoint.planner", "WriteItemType", "_value_", 1),
+    ],
+)
+def test_a_pickle_changes_no_class_of_the_process(module, name, attribute, member):
+    owner = getattr(sys.modules[module], name)
+    of = owner if member is None else owner(member)
+    before = getattr(of, attribute)
+    with data_only(), pytest.raises(pickle.UnpicklingError, match=f"it changes {attribute} of .*{name}"):
+        pickle.loads(setting(module, name, attribute, member=member))
+    assert getattr(of, attribute) == before and not pathlib.Path(__file__).is_symlink()
+    with data_only(), pytest.raises(EOFError):  # cut off behind the change
+        pickle.load(io.BytesIO(setting(module, name, attribute, member=member)[:-1]))
+    assert getattr(of, attribute) == before
+
+
+def test_a_pickle_changes_no_function_of_the_process():
+    from torch.storage import _load_from_bytes
+
+    with data_only():
+        pickle.loads(setting("torch.storage", "_load_from_bytes", "mark"))
+    assert not hasattr(_load_from_bytes, "mark")
