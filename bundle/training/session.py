@@ -66,8 +66,8 @@ def run(
             checkpoints.poll()
 
         metrics = held.enter_context(_metrics(recipe, directory, progress, reports=rank == 0))
-        if corpus.skipped_count and progress.step == 0:
-            metrics.write(progress.step, {"data/skipped": corpus.skipped_count})
+        if corpus.skipped_count and not goes_on:
+            metrics.write(0, {"data/skipped": corpus.skipped_count})
         feed = data.Feed(recipe, corpus, state.dp.rank, state.dp.size)
         hooks = loop.Hooks(save=save, should_stop=stop.agreed, alive=alive)
         loop.train(engine, Batches(recipe, feed, state, device), progress, metrics, hooks)

@@ -74,5 +74,17 @@ def test_a_run_says_how_many_rows_it_skipped(rows):
     flags = [word for key in [*keys, "data.on_error=skip"] for word in ("--set", key)]
     assert "the data has 30 corrupt rows or files, which are skipped" in ended(train(rows / "run", *flags), 0)
     assert json.loads((rows / "run" / "result.json").read_text())["skipped_rows"] == 30
-    first = json.loads((rows / "run" / "metrics.jsonl").read_text().splitlines()[0])
-    assert (first["step"], first["data/skipped"]) == (0, 30)
+    assert skipped(rows / "run") == [(0, 30)]
+    # A run that begins with a checkpoint tells its own; one that goes on without any does not tell it again.
+    longer = [*flags, "--set", "train.steps=5", "--from", str(rows / "run")]
+    ended(train(rows / "other", *longer), 0)
+    assert skipped(rows / "other") == [(0, 30)]
+    shutil.rmtree(rows / "other" / "checkpoints")
+    (rows / "other" / "result.json").unlink()
+    ended(train(rows / "other", *longer), 0)
+    assert skipped(rows / "other") == [(0, 30)]
+
+
+def skipped(run):
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line["data/skipped"]) for line in lines if "data/skipped" in line]
