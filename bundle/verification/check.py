@@ -289,6 +289,12 @@ _CHECKS = (
         without=(Raises("RuntimeError", "is invalid for input of size"),),
     ),
     Check(
+        patch="gated-delta-norm-gradient",
+        measurement=f"{_MEASURED}.gated_delta:output_norm",
+        world=2,
+        without=(Gap(0.1),),
+    ),
+    Check(
         patch="mrope-packed",
         measurement=f"{_MEASURED}.multimodal:packed_positions",
         world=2,

@@ -4,6 +4,7 @@ from bundle.patches.catalogue import (
     attention,
     balancing,
     dist_checkpoint,
+    gated_delta,
     gradients,
     mla,
     mla_ranks,
@@ -41,5 +42,6 @@ PATCHES: tuple[Patch, ...] = (
     *vocabulary.PATCHES,
     *optimizer_checkpoint.PATCHES,
     *attention.PATCHES,
+    *gated_delta.PATCHES,
     *multimodal.PATCHES,
 )
