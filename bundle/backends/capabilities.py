@@ -5,6 +5,7 @@ from typing import Literal
 
 from bundle.backends.attention import AttentionKernel
 from bundle.backends.layers import Layers
+from bundle.fp8 import Format, Scaling
 from bundle.frozen import frozen, frozen_by_name
 
 
@@ -12,8 +13,8 @@ from bundle.frozen import frozen, frozen_by_name
 class Fp8Scaling:
     """One FP8 scaling that a backend offers."""
 
-    name: str
-    formats: tuple[str, ...]
+    name: Scaling
+    formats: tuple[Format, ...]
     needs: str  # the device that it takes, in words
     runs_on: Callable[[str], bool]  # of the device's generation (hardware.Device.generation)
     source: str
@@ -77,7 +78,7 @@ class Capabilities:
         """The mask that a model of this kind takes in this layout."""
         return next(mask for mask in self.masks if (mask.model, mask.layout) == (model, layout))
 
-    def fp8_refusal(self, scaling: str, format: str, generation: str | None) -> str | None:
+    def fp8_refusal(self, scaling: Scaling, format: Format, generation: str | None) -> str | None:
         """Why FP8 cannot be had like this; None if it can. `generation` None: the device is not known."""
         offered = {option.name: option for option in self.fp8}
         option = offered.get(scaling)

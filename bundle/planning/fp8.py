@@ -4,11 +4,11 @@ import re
 from collections.abc import Iterator
 
 from bundle.backends.layers import Layers
+from bundle.fp8 import SCALINGS, Scaling
 from bundle.planning.parameters import parameters
 from bundle.planning.placement import Placement
 from bundle.planning.problem import Problem, recipe_problem
 from bundle.recipe import Recipe
-from bundle.sequences.alignment import FP8_ROWS, Alignment
 
 # Weights of the layers that multiply in FP8: not the embedding, the output layer, routers and norms.
 _MULTIPLIED = r"(linear_\w+|eh_proj)\.weight\d*$"
@@ -25,9 +25,9 @@ def fp8_problems(recipe: Recipe, placement: Placement, layers: Layers) -> Iterat
         yield from _rows(recipe, scaling)
 
 
-def _weights(recipe: Recipe, placement: Placement, layers: Layers, scaling: str) -> Iterator[Problem]:
+def _weights(recipe: Recipe, placement: Placement, layers: Layers, scaling: Scaling) -> Iterator[Problem]:
     """A weight of several layers is named once."""
-    multiple = FP8_ROWS[scaling]
+    multiple = SCALINGS[scaling]
     refused = {
         (re.sub(_NUMBERS, "", tensor.name), tensor.shape)
         for chunk in (chunk for chunks in placement.stages for chunk in chunks)
@@ -41,18 +41,12 @@ def _weights(recipe: Recipe, placement: Placement, layers: Layers, scaling: str)
         )
 
 
-def _rows(recipe: Recipe, scaling: str) -> Iterator[Problem]:
-    parallel, rows, length = recipe.parallel, recipe.train.micro_batch_size, recipe.data.sequence_length
-    alignment = Alignment(
-        "bshd",
-        tp=parallel.tp,
-        cp=parallel.cp,
-        sequence_parallel=parallel.sequence_parallel,
-        scaling=scaling,
-    )
-    if rows * length % alignment.total:
+def _rows(recipe: Recipe, scaling: Scaling) -> Iterator[Problem]:
+    rows, length = recipe.train.micro_batch_size, recipe.data.sequence_length
+    multiple = recipe.alignment.total
+    if rows * length % multiple:
         yield recipe_problem(
-            f"data.sequence_length: {scaling} FP8 takes multiples of {FP8_ROWS[scaling].rows} tokens on every"
-            f" rank, so a micro-batch of {rows} x {length} must be a multiple of {alignment.total}: change"
+            f"data.sequence_length: {scaling} FP8 takes multiples of {SCALINGS[scaling].rows} tokens on every"
+            f" rank, so a micro-batch of {rows} x {length} must be a multiple of {multiple}: change"
             " the length or train.micro_batch_size, or pack (data.packed)"
         )

@@ -2,6 +2,7 @@
 
 from typing import Any, Literal
 
+from bundle.fp8 import SCALINGS, Format, Scaling
 from bundle.recipe.section import Count, Names, NotNegative, key, section
 
 
@@ -9,20 +10,20 @@ from bundle.recipe.section import Count, Names, NotNegative, key, section
 class FP8:
     """FP8 matrix products: Transformer Engine's on GPUs, emulated on the cpu backend."""
 
-    scaling: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = key(
+    scaling: Scaling = key(
         description="How scales are found: past steps, per tensor, per block, per 32 values (Blackwell)."
     )
-    format: Literal["e4m3", "hybrid"] = key(
+    format: Format = key(
         default="hybrid",
         description="Number format; hybrid takes e5m2 for gradients. Left out: e4m3 for blockwise and mxfp8.",
     )
 
     @staticmethod
     def complete(given: Any) -> Any:
-        """Fine scales need no wide gradients."""
+        """The format that a scaling is taken with where nobody says."""
         if isinstance(given, dict) and given.get("format") is None:
-            fine = given.get("scaling") in ("blockwise", "mxfp8")
-            return given | {"format": "e4m3" if fine else "hybrid"}
+            named = [rule for scaling, rule in SCALINGS.items() if scaling == given.get("scaling")]
+            return given | {"format": named[0].format if named else "hybrid"}
         return given
 
 

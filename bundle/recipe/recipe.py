@@ -20,6 +20,7 @@ from bundle.recipe.sections import (
     Optimizer,
     Train,
 )
+from bundle.sequences.alignment import Alignment
 
 
 @section
@@ -63,6 +64,18 @@ class Recipe:
         if read.moe is not None and balancing is not None:
             read = replace(read, moe=replace(read.moe, aux_loss_coeff=balancing, unused_aux_loss_coeff=0.0))
         return read
+
+    @cached_property
+    def alignment(self) -> Alignment:
+        """The multiples that this job's sequences are padded to, and that its lengths must be."""
+        parallel, fp8 = self.parallel, self.model.fp8
+        return Alignment(
+            "thd" if self.data.packed else "bshd",
+            tp=parallel.tp,
+            cp=parallel.cp,
+            sequence_parallel=parallel.sequence_parallel,
+            scaling=fp8.scaling if fp8 else None,
+        )
 
     @cached_property
     def features(self) -> frozenset[str]:

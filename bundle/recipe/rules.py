@@ -99,14 +99,12 @@ def _pipeline(recipe: Recipe) -> Iterator[Violation]:
 
 def _sequences(recipe: Recipe) -> Iterator[Violation]:
     parallel, length = recipe.parallel, recipe.data.sequence_length
-    # Context parallelism gives each rank two chunks (zigzag), sequence parallelism divides what a rank holds.
-    multiple = (2 * parallel.cp if parallel.cp > 1 else 1) * (
-        parallel.tp if parallel.sequence_parallel else 1
-    )
+    multiple = recipe.alignment.length
     if length % multiple:
-        factors = "2 x cp x tp" if parallel.cp > 1 and parallel.sequence_parallel else "2 x cp"
-        reason = factors if parallel.cp > 1 else "tp (sequence parallel)"
-        yield "data.sequence_length", f"{length} is not a multiple of {multiple}, which is {reason}"
+        shares = f"cp {parallel.cp}" if parallel.cp > 1 else ""
+        if parallel.sequence_parallel:
+            shares += f"{' and ' if shares else ''}tp {parallel.tp} (sequence parallel)"
+        yield "data.sequence_length", f"{length} is not a multiple of {multiple}, as {shares} needs it"
     longest = recipe.architecture.max_position_embeddings
     if length > longest:
         yield "data.sequence_length", f"{length} exceeds the model's max_position_embeddings {longest}"

@@ -5,34 +5,11 @@ from math import gcd, lcm
 from typing import Literal
 
 from bundle.errors import JobFailed, UsageError
+from bundle.fp8 import SCALINGS, Scaling
 from bundle.frozen import frozen
 
 Layout = Literal["thd", "bshd"]
 CPLayout = Literal["zigzag", "contiguous"]
-
-
-@frozen
-class RowMultiple:
-    """What the rows of a matrix, and its features, must be a multiple of before a kernel takes it, and who
-    says so.
-    """
-
-    rows: int
-    source: str
-
-
-_MEASURED = (
-    "measured on one H200 with Transformer Engine 2.14.1: 8 rows pass its own check and then fail in"
-    " cublasLt ('Leading dimension requirement on A for FP8 GEMM'), 16 work, forward and backward"
-)
-FP8_ROWS = {
-    "delayed": RowMultiple(16, _MEASURED),
-    "tensorwise": RowMultiple(16, _MEASURED),
-    "blockwise": RowMultiple(16, _MEASURED),
-    "mxfp8": RowMultiple(
-        32, "one scale for each block of 32 rows or columns (OCP MX); not measured: no device"
-    ),
-}
 
 
 @frozen
@@ -78,7 +55,7 @@ class Alignment:
     tp: int = 1
     cp: int = 1
     sequence_parallel: bool = False
-    scaling: str | None = None
+    scaling: Scaling | None = None
     cp_layout: CPLayout = "zigzag"
     bucket: int = 1
 
@@ -91,7 +68,7 @@ class Alignment:
         for name, value, known in (
             ("layout", self.layout, ("thd", "bshd")),
             ("cp_layout", self.cp_layout, ("zigzag", "contiguous")),
-            ("FP8 scaling", self.scaling, (None, *FP8_ROWS)),
+            ("FP8 scaling", self.scaling, (None, *SCALINGS)),
         ):
             if value not in known:
                 violations.append(f"{name} is {value!r}: known are {', '.join(map(str, known))}")
@@ -111,9 +88,16 @@ class Alignment:
         return 1 if self.cp_layout == "contiguous" else chunks
 
     @property
+    def length(self) -> int:
+        """The multiple of a length that a job gives to every sequence or pack, FP8 aside: all ranks get rows,
+        each as many.
+        """
+        return lcm(self.sequence, self._shares)
+
+    @property
     def total(self) -> int:
         """The multiple of all rows together, over all ranks."""
-        rows = self._shares * (FP8_ROWS[self.scaling].rows if self.scaling else 1)
+        rows = self._shares * (SCALINGS[self.scaling].rows if self.scaling else 1)
         return lcm(self.sequence, rows, self.bucket if self.layout == "thd" else 1)
 
     def pad(self, lengths: Sequence[int], *, length: int | None = None) -> Padding:

@@ -8,7 +8,6 @@ from bundle.engine import MicroBatch
 from bundle.engine.microbatch import from_packing, from_rows
 from bundle.mcore.groups import Groups
 from bundle.recipe import Recipe
-from bundle.sequences.alignment import Alignment
 from bundle.sequences.packing import Packing
 from bundle.training.data import Batch, Feed
 
@@ -24,13 +23,7 @@ class Batches:
         }
         # Every pack is filled up to the same number of rows: stages exchange activations of one shape.
         self._length = recipe.data.sequence_length
-        self._alignment = Alignment(
-            "thd",
-            tp=groups.tp.size,
-            cp=groups.cp.size,
-            sequence_parallel=recipe.parallel.sequence_parallel,
-            scaling=recipe.model.fp8.scaling if recipe.model.fp8 else None,
-        )
+        self._alignment = recipe.alignment
 
     def training(self, consumed: int) -> list[MicroBatch]:
         """The micro-batches of the step that begins after `consumed` samples of the whole run."""

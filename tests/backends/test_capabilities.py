@@ -1,17 +1,19 @@
 """The tables of what the backends can do, against the facts they were made from."""
 
+from typing import Any
+
 import pytest
 
 from bundle.backends.ascend.capabilities import ASCEND
 from bundle.backends.capabilities import Capabilities
 from bundle.backends.cpu.capabilities import CPU
 from bundle.backends.cuda.capabilities import CUDA
-from bundle.sequences.alignment import FP8_ROWS
+from bundle.fp8 import SCALINGS
 
 BACKENDS = (CPU, CUDA, ASCEND)
 
 
-def refusal(backend: Capabilities, scaling: str, format: str, generation: str | None) -> str:
+def refusal(backend: Capabilities, scaling: Any, format: Any, generation: str | None) -> str:
     return backend.fp8_refusal(scaling, format, generation) or "none"
 
 
@@ -34,7 +36,7 @@ def test_fp8_by_compute_capability(scaling, runs, not_):
 def test_fp8_on_ascend_wants_a5_and_a_cpu_has_all_of_it():
     assert ASCEND.fp8_refusal("mxfp8", "e4m3", "a5") is None
     assert "Ascend950" in refusal(ASCEND, "tensorwise", "e4m3", "a3")
-    for scaling in FP8_ROWS:
+    for scaling in SCALINGS:
         assert CPU.fp8_refusal(scaling, "hybrid", "x86_64") is None
     assert "has no nvfp4" in refusal(CUDA, "nvfp4", "e4m3", "10.0")
     assert "no format e5m2" in refusal(CUDA, "mxfp8", "e5m2", "10.0")
@@ -82,7 +84,7 @@ def test_tables_are_complete(backend):
     assert len(names) == len(set(names)) and "CUDA_DEVICE_MAX_CONNECTIONS" in names
     assert all(variable.why and isinstance(variable.value, str) for variable in backend.environment)
     assert backend.kernel("auto").name == backend.auto_attention.value
-    assert {option.name for option in backend.fp8} == set(FP8_ROWS)
+    assert {option.name for option in backend.fp8} == set(SCALINGS)
 
 
 def test_variables_follow_the_features():

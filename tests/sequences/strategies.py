@@ -4,7 +4,8 @@ import random
 
 from hypothesis import strategies as st
 
-from bundle.sequences.alignment import FP8_ROWS, Alignment
+from bundle.fp8 import SCALINGS
+from bundle.sequences.alignment import Alignment
 
 SIZES = st.sampled_from((1, 2, 4, 8))
 ALIGNMENTS = st.builds(
@@ -13,7 +14,7 @@ ALIGNMENTS = st.builds(
     tp=SIZES,
     cp=SIZES,
     sequence_parallel=st.booleans(),
-    scaling=st.sampled_from((None, *FP8_ROWS)),
+    scaling=st.sampled_from((None, *SCALINGS)),
     cp_layout=st.sampled_from(("zigzag", "contiguous")),
     bucket=st.sampled_from((1, 1, 24, 512)),
 )

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bundle.errors import JobFailed, UsageError
-from bundle.sequences.alignment import FP8_ROWS, Alignment, Padding
+from bundle.fp8 import SCALINGS
+from bundle.sequences.alignment import Alignment, Padding
 from tests.sequences.strategies import ALIGNMENTS, LENGTHS
 
 
@@ -149,10 +150,10 @@ def test_an_empty_micro_batch_is_refused():
 
 
 def test_every_scaling_says_where_its_rows_come_from():
-    assert {name: entry.rows for name, entry in FP8_ROWS.items()} == {
+    assert {name: entry.rows for name, entry in SCALINGS.items()} == {
         "delayed": 16,
         "tensorwise": 16,
         "blockwise": 16,
         "mxfp8": 32,
     }
-    assert all(entry.source for entry in FP8_ROWS.values())
+    assert all(entry.source for entry in SCALINGS.values())

@@ -5,6 +5,7 @@ from dataclasses import replace
 from bundle.backends.attention import AttentionKernel
 from bundle.backends.capabilities import Capabilities, Choice, Fp8Scaling, Mask, Variable, connections
 from bundle.backends.layers import TRANSFORMER_ENGINE
+from bundle.fp8 import FORMATS, SCALINGS
 
 _NOTES = "MindSpeed 26.1.0 release notes; op-plugin has int8 and int4 products only on A2 and A3"
 
@@ -42,10 +43,7 @@ ASCEND = Capabilities(
         ),
     ),
     auto_attention=Choice("flash", "the only kernel for packed input"),
-    fp8=tuple(
-        Fp8Scaling(name, ("e4m3", "hybrid"), "Atlas A5 (Ascend950)", _a5, _NOTES)
-        for name in ("delayed", "tensorwise", "blockwise", "mxfp8")
-    ),
+    fp8=tuple(Fp8Scaling(name, FORMATS, "Atlas A5 (Ascend950)", _a5, _NOTES) for name in SCALINGS),
     masks=(
         Mask("text", "thd", "none", "the ends of the sequences say everything"),
         Mask(

@@ -5,6 +5,7 @@ from dataclasses import replace
 from bundle.backends.attention import FLASH, FUSED, UNFUSED
 from bundle.backends.capabilities import Capabilities, Choice, Fp8Scaling, Mask, Variable, connections
 from bundle.backends.layers import LOCAL
+from bundle.fp8 import FORMATS, SCALINGS
 
 _RUNS = "torch's cpu kernels, with the refusals of {}"
 _EMULATED = "Transformer Engine's recipe in torch's own 8-bit numbers, with the refusals of its layers"
@@ -19,10 +20,7 @@ CPU = Capabilities(
         for kernel in (FLASH, FUSED, UNFUSED)
     ),
     auto_attention=Choice("unfused", "the contract that takes everything: here all three cost the same"),
-    fp8=tuple(
-        Fp8Scaling(name, ("e4m3", "hybrid"), "any cpu", lambda generation: True, _EMULATED)
-        for name in ("delayed", "tensorwise", "blockwise", "mxfp8")
-    ),
+    fp8=tuple(Fp8Scaling(name, FORMATS, "any cpu", lambda generation: True, _EMULATED) for name in SCALINGS),
     masks=(
         Mask("text", "thd", "none", "the boundaries of the sequences say everything"),
         Mask("text", "bshd", "none", "padding stands at the end, where a causal mask hides it"),

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from bundle.backends.attention import FLASH, FUSED, UNFUSED
 from bundle.backends.capabilities import Capabilities, Choice, Fp8Scaling, Mask, Variable, connections
 from bundle.backends.layers import TRANSFORMER_ENGINE
+from bundle.fp8 import FORMATS
 
-_FORMATS = ("e4m3", "hybrid")
 _MATRIX = "Transformer Engine's support matrix"
 
 
@@ -24,12 +24,12 @@ CUDA = Capabilities(
         "flash", "Transformer Engine prefers it where flash-attn is installed and takes the input"
     ),
     fp8=(
-        Fp8Scaling("delayed", _FORMATS, "compute capability 8.9 or newer", _at_least(8, 9), _MATRIX),
-        Fp8Scaling("tensorwise", _FORMATS, "compute capability 8.9 or newer", _at_least(8, 9), _MATRIX),
-        Fp8Scaling("blockwise", _FORMATS, "compute capability 9.0 or newer", _at_least(9, 0), _MATRIX),
+        Fp8Scaling("delayed", FORMATS, "compute capability 8.9 or newer", _at_least(8, 9), _MATRIX),
+        Fp8Scaling("tensorwise", FORMATS, "compute capability 8.9 or newer", _at_least(8, 9), _MATRIX),
+        Fp8Scaling("blockwise", FORMATS, "compute capability 9.0 or newer", _at_least(9, 0), _MATRIX),
         Fp8Scaling(
             "mxfp8",
-            _FORMATS,
+            FORMATS,
             "compute capability 10.0 or 10.3",
             lambda capability: capability in ("10.0", "10.3"),
             f"{_MATRIX}, which excludes 12.0; TransformerEngine#2304",

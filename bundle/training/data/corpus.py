@@ -11,7 +11,6 @@ from bundle.errors import JobFailed
 from bundle.recipe import Recipe
 from bundle.recipe.section import plain
 from bundle.recipe.sources import STDLIB, Source, expand, interpreter
-from bundle.sequences.alignment import Alignment
 from bundle.training.data import reading
 from bundle.training.data.entropy import bigram_entropy
 from bundle.training.data.order import held_out
@@ -125,10 +124,10 @@ def _counted(documents: Iterator[Document], progress: Progress) -> Iterator[Docu
 
 def _room(recipe: Recipe) -> tuple[int, int]:
     """Tokens that one sequence may have, and the multiple in which a pack gives room to each."""
-    length, parallel = recipe.data.sequence_length, recipe.parallel
+    length = recipe.data.sequence_length
     if not recipe.data.packed:
         return length, 1
-    multiple = Alignment("thd", tp=parallel.tp, cp=parallel.cp).sequence
+    multiple = recipe.alignment.sequence
     even = math.lcm(multiple, ROOM_MULTIPLE)
     return (length // even * even, even) if length >= even else (length // multiple * multiple, multiple)
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bundle.fp8 import Scaling
 from bundle.recipe import Recipe
 from bundle.recipe.validation import validated
 from bundle.sequences.alignment import Alignment
@@ -42,7 +43,7 @@ class Case:
     first_stage: int | None = None  # layers of the first pipeline stage, where stages are not equal
     mtp: bool = False
     recompute: bool = False
-    scaling: str | None = None  # of FP8
+    scaling: Scaling | None = None
 
     @property
     def reference(self) -> "Case":

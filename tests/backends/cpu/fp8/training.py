@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bundle.backends import preparation
 from bundle.errors import JobFailed
+from bundle.fp8 import Scaling
 from bundle.planning.planned import planned
 from bundle.recipe import Recipe
 from bundle.sequences.alignment import Alignment
@@ -73,7 +74,7 @@ def recipe(case: str) -> Recipe:
     return smoke.recipe(model, WIDER[model], model=arithmetic, parallel={"tp": 2 if "tp2" in more else 1})
 
 
-def packs(job: Recipe, scaling: str | None) -> list[Any]:
+def packs(job: Recipe, scaling: Scaling | None) -> list[Any]:
     """One micro-batch of three sequences, 43 tokens, padded as `scaling` wants it."""
     from bundle.engine.microbatch import from_packing
 

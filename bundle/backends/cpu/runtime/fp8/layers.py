@@ -13,9 +13,9 @@ from bundle.backends.cpu.runtime.fp8.delayed import phase_of
 from bundle.backends.cpu.runtime.fp8.operands import operands
 from bundle.backends.cpu.runtime.fp8.product import product
 from bundle.errors import JobFailed
+from bundle.fp8 import SCALINGS
 from bundle.mcore.signatures import known
 from bundle.recipe.model import FP8
-from bundle.sequences.alignment import FP8_ROWS
 
 
 @cache
@@ -90,7 +90,7 @@ class _Products:
         return product(input, weight, bias, self._operands, phase_of(training=self.training))
 
     def _refuse(self, x: Tensor, weight: Tensor) -> None:
-        multiple, source = FP8_ROWS[self.fp8.scaling].rows, FP8_ROWS[self.fp8.scaling].source
+        multiple, source = SCALINGS[self.fp8.scaling].rows, SCALINGS[self.fp8.scaling].source
         outputs, inputs = weight.shape
         resize = "change the model's sizes or parallel.tp"
         sizes = [("input features", inputs, resize), ("output features", outputs, resize)]
