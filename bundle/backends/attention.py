@@ -3,6 +3,7 @@
 from typing import Literal
 
 from bundle.frozen import frozen_by_name
+from bundle.recipe import Recipe
 
 HeadDims = Literal["equal", "v<=qk", "any"]
 
@@ -20,6 +21,21 @@ class AttentionKernel:
     dtypes: tuple[str, ...] = ("bf16",)
     context_parallel: bool = True
     source: str
+
+    def against(self, recipe: Recipe) -> list[str]:
+        """Why this kernel does not take the attention of a job, all reasons; empty if it does."""
+        width, value_width = recipe.architecture.head_dims
+        layout = "thd" if recipe.data.packed else "bshd"
+        if layout == "thd" and self.head_dims.get(layout) == "equal":
+            value_width = width  # megatron-core pads the values from 0.18, and a patch does before
+        reasons = self.refusals(layout=layout, mask="causal", qk_head_dim=width, v_head_dim=value_width)
+        found = [f"{why} ({self.source})" for why in reasons]
+        if recipe.model.dtype not in self.dtypes:
+            offered = ", ".join(self.dtypes)
+            found.append(f"{self.name} takes {offered}, and model.dtype is {recipe.model.dtype}")
+        if recipe.parallel.cp > 1 and not self.context_parallel:
+            found.append(f"{self.name} has no context parallelism, and parallel.cp is {recipe.parallel.cp}")
+        return found
 
     def refusals(self, *, layout: str, mask: str, qk_head_dim: int, v_head_dim: int) -> tuple[str, ...]:
         """Why this kernel does not take such an attention, all reasons; empty if it does."""

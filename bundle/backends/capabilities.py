@@ -7,6 +7,7 @@ from bundle.backends.attention import AttentionKernel
 from bundle.backends.layers import Layers
 from bundle.fp8 import Format, Scaling
 from bundle.frozen import frozen, frozen_by_name
+from bundle.recipe import Recipe
 
 
 @frozen
@@ -70,9 +71,30 @@ class Capabilities:
     refusal: str | None = None  # why nothing can be trained on it
 
     def kernel(self, name: str) -> AttentionKernel:
-        """The attention kernel that the recipe's `attention` means here."""
+        """The attention kernel of that name; `auto`: the one that is taken where nobody chooses."""
         wanted = self.auto_attention.value if name == "auto" else name
         return next(kernel for kernel in self.kernels if kernel.name == wanted)
+
+    def attention(self, recipe: Recipe) -> Choice:
+        """The kernel that a job gets, which is what its plan says and what its ranks are given.
+
+        `auto` is the only kernel that takes the job, where there is only one, and the backend's choice among
+        several: on cuda `auto` itself, see `attention_refusals` for jobs that no kernel takes.
+        """
+        if recipe.model.attention != "auto":
+            return Choice(recipe.model.attention, "the recipe says so")
+        fit = [kernel.name for kernel in self.kernels if not kernel.against(recipe)]
+        return Choice(fit[0], "no other takes this job") if len(fit) == 1 else self.auto_attention
+
+    def attention_refusals(self, recipe: Recipe) -> list[str]:
+        """Why the kernel that is asked for does not take this job; with `auto`, why none of them does."""
+        wanted = recipe.model.attention
+        asked = [kernel for kernel in self.kernels if wanted in ("auto", kernel.name)]
+        if not asked:
+            offered = ", ".join(kernel.name for kernel in self.kernels)
+            return [f"{self.backend} has no {wanted} kernel; it has {offered}"]
+        against = [kernel.against(recipe) for kernel in asked]
+        return [why for reasons in against for why in reasons] if all(against) else []
 
     def mask(self, model: str, layout: str) -> Mask:
         """The mask that a model of this kind takes in this layout."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
+import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
@@ -22,6 +23,11 @@ from bundle.mcore.signatures import known
 
 # Of the forms that any layout can load, the newest that a release writes: 0.15 came with the first.
 _SHARDINGS = ("fully_reshardable", "fully_sharded_model_space")
+
+
+def version() -> str:
+    """Returns what megatron-core calls itself; a checkpoint says which one wrote it."""
+    return str(megatron.core.__version__)
 
 
 def sharding() -> str:

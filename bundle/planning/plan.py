@@ -101,7 +101,7 @@ def make(
         per_node=per_node,
         placement=placement,
         stages=stages,
-        attention=_attention(recipe, can),
+        attention=can.attention(recipe),
         decisions=tuple(decisions),
         environment=can.variables(recipe.features),
         notes=(*notes, *hardware.notes, *([tight] if tight else [])),
@@ -127,11 +127,6 @@ def _stages(recipe: Recipe, placement: Placement, can: Capabilities, release: Ve
         )
         for index, chunks in enumerate(placement.stages)
     )
-
-
-def _attention(recipe: Recipe, can: Capabilities) -> Choice:
-    wanted = recipe.model.attention
-    return can.auto_attention if wanted == "auto" else Choice(wanted, "the recipe says so")
 
 
 def _stopping(decisions: Sequence[Decision]) -> list[Problem]:

@@ -4,7 +4,6 @@ from collections.abc import Collection, Iterator
 
 from packaging.version import Version
 
-from bundle.backends.attention import AttentionKernel
 from bundle.backends.capabilities import Capabilities
 from bundle.hardware import Hardware
 from bundle.planning.buffers import breaks_before_0_13
@@ -27,7 +26,7 @@ def refusals(
     patches: Collection[str],
 ) -> Iterator[Problem]:
     """Every reason against the recipe on this backend, these devices and this release with these patches."""
-    yield from _attention(recipe, can)
+    yield from (recipe_problem(f"model.attention: {why}") for why in can.attention_refusals(recipe))
     yield from _arithmetic(recipe, can, hardware)
     yield from _recomputation(recipe, can, release)
     if placement is None:
@@ -35,35 +34,6 @@ def refusals(
     yield from fp8_problems(recipe, placement, can.layers)
     if release < Version("0.13") and SHARED_EMBEDDING not in patches:
         yield from _shared_embedding(recipe, can, placement)
-
-
-def _attention(recipe: Recipe, can: Capabilities) -> Iterator[Problem]:
-    """Why the kernel that is asked for does not take this model; with `auto`, why none of them does."""
-    wanted = recipe.model.attention
-    if wanted != "auto" and wanted not in [kernel.name for kernel in can.kernels]:
-        offered = ", ".join(kernel.name for kernel in can.kernels)
-        yield recipe_problem(f"model.attention: {can.backend} has no {wanted} kernel; it has {offered}")
-        return
-    asked = can.kernels if wanted == "auto" else (can.kernel(wanted),)
-    against = [_against(kernel, recipe) for kernel in asked]
-    if all(against):
-        for reasons in against:
-            yield from (recipe_problem(f"model.attention: {why}") for why in reasons)
-
-
-def _against(kernel: AttentionKernel, recipe: Recipe) -> list[str]:
-    width, value_width = recipe.architecture.head_dims
-    layout = "thd" if recipe.data.packed else "bshd"
-    if layout == "thd" and kernel.head_dims.get(layout) == "equal":
-        value_width = width  # megatron-core pads the values from 0.18, and a patch does before
-    reasons = kernel.refusals(layout=layout, mask="causal", qk_head_dim=width, v_head_dim=value_width)
-    found = [f"{why} ({kernel.source})" for why in reasons]
-    if recipe.model.dtype not in kernel.dtypes:
-        offered = ", ".join(kernel.dtypes)
-        found.append(f"{kernel.name} takes {offered}, and model.dtype is {recipe.model.dtype}")
-    if recipe.parallel.cp > 1 and not kernel.context_parallel:
-        found.append(f"{kernel.name} has no context parallelism, and parallel.cp is {recipe.parallel.cp}")
-    return found
 
 
 def _arithmetic(recipe: Recipe, can: Capabilities, hardware: Hardware) -> Iterator[Problem]:

@@ -155,11 +155,8 @@ def _recomputation(recipe: Recipe) -> Iterator[Violation]:
 
 
 def _arithmetic(recipe: Recipe) -> Iterator[Violation]:
-    if recipe.model.dtype == "fp32":
-        if recipe.model.fp8 is not None:
-            yield "model.dtype", "FP8 computes beside bf16: use dtype bf16"
-        if recipe.model.attention == "flash":
-            yield "model.attention", "flash attention has no fp32: use dtype bf16, or attention unfused"
+    if recipe.model.dtype == "fp32" and recipe.model.fp8 is not None:
+        yield "model.dtype", "FP8 computes beside bf16: use dtype bf16"
 
 
 def _data(recipe: Recipe) -> Iterator[Violation]:

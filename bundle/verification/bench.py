@@ -29,7 +29,7 @@ class Bench:
     @contextmanager
     def layout(self, *, tp: int = 1, cp: int = 1, ep: int = 1) -> Iterator[Groups]:
         """The process groups of a layout; without arguments every rank computes the whole by itself."""
-        sizes = Parallel(tp=tp, cp=cp, ep=ep)
+        sizes = Parallel(tp=tp, cp=cp, ep=ep, etp=1 if ep > 1 else tp)
         made = groups.initialize(sizes, seed=1, timeout_seconds=self.timeout_seconds)
         try:
             yield made

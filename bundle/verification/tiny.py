@@ -11,8 +11,7 @@ from bundle.mcore.config import transformer_config
 from bundle.mcore.groups import Groups
 from bundle.mcore.packed import packed_seq_params
 from bundle.models import gpt
-from bundle.recipe import Recipe
-from bundle.recipe.validation import validated
+from bundle.recipe import Recipe, from_mapping
 from bundle.sequences.alignment import Alignment, Padding
 from bundle.sequences.packing import Packing, shard
 from bundle.verification.bench import Bench, NotProvable
@@ -74,14 +73,14 @@ YARN = {
 
 def recipe(config: Mapping[str, Any], groups: Groups, **model: Any) -> Recipe:
     """The job of a tiny model on this layout; `model` are further keys of the recipe's model section."""
-    return validated(
-        Recipe,
+    return from_mapping(
         {
             "name": "tiny",
             "model": {"config": dict(config), "dtype": "fp32", **model},
-            "parallel": {"tp": groups.tp.size, "cp": groups.cp.size, "ep": groups.ep.size, "etp": 1},
-            "data": {"source": "text", "path": ["none"], "sequence_length": 128},
+            "parallel": {axis: getattr(groups, axis).size for axis in ("tp", "cp", "ep", "etp")},
+            "data": {"source": "text", "path": ["none"], "sequence_length": 128, "tokenizer": "hf:none"},
             "train": {"steps": 1, "global_batch_size": 8},
+            "optimizer": {"warmup_steps": 0},
         },
     )
 

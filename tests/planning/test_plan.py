@@ -141,6 +141,13 @@ def test_a_kernel_that_the_backend_does_not_have():
     assert problem.text.startswith("model.attention: ascend has no fused kernel; it has flash, unfused")
 
 
+def test_what_a_kernel_computes_in_is_its_backend_s_to_say():
+    recipe = load("demo", ["model.attention=flash", "model.dtype=fp32"])
+    assert plan(recipe).problems == ()
+    refused = [why.text for why in plan(recipe, preset("h200")).problems if "attention" in why.text]
+    assert refused == ["model.attention: flash takes bf16, and model.dtype is fp32"]
+
+
 @pytest.mark.parametrize(("attention", "fails"), [("auto", False), ("flash", True), ("unfused", False)])
 def test_fp32_leaves_auto_a_kernel_that_takes_it(attention, fails):
     recipe = job(

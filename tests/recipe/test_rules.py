@@ -37,7 +37,6 @@ BROKEN = [
     ("demo", ["parallel.etp=3"], "does not divide moe_intermediate_size"),
     ("demo", ["model.config.vocab_size=257"], "at least 258"),
     ("demo", ["model.mtp.detach_trunk=true", "model.mtp.layers=0"], "no MTP layers"),
-    ("demo", ["model.attention=flash"], "no fp32"),
     ("demo", ["data.template=chat"], "no chat template"),
     ("demo", ["optimizer.min_lr=1.0"], "exceeds lr"),
     ("demo", ["optimizer.warmup_steps=300"], "leaves nothing"),

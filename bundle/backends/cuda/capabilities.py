@@ -21,7 +21,7 @@ CUDA = Capabilities(
     layers=TRANSFORMER_ENGINE,
     kernels=(FLASH, FUSED, UNFUSED),
     auto_attention=Choice(
-        "flash", "Transformer Engine prefers it where flash-attn is installed and takes the input"
+        "auto", "Transformer Engine chooses one of those that take the input, call by call"
     ),
     fp8=(
         Fp8Scaling("delayed", FORMATS, "compute capability 8.9 or newer", _at_least(8, 9), _MATRIX),

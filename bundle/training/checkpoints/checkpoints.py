@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import megatron.core
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -111,7 +110,7 @@ class Checkpoints:
                 scheduler=engine.scheduler.state_dict(),
                 layout=self._layout(),
                 sharding=megatron_checkpoints.sharding(),
-                mcore=megatron.core.__version__,
+                mcore=megatron_checkpoints.version(),
                 model=fit.facts(engine.recipe.architecture),
             ).write(partial)
 

@@ -9,9 +9,12 @@ import pytest
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from bundle.backends.cuda.capabilities import CUDA
 from bundle.backends.cuda.runtime import options as module
 from bundle.backends.cuda.runtime.options import options
 from bundle.errors import EnvironmentUnfit, UsageError
+from bundle.hardware import preset
+from bundle.planning.plan import Target, make
 from bundle.recipe import load
 
 HOPPER = "9.0"
@@ -63,7 +66,7 @@ def test_the_loss_is_fused_where_its_gradient_may_be_bf16(dtype, fused):
 def test_fp32_cannot_share_a_sequence():
     shared = recipe(name="qwen3-cp2-packed")
     assert options(shared, generation=HOPPER)["attention_backend"] is AttnBackend.auto
-    with pytest.raises(UsageError, match="no attention kernel for fp32 has context parallelism"):
+    with pytest.raises(UsageError, match="unfused has no context parallelism"):
         options(recipe("model.dtype=fp32", name="qwen3-cp2-packed"), generation=HOPPER)
 
 
@@ -73,8 +76,24 @@ def test_attention_has_megatrons_name(name):
     assert chosen["attention_backend"] is AttnBackend[name]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "asked", "given"),
+    [
+        ("bf16", "auto", "auto"),
+        ("bf16", "fused", "fused"),
+        ("fp32", "auto", "unfused"),
+        ("fp32", "unfused", "unfused"),
+    ],
+)
+def test_the_run_gets_the_kernel_that_its_plan_names(dtype, asked, given):
+    job = recipe(f"model.dtype={dtype}", f"model.attention={asked}")
+    on = Target("0.16.1", "a test")
+    assert make(job, preset("h200"), CUDA, on, ()).attention.value == given
+    assert options(job, generation=HOPPER)["attention_backend"] is AttnBackend[given]
+
+
 def test_a_kernel_that_does_not_compute_in_fp32_is_refused():
-    with pytest.raises(UsageError, match="fused does not compute in fp32, it takes bf16"):
+    with pytest.raises(UsageError, match="fused takes bf16, and"):
         options(recipe("model.attention=fused", "model.dtype=fp32"), generation=HOPPER)
 
 

@@ -38,19 +38,16 @@ def options(recipe: Recipe, *, generation: str) -> dict[str, Any]:
 
 
 def _attention(recipe: Recipe) -> AttnBackend:
-    """Megatron's name of the kernel. `auto` is left to Transformer Engine, call by call.
+    """Megatron's name of the planned kernel.
 
-    What is refused here would end in "No dot product attention backend is available" at the first layer.
+    Where several take the job, that is `auto`, and Transformer Engine chooses call by call: megatron would
+    switch all others off for a name, and what the named one then does not take would fail instead of going to
+    the next. What is refused here would end in "No dot product attention backend is available" at the first
+    layer.
     """
-    name, dtype = recipe.model.attention, recipe.model.dtype
-    takes = {kernel.name: kernel.dtypes for kernel in CUDA.kernels}
-    if dtype not in takes.get(name, (dtype,)):
-        raise UsageError(f"model.attention: {name} does not compute in {dtype}, it takes {takes[name][0]}")
-    shared = [kernel.name for kernel in CUDA.kernels if kernel.context_parallel and dtype in kernel.dtypes]
-    if recipe.parallel.cp > 1 and not shared:
-        raise UsageError(
-            f"parallel.cp: no attention kernel for {dtype} has context parallelism: use dtype bf16"
-        )
+    if refusals := CUDA.attention_refusals(recipe):
+        raise UsageError("model.attention: no kernel takes this job", refusals)
+    name = CUDA.attention(recipe).value
     if name == "flash" and not any(map(_installed, ("flash-attn", "flash-attn-3"))):
         raise EnvironmentUnfit(
             "model.attention: flash, but flash-attn is not installed; install it, or use auto or fused"
