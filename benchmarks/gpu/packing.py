@@ -5,7 +5,8 @@ python -m torch.distributed.run --nproc-per-node 1 -m benchmarks.gpu.packing [--
 One engine (latent attention, experts, MTP) runs the same tokens as rows, and as packs of 4 and 64 sequences.
 Waits are counted by the profiler, over sequences of uneven lengths; times are those of sequences of equal
 length, whose attention does the same work, in pairs one after the other. Ends with 1 where a packed step
-waits more often than one of rows or takes over 3 % more time. `--where` names the lines that wait.
+waits more often than one of rows or takes over 3 % more time. `--where` names the lines that wait, and
+the kernels that take longer.
 """
 
 import argparse
@@ -83,6 +84,15 @@ class Steps:
             self.run(lengths, packed=packed)
         return Counter({event.key: event.count for event in profile.key_averages() if event.key in WAITS})
 
+    def kernels(self, lengths: Sequence[int], *, packed: bool) -> Counter[str]:
+        """The milliseconds of each kernel in one step, by name."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            self.run(lengths, packed=packed)
+        totals: Counter[str] = Counter()
+        for event in profile.key_averages():
+            totals[event.key] += event.self_device_time_total / 1000
+        return totals
+
     def milliseconds(self, lengths: Sequence[int], *, packed: bool) -> float:
         """The time of a step, on average of a few."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -144,6 +154,13 @@ def main() -> int:
                 with waiting_lines() as lines:
                     steps.run(lengths, packed=packed)
                 print(f"{name}:", *(f"  {n:5d} {line}" for line, n in lines.most_common(12)), sep="\n")
+            longer = steps.kernels([TOKENS // 4] * 4, packed=True)
+            longer.subtract(steps.kernels([TOKENS // 4] * 4, packed=False))
+            print(
+                "kernels, ms longer:",
+                *(f"  {ms:7.2f} {name}" for name, ms in longer.most_common(12)),
+                sep="\n",
+            )
         for count in SEQUENCES:
             lengths = [TOKENS // count] * count
             pairs = [
