@@ -7,6 +7,9 @@ fingerprint is that of the code, or of the signature where the replacement is re
 _LATENT = "megatron.core.transformer.multi_latent_attention:MLASelfAttention.get_query_key_value_tensors"
 _ROUTING = "megatron.core.transformer.moe.router:TopKRouter.routing"
 _MOE = "megatron.core.transformer.moe.moe_layer:MoELayer.forward"
+_ROPE = "megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd"
+_APPLY_ROPE = "megatron.core.transformer.attention:apply_rotary_pos_emb"
+_BLOCK = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionBlock.forward"
 _LINEAR = "megatron.core.extensions.transformer_engine:TELinear.__init__"
 
 # target -> fingerprint -> (a commit, what differs)
@@ -35,6 +38,19 @@ REVIEWED: dict[str, dict[str, tuple[str, str]]] = {
         "ec63fcac441bd0d6": ("0b6714ec87", "padding_mask, which the wrapper passes on"),
         "4ef5f03d8df4d34e": ("fe729e927c", "input_ids, which the wrapper passes on"),
         "a556867d919d3ff0": ("7f9175207d", "a further argument, which the wrapper passes on"),
+    },
+    _ROPE: {
+        "a3cd0de00726f883": ("b0eb9143c3", "the interleaving of latent attention by another name"),
+        "577060de2434f7e2": ("bf4e1db32f", "two arguments more, which the rows are turned with"),
+    },
+    _APPLY_ROPE: {
+        "82f7e839aa05ea25": ("e4ba3a30f2", "max_seqlen, of no use without boundaries"),
+        "cb8d7a4128e7a664": ("bf4e1db32f", "two arguments more, which the wrapper passes on"),
+    },
+    _BLOCK: {
+        "4ef32e0d0d0c1dee": ("2e5516872a", "mhc_multistream, which the wrapper passes on"),
+        "6f2201115418cd62": ("2f1004963d", "padding_mask, which the wrapper passes on"),
+        "8205b8ea89d83c77": ("cae55c1f09", "sequence_roll_context, which the wrapper passes on"),
     },
     _LINEAR: {
         "50721449c3fc6583": ("f6a3ba5432", "tp_group without symmetric_ar_type; parallel_mode by name")

@@ -13,6 +13,12 @@ _COLUMN = "megatron.core.tensor_parallel.layers:ColumnParallelLinear.__init__"
 _PREDICTION = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer"
 _PREDICTION_FORWARD = f"{_PREDICTION}.forward"
 _BATCHED = "megatron.core.pipeline_parallel.p2p_communication:_batched_p2p_ops"
+_ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
+_ROUTING = f"{_ROUTER}.routing"
+_ATTACH = f"{_ROUTER}.attach_and_log_load_balancing_loss"  # from 0.14
+_APPLY = f"{_ROUTER}.apply_load_balancing_loss"  # to 0.13
+_SEQUENCES = f"{_ROUTER}._apply_seq_aux_loss"  # from 0.14
+_SEQUENCES_THEN = f"{_ROUTER}.seq_aux_loss_load_balancing"  # to 0.13
 _READY = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.register_grad_ready"
 
 
@@ -81,6 +87,40 @@ def _whole_keys_gathered(source: "Evidence") -> Presence:
     always = None if heads is None else mla_ranks.gathers_always(heads)
     return Presence.UNKNOWN if always is None else Presence.of(always)
 
+
+def _weighed_by_all_tokens(source: "Evidence") -> Presence:
+    """Whether the weight of a loss per token is tokens that the router sees, learned or not."""
+    attach = source[_ATTACH] or source[_APPLY]
+    if attach is None or "calculate_per_token_loss" not in attach.names:
+        return Presence.UNKNOWN
+    attached = [call.args[1] for call in attach.calls("apply") if len(call.args) == 2]
+    weights = [weighed.right for weighed in attached if isinstance(weighed, ast.BinOp)]
+    seen = ("activation.shape[0]", "num_tokens", "self.tp_cp_group.size()", "aux_loss_scale_num_tokens")
+    known = bool(weights) and all(ast.unparse(weight) in seen for weight in weights)
+    return Presence.PRESENT if known else Presence.UNKNOWN
+
+
+def _rows_are_sequences(source: "Evidence") -> Presence:
+    """Whether a sequence is a row of the logits, and nobody looks for boundaries inside it."""
+    routing, loss = source[_ROUTING], source[_SEQUENCES] or source[_SEQUENCES_THEN]
+    if routing is None or loss is None or not routing.has("seq_length, bsz = logits.shape[:2]"):
+        return Presence.UNKNOWN
+    bounded = any("cu_seqlens" in name for name in routing.names | loss.names)
+    return Presence.UNKNOWN if bounded else Presence.PRESENT
+
+
+def _every_row_is_counted(source: "Evidence") -> Presence:
+    """Whether a router cannot be told of padding."""
+    routing = source[_ROUTING]
+    if routing is None:
+        return Presence.UNKNOWN
+    if "padding_mask" in routing.parameters:
+        return Presence.ABSENT
+    told = any("mask" in name or "valid" in name for name in routing.names | routing.parameters)
+    return Presence.UNKNOWN if told else Presence.PRESENT
+
+
+_LOSSES = frozenset({"moe", "megatron-balancing"})  # our engine has its own
 
 TRAPS = (
     Trap(
@@ -159,5 +199,44 @@ TRAPS = (
             "whether it is shared out or not; since 0.14 only if it is"
         ),
         instead="Set parallel.sequence_parallel to true, or use megatron-core 0.14 or later.",
+    ),
+    Trap(
+        id="balancing-of-prompts",
+        range="",
+        evidence=(_ATTACH, _APPLY),
+        defect=_weighed_by_all_tokens,
+        when=_LOSSES | {"per-token-loss"},
+        why=(
+            "Under a loss per token the coefficients of the experts' balancing loss and z-loss count as many "
+            "times as there are tokens to a learned one: four times where a quarter is learned, silently."
+        ),
+        cause=(
+            "the router multiplies by the tokens that it sees (transformer/moe/router.py), "
+            "finalize_model_grads divides by those that the loss counts; #5047 takes both for the same"
+        ),
+        instead="Take a mean loss, or bring the coefficients to the share of tokens that is learned.",
+    ),
+    Trap(
+        id="balancing-of-packs",
+        range="",
+        evidence=(_ROUTING, _SEQUENCES, _SEQUENCES_THEN),
+        defect=_rows_are_sequences,
+        when=_LOSSES | {"seq-aux-loss", "packed"},
+        why="The balancing loss over sequences (seq_aux_loss) takes a pack for one sequence.",
+        cause=(
+            "TopKRouter.routing takes rows of the logits for sequences, and a pack is one; #6108, #6115 "
+            "(open); tokens_per_sample of 0.19 helps where all sequences of a pack are equally long"
+        ),
+        instead="Do not pack, or take aux_loss.",
+    ),
+    Trap(
+        id="balancing-of-padding",
+        range="<0.16",
+        evidence=(_ROUTING,),
+        defect=_every_row_is_counted,
+        when=_LOSSES | {"padding"},
+        why="Rows of padding are balanced like tokens: the emptier a pack, the less its tokens are balanced.",
+        cause="TopKRouter.routing takes no padding mask; #1984, one since #2142 in 0.16.0",
+        instead="Leave padding out of micro-batches, or use megatron-core 0.16 or later, with the mask.",
     ),
 )

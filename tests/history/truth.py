@@ -16,6 +16,10 @@ _GPT = "models.gpt.gpt_model"
 _MOE = "transformer.moe"
 _CHECKPOINT = "dist_checkpointing"
 _TE = "extensions.transformer_engine"
+_ROUTER = f"{_MOE}.router"
+_DISTRIBUTED = "optimizer.distrib_optimizer"
+_LANGUAGE = "models.common.language_module.language_module"
+_ROPE = "models.common.embeddings"
 
 
 def _has(module: str, *words: str) -> Criterion:
@@ -105,6 +109,52 @@ PRESENT: dict[str, Criterion] = {
     "moe-tensor-without-expert-parallel": _lacks("tensor_parallel.layers", "use_expert_pgs"),
     "mtp-packed": _REFUSES_PACKS,
     "mtp-tensor-parallel": _has(_PREDICTION, r"= all_gather_last_dim_from_tensor_parallel_region\("),
+    "mla-uncompressed-query-norm": _has(
+        "transformer.mla_qk_norm_config", r"or_default\(\s*self\.submodules\.linear_q_proj"
+    ),
+    "packed-rotary-host-reads": _has(f"{_ROPE}.rope_utils", r"(cp_size\)|seqlens)\.tolist\(\)"),
+    "cuda-attention-host-reads": _lacks("packed_seq_params", "pad_between_seqs"),
+    "balancing-per-token-ranks": _lacks(
+        _ROUTER, r"\* num_local_tokens \* self\.tp_cp_group|aux_loss_scale_num_tokens"
+    ),
+    "balancing-mean-context-parallel": _lacks("pipeline_parallel.schedules", r"loss_scale \* cp_"),
+    "balancing-per-token-rows": _all(
+        _has(_ROUTER, "valid_token_count"), _lacks(_ROUTER, r"\* bsz recovers the micro-batch total")
+    ),
+    "expert-bias-counts": _lacks(_ROUTER, r"local_tokens_per_expert\.(dtype|data|float)\b"),
+    "offload-stale-weights": _has(
+        _DISTRIBUTED,
+        r"HybridDeviceOptimizer\):\s+(self\.optimizer\.update_fp32_param_by_new_param\(\)\s+)?return\n",
+    ),
+    "offload-resume-fp32": _lacks(
+        "optimizer.cpu_offloading.hybrid_optimizer", "Native FP32 params do not need a separate master"
+    ),
+    "padding-mask-expert-bias": _has(_ROUTER, r"routing_map & \(~padding_mask\)\n"),
+    "padding-mask-own-count": _has(f"{_MOE}.moe_utils", r"local_num_tokens = \w+\.sum\(\) /"),
+    "global-aux-loss-tokens": _has(_ROUTER, "averated_tokens_per_expert"),
+    "label-smoothing-over-ranks": _has("tensor_parallel.cross_entropy", r"average_grad = 1 / vocab_size"),
+    "loss-of-gathered-logits": _lacks(_LANGUAGE, "scatter_to_tensor"),
+    "optimizer-checkpoint-default": _all(
+        _has(f"{_CHECKPOINT}.mapping", "ShardedTensor.flattened_range is not supported"),
+        _has(_DISTRIBUTED, r"sharding_type', 'fully_sharded_model_space'\n"),
+    ),
+    "dp-reshardable-steps": _has(_DISTRIBUTED, "STEP is a 0-dim tensor"),
+    "attention-sinks-norm": _all(
+        _has("transformer.dot_product_attention", "softmax_offset"),
+        _lacks("transformer.dot_product_attention", "tensor_model_parallel"),
+    ),
+    "output-gate-of-shared-groups": _all(
+        _has("transformer.attention", "output_gate"),
+        _has("transformer.attention", r"query = query\["),
+        _lacks("transformer.attention", r"gate = gate\["),
+    ),
+    "mrope-packed": _lacks(
+        f"{_ROPE}.rotary_pos_embedding", r"class Multimodal[\s\S]*? def forward\([^)]*\bpacked_seq"
+    ),
+    "mtp-whole-embeddings": _lacks(_PREDICTION, r"embedding, .scatter_to_sequence_parallel"),
     "interleaved-batched-exchange": _always,
+    "balancing-of-prompts": _has(_ROUTER, r"if self\.calculate_per_token_loss:"),
+    "balancing-of-packs": _lacks(_ROUTER, "cu_seqlens"),
+    "balancing-of-padding": _lacks(_ROUTER, "padding_mask"),
     "overlap-tied-mtp": _lacks("distributed.param_and_grad_buffer", "golden_per_param_grad_ready_counts"),
 }

@@ -8,6 +8,9 @@ import torch
 from bundle.engine import Engine
 from bundle.engine.microbatch import from_packing, from_rows
 from bundle.mcore import optimization, schedules
+from bundle.mcore.experts import routers
+from bundle.mcore.groups import Groups
+from bundle.mcore.signatures import known
 from bundle.recipe import Recipe
 from bundle.recipe.validation import validated
 from bundle.sequences.alignment import Alignment
@@ -102,6 +105,72 @@ def prediction_with_two_outputs(bench: Bench) -> float:
             schedules.run(step, [batch, batch], wrapped, sequence_length=32, micro_batch_size=2)
             norms.append({"norm": torch.tensor(optimization.optimizer(job, wrapped).step()[1])})
     return gap(norms[1], norms[0])
+
+
+def balancing_of_prompts(bench: Bench) -> float:
+    """The gradients of the balancing loss where a quarter of the tokens is learned, against all of them."""
+    learned = torch.ones(2, 32)
+    with bench.layout() as groups:
+        whole = _balancing(bench, groups, learned)
+        learned[:, 8:] = 0.0
+        return gap(_balancing(bench, groups, learned), whole)
+
+
+def _balancing(bench: Bench, groups: Groups, learned: torch.Tensor) -> Numbers:
+    """The routers' gradients after a step of the schedule: with the balancing loss, less those without."""
+    found = []
+    for coefficient in (2.0, 0.0):
+        options = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": coefficient}
+        model = tiny.chunk(bench, groups, EXPERTS, options)
+        wrapped = optimization.data_parallel(tiny.recipe(EXPERTS, groups), model.config, [model])
+        batch = tiny.rows(bench, groups, torch.stack(tiny.texts((32, 32))), learned)
+
+        def step(batches: Any, part: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+            batch = next(batches)
+            loss = run(part, batch)
+            return loss, lambda _: (loss, batch.mask.sum().int(), {})
+
+        schedules.run(step, [batch], wrapped, sequence_length=32, micro_batch_size=2)
+        found.append(torch.stack([router.weight.main_grad.clone() for router in routers(model)]))
+    return {"routers": found[0] - found[1]}
+
+
+def balancing_of_packs(bench: Bench) -> float:
+    """The gradient of the balancing loss over two sequences in one row, against two rows of one."""
+    rows = _hidden(bench)
+    with bench.layout() as groups:
+        packed = _router_gradient(bench, groups, "seq_aux_loss", rows[:, None])
+        return gap(
+            packed,
+            _router_gradient(
+                bench, groups, "seq_aux_loss", rows.view(2, 12, -1).transpose(0, 1).contiguous()
+            ),
+        )
+
+
+def balancing_of_padding(bench: Bench) -> float:
+    """The gradient of the balancing loss with 24 rows of padding, told where it can be, against none."""
+    rows = _hidden(bench)
+    filled = torch.cat([rows, rows[:1].expand_as(rows)])
+    padding = torch.arange(48, device=bench.device)[:, None] >= 24
+    with bench.layout() as groups:
+        alone = _router_gradient(bench, groups, "aux_loss", rows[:, None])
+        return gap(_router_gradient(bench, groups, "aux_loss", filled[:, None], padding_mask=padding), alone)
+
+
+def _router_gradient(bench: Bench, groups: Groups, kind: str, hidden: torch.Tensor, **how: Any) -> Numbers:
+    """What a balancing loss, taken as a mean, gives the weight of a router of hidden states [s, b, h]."""
+    options = {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": 2.0}
+    model = tiny.chunk(bench, groups, EXPERTS, options | {"calculate_per_token_loss": False})
+    router = routers(model)[0]
+    router(hidden, **known(router.forward, **how))[0].sum().mul(0.0).backward()
+    return {"weight": router.weight.grad}
+
+
+def _hidden(bench: Bench) -> torch.Tensor:
+    return torch.randn(24, EXPERTS["hidden_size"], generator=torch.Generator().manual_seed(7)).to(
+        bench.device
+    )
 
 
 def _compare(

@@ -59,6 +59,9 @@ CASES = (
         "mla-tensor-without-sequence-parallel",
         expected=(Raises("RuntimeError", "must match the size of tensor"),),
     ),
+    Case("balancing_of_prompts", "balancing-of-prompts", 1, (Gap(1.0),)),
+    Case("balancing_of_packs", "balancing-of-packs", 1, (Gap(1e-2),)),
+    Case("balancing_of_padding", "balancing-of-padding", 1, (Gap(1e-2),)),
     Case("prediction_with_two_outputs"),  # reported, and not so
 )
 

@@ -30,9 +30,12 @@ def _gate_of_the_group(source: "Evidence") -> Presence:
         return Presence.UNKNOWN
     if "output_gate" not in heads.parameters:
         return Presence.ABSENT
-    if not heads.has("query = query[:, :, _:_, :]"):
+    if not any("rank" in name for name in heads.names):
+        return Presence.ABSENT  # no group of heads can be shared yet
+    cut = {name for name in ("query", "gate") if heads.has(f"{name} = {name}[:, :, _:_, :]")}
+    if "query" not in cut or not heads.has("return (query, key, value, gate)"):
         return Presence.UNKNOWN
-    return Presence.of(not heads.has("gate = gate[:, :, _:_, :]"))
+    return Presence.of("gate" not in cut)
 
 
 PATCHES = (
@@ -52,7 +55,7 @@ PATCHES = (
     ),
     Patch(
         id="output-gate-of-shared-groups",
-        replacements=(Replacement(_HEADS, "bundle.wrappers.attention:gate_of_own_heads"),),
+        replacements=(Replacement(_HEADS, "bundle.wrappers.attention:gate_of_own_heads", by_signature=True),),
         why=(
             "Attention with an output gate (Qwen3-Next, Qwen3.5) fails where tensor-parallel ranks share a "
             "group of heads: the query is cut to a rank's heads, the gate is not."

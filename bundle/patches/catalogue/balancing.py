@@ -22,8 +22,8 @@ _LOSS = f"{_SCHEDULES}:forward_step_calc_loss"  # from 0.14
 def _over_ranks(wrapper: str) -> tuple[Replacement, ...]:
     """The function that sets the scale: from 0.14 one of its own, which both schedules call."""
     return (
-        Replacement(_STEP, f"bundle.wrappers.balancing:{wrapper}"),
-        Replacement(_LOSS, f"bundle.wrappers.balancing:{wrapper}", optional=True),
+        Replacement(_STEP, f"bundle.wrappers.balancing:{wrapper}", by_signature=True),
+        Replacement(_LOSS, f"bundle.wrappers.balancing:{wrapper}", optional=True, by_signature=True),
     )
 
 
@@ -38,7 +38,10 @@ def _own_tokens(source: "Evidence") -> Presence:
     counted = ("aux_loss * activation.shape[0]", "aux_loss * num_tokens")
     of_logits = ("z_loss * logits.shape[0]", "z_loss * num_tokens")
     own = any(map(attach.has, counted)) and any(map(z_loss.has, of_logits))
-    return Presence.PRESENT if own else Presence.UNKNOWN
+    setting = source[_LOSS] or source[_STEP]
+    # The wrapper multiplies the scale, which is to be set anew each time.
+    anew = setting is not None and setting.has("MoEAuxLossAutoScaler.set_loss_scale(loss_scale)")
+    return Presence.PRESENT if own and anew else Presence.UNKNOWN
 
 
 def _mean_without_context(source: "Evidence") -> Presence:
@@ -104,7 +107,7 @@ PATCHES = (
             "own token count, and what is reported; and sequence parallelism wherever tensor parallel ranks "
             "are several"
         ),
-        evidence=(_ATTACH, _APPLY, _Z_LOSS),
+        evidence=(_ATTACH, _APPLY, _Z_LOSS, _LOSS, _STEP),
         defect=_own_tokens,
     ),
     Patch(

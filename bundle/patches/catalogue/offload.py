@@ -4,8 +4,10 @@ import ast
 from typing import TYPE_CHECKING
 
 from bundle.patches.entry import NOTHING, Patch, Presence, Replacement
+from bundle.patches.pattern import found
 
 if TYPE_CHECKING:
+    from bundle.patches.definition import Definition
     from bundle.patches.definitions import Evidence
 
 _RELOAD = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._copy_model_params_to_main_params"
@@ -19,14 +21,10 @@ def _left_early(source: "Evidence") -> Presence:
     reload = source[_RELOAD]
     if reload is None:
         return Presence.UNKNOWN
-    branches = [
-        node.body
-        for node in reload.walk()
-        if isinstance(node, ast.If) and ast.unparse(node.test).startswith("isinstance(self.optimizer, Hybrid")
-    ]
-    if len(branches) != 1:
+    branches = [node for node in reload.walk() if isinstance(node, ast.If) and _is_hybrid(node.test)]
+    if len(branches) != 1 or _other_uses(reload, branches[0]):
         return Presence.UNKNOWN
-    *filling, last = branches[0]
+    *filling, last = branches[0].body
     if not isinstance(last, ast.Return):
         return Presence.UNKNOWN
     known = {"self.optimizer.update_fp32_param_by_new_param()"}
@@ -34,6 +32,27 @@ def _left_early(source: "Evidence") -> Presence:
         return Presence.PRESENT
     calls = [node for statement in filling for node in ast.walk(statement) if isinstance(node, ast.Call)]
     return Presence.of(not any("reload_model_params" in ast.unparse(call.func) for call in calls))
+
+
+def _is_hybrid(test: ast.expr) -> bool:
+    return ast.unparse(test).startswith("isinstance(self.optimizer, Hybrid")
+
+
+def _other_uses(reload: "Definition", branch: ast.If) -> bool:
+    """Whether anything runs before the branch, or what is behind it reads the inner optimizer.
+
+    The wrapper has the rest run as if there were none.
+    """
+    bodies = [node.body for node in reload.nodes if isinstance(node, ast.FunctionDef)]
+    if len(bodies) != 1 or branch not in bodies[0]:
+        return True
+    before = bodies[0][: bodies[0].index(branch)]
+    documentation = all(
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) for node in before
+    )
+    own = {id(node) for node in ast.walk(branch)}
+    used = found("self.optimizer", (node for node in reload.walk() if id(node) not in own))
+    return bool(used) or not documentation
 
 
 def _copy_of_every_parameter(source: "Evidence") -> Presence:
@@ -49,7 +68,7 @@ def _copy_of_every_parameter(source: "Evidence") -> Presence:
 PATCHES = (
     Patch(
         id="offload-stale-weights",
-        replacements=(Replacement(_RELOAD, "bundle.wrappers.offload:every_copy"),),
+        replacements=(Replacement(_RELOAD, "bundle.wrappers.offload:every_copy", by_signature=True),),
         why=(
             "With the optimizer on the host, weights that were loaded without its state are overwritten by "
             "the first step with the random ones of the start: nobody fills the copies that it steps."

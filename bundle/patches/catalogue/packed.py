@@ -20,7 +20,8 @@ def _reads_lengths_back(source: "Evidence") -> Presence:
         return Presence.UNKNOWN
     if packed.calls("tolist") and packed.calls("split"):
         return Presence.PRESENT
-    return Presence.UNKNOWN
+    lengths = {"tolist", "split"} & packed.names
+    return Presence.ABSENT if packed.calls("searchsorted") and not lengths else Presence.UNKNOWN
 
 
 def _packs_cannot_say(source: "Evidence") -> Presence:
