@@ -112,7 +112,7 @@ PRESENT: dict[str, Criterion] = {
     "mla-uncompressed-query-norm": _has(
         "transformer.mla_qk_norm_config", r"or_default\(\s*self\.submodules\.linear_q_proj"
     ),
-    "packed-rotary-host-reads": _has(f"{_ROPE}.rope_utils", r"(cp_size\)|seqlens)\.tolist\(\)"),
+    "packed-rotary-host-reads": _has(f"{_ROPE}.rope_utils", r"(cp_size|\[:-1\])\)\.tolist\(\)"),
     "cuda-attention-host-reads": _lacks("packed_seq_params", "pad_between_seqs"),
     "balancing-per-token-ranks": _lacks(
         _ROUTER, r"\* num_local_tokens \* self\.tp_cp_group|aux_loss_scale_num_tokens"
