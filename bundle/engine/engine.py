@@ -16,7 +16,7 @@ from bundle.engine.microbatch import MicroBatch
 from bundle.engine.replay.replay import RouterReplay
 from bundle.engine.scores import Scores
 from bundle.errors import JobFailed
-from bundle.mcore import optimization, prediction, schedules
+from bundle.mcore import optimization, prediction, schedules, tracker
 from bundle.mcore.config import transformer_config
 from bundle.mcore.groups import Groups
 from bundle.mcore.runtime import Runtime
@@ -43,6 +43,7 @@ class Engine:
     def __init__(self, recipe: Recipe, runtime: Runtime, groups: Groups, device: torch.device) -> None:
         self.recipe, self.runtime, self.groups, self.device = recipe, runtime, groups, device
         with runtime.megatron():
+            tracker.clear_logged_losses()
             self.config = transformer_config(recipe, runtime.options(recipe))
             self.models = gpt.build(recipe, self.config, runtime, groups)
             self.chunks = optimization.data_parallel(recipe, self.config, self.models)

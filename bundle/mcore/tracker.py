@@ -12,5 +12,5 @@ def logged_losses() -> torch.Tensor:
 
 
 def clear_logged_losses() -> None:
-    """Forgets what was recorded."""
+    """Forgets what was recorded, and of how many depths: megatron keeps to those of the first model."""
     MTPLossLoggingHelper.tracker.clear()

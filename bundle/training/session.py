@@ -13,7 +13,7 @@ import torch.distributed as dist
 from bundle.distributed.stopping import StopRequest
 from bundle.distributed.watchdog import Watchdog, collectives_seconds
 from bundle.engine import Engine, Losses
-from bundle.errors import JobFailed, UsageError
+from bundle.errors import JobFailed, Preempted, UsageError
 from bundle.mcore import groups
 from bundle.mcore.groups import Groups
 from bundle.mcore.runtime import Runtime
@@ -65,14 +65,21 @@ def run(
             dog.beat(f"step {step + 1}")
             checkpoints.poll()
 
+        def complete() -> None:
+            with dog.patience("completing the last checkpoint"):
+                checkpoints.poll(wait=True)
+
         metrics = held.enter_context(_metrics(recipe, directory, progress, reports=rank == 0))
         if corpus.skipped_count and not goes_on:
             metrics.write(0, {"data/skipped": corpus.skipped_count})
         feed = data.Feed(recipe, corpus, state.dp.rank, state.dp.size)
         hooks = loop.Hooks(save=save, should_stop=stop.agreed, alive=alive)
-        loop.train(engine, Batches(recipe, feed, state, device), progress, metrics, hooks)
-        with dog.patience("completing the last checkpoint"):
-            checkpoints.poll(wait=True)
+        try:
+            loop.train(engine, Batches(recipe, feed, state, device), progress, metrics, hooks)
+        except Preempted:  # what is said to be written may be under way in the background
+            complete()
+            raise
+        complete()
         first(lambda: _conclude(directory, progress, corpus))
 
 

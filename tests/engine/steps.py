@@ -1,7 +1,8 @@
-"""What becomes of a step: clipping, updates left out, losses kept apart, nothing to learn, shared heads."""
+"""What becomes of a step: clipping, updates left out, losses kept apart, nothing learned, models in turn."""
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,12 +19,12 @@ from tests.engine.reference import texts
 LIMIT = 0.01
 
 
-def _job(on_nan: str = "stop") -> Recipe:
+def _job(on_nan: str = "stop", **model: Any) -> Recipe:
     return validated(
         Recipe,
         {
             "name": "steps",
-            "model": {"config": DENSE, "dtype": "fp32"},
+            "model": {"config": DENSE, "dtype": "fp32", **model},
             "data": {"source": "text", "path": ["none"], "sequence_length": 24},
             "train": {"steps": 9, "global_batch_size": 8, "on_nan": on_nan},
             "optimizer": {"lr": 1e-2, "warmup_steps": 3, "clip_grad": LIMIT, "weight_decay": 0.0, "eps": 1.0},
@@ -93,6 +94,18 @@ def unlearned(bench: Bench) -> float:
         made.forward_backward(something)
         goes_on = made.step().grad_norm > 0 and math.isfinite(made.take_losses().main)
         return 0.0 if still and told and goes_on else math.inf
+
+
+def prediction_in_turn(bench: Bench) -> float:
+    """How far a model that predicts two tokens is from one before it that predicts one, in what both have."""
+    found = []
+    for depths in (1, 2):
+        with engine(bench, _job(mtp={"layers": depths})) as made:
+            made.forward_backward(micro_batches(made, texts(EVEN), "rows", "token"))
+            losses = made.take_losses()
+            found.append((losses.main, *losses.mtp))
+    one, two = found
+    return worst([*(abs(a - b) for a, b in zip(one, two[:2], strict=True)), 0 * two[2]])
 
 
 def shared_head(bench: Bench) -> float:

@@ -8,5 +8,5 @@ from tests.engine.test_layouts import measured, wrong
 @pytest.mark.world
 def test_steps():
     pytest.importorskip("megatron.core")
-    names = ("clipped", "left_out", "apart", "unlearned", "shared_head")
+    names = ("clipped", "left_out", "apart", "unlearned", "prediction_in_turn", "shared_head")
     assert not wrong(measured(tuple(f"tests.engine.steps:{name}" for name in names), None))

@@ -75,6 +75,13 @@ def wait_for_checkpoint(process: subprocess.Popen, directory: Path) -> None:
     wait_for(process, (directory / "checkpoints" / "step-00000005").exists)
 
 
+def stopped_at(said: str) -> int:
+    """The step of the checkpoint that a run says it has written."""
+    found = re.search(r"stopped at step (\d+) as told; a checkpoint is written, start it again", said)
+    assert found, said
+    return int(found[1])
+
+
 def numbers(directory: Path) -> list[dict[str, Any]]:
     """What the metrics say about learning: all but times."""
     lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
@@ -89,26 +96,29 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_run_killed_at_any_rank_goes_on_to_the_same_numbers(whole, tmp_path, rank):
+BACKGROUND = ("--set", "checkpoint.async=true")
+
+
+@pytest.mark.parametrize(("rank", "flags"), [(0, ()), (1, BACKGROUND)])
+def test_a_run_killed_at_any_rank_goes_on_to_the_same_numbers(whole, tmp_path, rank, flags):
     directory = tmp_path / "run"
-    process = train(directory)
+    process = train(directory, *flags)
     wait_for_checkpoint(process, directory)
     ranks = pids(directory)
     os.kill(ranks[rank], signal.SIGKILL)
     assert f"rank {rank}: killed by SIGKILL" in finish(process, 1)
     assert gone(ranks)
-    assert "goes on after step" in finish(train(directory), 0)
+    assert "goes on after step" in finish(train(directory, *flags), 0)
     assert numbers(directory) == numbers(whole)
 
 
-def test_sigterm_saves_ends_with_75_and_the_same_command_goes_on(whole, tmp_path):
+@pytest.mark.parametrize("flags", [(), BACKGROUND], ids=["", "written in the background"])
+def test_sigterm_saves_ends_with_75_and_the_same_command_goes_on(whole, tmp_path, flags):
     directory = tmp_path / "run"
-    process = train(directory)
+    process = train(directory, *flags)
     wait_for_checkpoint(process, directory)
     process.send_signal(signal.SIGTERM)
-    assert "start it again" in finish(process, 75)
-    finish(train(directory), 0)
+    assert f"goes on after step {stopped_at(finish(process, 75))}" in finish(train(directory, *flags), 0)
     assert numbers(directory) == numbers(whole)
 
 

@@ -9,6 +9,7 @@ from bundle.backends.cpu.runtime.fp8.operands import operands
 from bundle.backends.cpu.runtime.fp8.scales import E4M3
 from bundle.mcore import context
 from bundle.recipe.model import FP8
+from tests.engine.test_layouts import measured, wrong
 
 HISTORY = 1024  # calls, what DelayedScaling(amax_history_len=1024) of Transformer Engine remembers
 
@@ -101,6 +102,13 @@ def test_both_products_of_a_matrix_have_one_scale_whatever_comes_in_between():
     before = scale_of(rounding)
     scales([448.0, 448.0], of=delayed)
     assert scale_of(rounding) == before == 64
+
+
+@pytest.mark.world
+def test_ranks_share_the_largest_value_of_each_call():
+    pytest.importorskip("megatron.core")
+    names = tuple(f"tests.backends.cpu.fp8.shared:{name}" for name in ("calls", "layers"))
+    assert not wrong(measured(names, None))
 
 
 def test_a_checkpoint_goes_on_alike():
