@@ -295,6 +295,13 @@ _CHECKS = (
         without=(Gap(0.1),),
     ),
     Check(
+        patch="cross-attention-groups",
+        measurement=f"{_MEASURED}.attention:given_ranks",
+        world=2,
+        without=(Gap(1.0),),  # twice as many
+        agreement=0.0,
+    ),
+    Check(
         patch="mrope-packed",
         measurement=f"{_MEASURED}.multimodal:packed_positions",
         world=2,

@@ -1,11 +1,14 @@
-"""Attention over tensor-parallel ranks: its sinks, and the gate of its output."""
+"""Attention over tensor-parallel ranks: its sinks, the gate of its output, and whose ranks they are."""
 
+import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import layers
+from megatron.core.transformer.spec_utils import ModuleSpec
 
 
 def count_every_sink(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,3 +41,33 @@ def gate_of_own_heads(original: Callable[..., Any]) -> Callable[..., Any]:
         return query, key, value, gate[:, :, place * own : (place + 1) * own]
 
     return get_query_key_value_tensors
+
+
+def over_given_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `CrossAttention.__init__` whose projections are shared out over the ranks that it was given.
+
+    The original has them take those of the layout. Nothing is changed where none are given.
+    """
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        call = signature.bind(self, *args, **kwargs)
+        given = call.arguments
+        collection = given.get("pg_collection") or given.get("model_comm_pgs")  # the latter to 0.14
+        if collection is not None:
+            parts = given["submodules"]
+            ours = {name: _over(getattr(parts, name), collection.tp) for name in ("linear_q", "linear_kv")}
+            given["submodules"] = dataclasses.replace(parts, **ours)
+        original(*call.args, **call.kwargs)
+
+    return __init__
+
+
+def _over(layer: Any, group: Any) -> Any:
+    """What builds the layer, with the group that it is told."""
+    if isinstance(layer, type):
+        layer = ModuleSpec(module=layer)
+    if not isinstance(layer, ModuleSpec):  # a function, since 0.16
+        return functools.partial(layer, tp_group=group)
+    return dataclasses.replace(layer, params={**(layer.params or {}), "tp_group": group})

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 _CORE = "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__"
 _HEADS = "megatron.core.transformer.attention:SelfAttention.get_query_key_value_tensors"
+_CROSS = "megatron.core.transformer.attention:CrossAttention.__init__"
 
 
 def _sinks_unmarked(source: "Evidence") -> Presence:
@@ -36,6 +37,26 @@ def _gate_of_the_group(source: "Evidence") -> Presence:
     if "query" not in cut or not heads.has("return (query, key, value, gate)"):
         return Presence.UNKNOWN
     return Presence.of("gate" not in cut)
+
+
+def _ranks_of_the_layout(source: "Evidence") -> Presence:
+    """Whether the layer is told its ranks and tells its projections none."""
+    cross = source[_CROSS]
+    if cross is None:
+        return Presence.UNKNOWN
+    if not cross.parameters & {"pg_collection", "model_comm_pgs"}:
+        return Presence.ABSENT  # there are none but the layout's
+    built = [
+        node.value
+        for node in cross.walk()
+        if isinstance(node, ast.Assign)
+        and ast.unparse(node.targets[0]) in ("self.linear_q", "self.linear_kv")
+        and isinstance(node.value, ast.Call)
+    ]
+    told = [any(keyword.arg == "tp_group" for keyword in call.keywords) for call in built]
+    if len(built) != 2 or any(told) != all(told):
+        return Presence.UNKNOWN
+    return Presence.of(not all(told))
 
 
 PATCHES = (
@@ -67,5 +88,19 @@ PATCHES = (
         assumes=NOTHING,
         evidence=(_HEADS,),
         defect=_gate_of_the_group,
+    ),
+    Patch(
+        id="cross-attention-groups",
+        replacements=(Replacement(_CROSS, "bundle.wrappers.attention:over_given_ranks", by_signature=True),),
+        why=(
+            "Cross attention that is given its process groups shares out its heads over them, but its "
+            "projections over those of the layout."
+        ),
+        upstream="NVIDIA/Megatron-LM#7452 (finding 6), #7190 (open)",
+        range=">=0.13",
+        when=frozenset({"cross-attention", "explicit-groups", "tp"}),
+        assumes="what builds the projections takes a tp_group, as megatron's layers do",
+        evidence=(_CROSS,),
+        defect=_ranks_of_the_layout,
     ),
 )

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from bundle.mcore import attention
+from bundle.mcore.cross_attention import cross_attention
 from bundle.mcore.groups import Groups
 from bundle.verification.bench import Bench
 from bundle.verification.numbers import Numbers, gap, run, stepped
@@ -42,6 +43,16 @@ def gated_output(bench: Bench) -> float:
         reference = _gated(bench, groups)
     with bench.layout(tp=2) as groups:
         return gap(_gated(bench, groups), reference)
+
+
+def given_ranks(bench: Bench) -> float:
+    """How many rows of their weights the projections of cross attention have on one of two ranks."""
+    with bench.layout() as groups:
+        config = chunk(bench, groups, DENSE).config
+        layer = cross_attention(config, torch.distributed.group.WORLD, groups.cp.group)
+        half = config.num_attention_heads // 2 * config.kv_channels
+        seen = [layer.linear_q.weight.shape[0], layer.linear_kv.weight.shape[0]]
+        return gap({"rows": torch.tensor(seen).float()}, {"rows": torch.tensor([half, 2 * half]).float()})
 
 
 def _gated(bench: Bench, groups: Groups) -> Numbers:
