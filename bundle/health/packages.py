@@ -8,7 +8,7 @@ from packaging.version import Version
 
 from bundle.hardware import Fact, Hardware
 from bundle.health.finding import Finding, fail, ok, warn
-from bundle.stack import Package, Stack
+from bundle.stack import Package, Stack, text
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 SUPPORTED = (Version("0.12"), Version("0.20"))  # megatron-core, from and below; pyproject.toml, extra cpu
@@ -115,9 +115,20 @@ def _megatron(stack: Stack, extra: str) -> Iterator[Finding]:
     if not SUPPORTED[0] <= version < SUPPORTED[1]:
         cause = f"{core.version} is outside {SUPPORTED[0]} to {SUPPORTED[1]}: no patch was reviewed for it"
         yield warn("megatron-core", cause, "see `mcore-bundle patches plan`, or install a supported release")
-    if version >= Version("0.18") and stack.package("triton") is None:
-        cause = f"not installed, and megatron-core {core.version} imports it on every machine (paged_stash)"
+    imports, said_by = _imports_triton(megatron.core.package / "core/transformer/moe", version)
+    if imports and stack.package("triton") is None:
+        cause = f"not installed, and megatron-core {core.version} imports it on every machine ({said_by})"
         yield fail("triton", cause, "pip install triton")
+
+
+def _imports_triton(experts: Path, version: Version) -> tuple[bool, str]:
+    """Whether megatron-core needs triton to be imported, and what says so: its source, else its number."""
+    if not text.is_directory(experts):
+        return version >= Version("0.18"), f"by the number {version} alone"
+    for file in ("paged_stash.py", "ops/paged_stash.py"):
+        if re.search(r"^import triton", text.read(experts / file) or "", re.MULTILINE):
+            return True, f"read in transformer/moe/{file}"
+    return False, ""
 
 
 def _shown(package: Package) -> str:

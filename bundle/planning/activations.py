@@ -4,10 +4,9 @@ Counted tensor by tensor as Korthikanti et al. do ("Reducing Activation Recomput
 Models", 2022, section 4), for the layers that are really built.
 """
 
-from packaging.version import Version
-
 from bundle.backends.layers import Layers
 from bundle.frozen import frozen
+from bundle.planning.code import Code
 from bundle.planning.layers import LayerBytes
 from bundle.planning.parameters import padded_vocabulary
 from bundle.planning.placement import Chunk, Placement
@@ -37,11 +36,9 @@ class Activations:
         return self.held + self.passing
 
 
-def activations(
-    recipe: Recipe, placement: Placement, stage: int, layers: Layers, release: Version
-) -> Activations:
+def activations(recipe: Recipe, placement: Placement, stage: int, layers: Layers, code: Code) -> Activations:
     """The activations of a rank of a pipeline stage."""
-    each = LayerBytes(recipe, layers, release)
+    each = LayerBytes(recipe, layers, code)
     chunks = placement.stages[stage]
     flying = in_flight(len(placement.stages), stage, len(chunks), placement.microbatches)
     sizes = [_chunk(each, chunk) for chunk in chunks]

@@ -1,14 +1,12 @@
 """Bytes that one micro-batch leaves in one transformer layer of a rank, recomputed modules taken out."""
 
-from packaging.version import Version
-
 from bundle.architectures import MLA
 from bundle.backends.layers import Layers
+from bundle.planning.code import SHIFTED_GATE, Code
 from bundle.planning.kept import FP32, Kept
 from bundle.recipe import Recipe
 
 INDEX = 8  # bytes of an expert's number
-SHIFTED_GATE = Version("0.15")  # transformer/mlp.py adds glu_linear_offset, zero or not
 
 
 class LayerBytes:
@@ -18,11 +16,11 @@ class LayerBytes:
     parallel regions: fewer with sequence parallelism.
     """
 
-    def __init__(self, recipe: Recipe, layers: Layers, release: Version) -> None:
+    def __init__(self, recipe: Recipe, layers: Layers, code: Code) -> None:
         self.recipe, self.layers = recipe, layers
         parallel, recompute = recipe.parallel, recipe.model.recompute
         size = 2 if recipe.model.dtype == "bf16" else 4
-        self.kept = Kept(size, layers.fused_kernels, shifted_gate=release >= SHIFTED_GATE)
+        self.kept = Kept(size, layers.fused_kernels, shifted_gate=code.has(SHIFTED_GATE))
         self.cp = parallel.cp
         self.rows = recipe.data.sequence_length // parallel.cp
         self.tokens = self.rows * recipe.train.micro_batch_size

@@ -1,6 +1,7 @@
 """The plan: everything that a job will be, and every reason why it cannot be that."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from packaging.version import Version
 
@@ -11,6 +12,7 @@ from bundle.hardware import Hardware
 from bundle.patches import Action, Decision
 from bundle.planning.activations import activations
 from bundle.planning.capacity import Stage, devices_problems, memory_note, memory_problems
+from bundle.planning.code import Code
 from bundle.planning.placement import Placement, place
 from bundle.planning.problem import Problem, recipe_problem
 from bundle.planning.refusals import refusals
@@ -74,21 +76,23 @@ def make(
     per_node: int | None = None,
     notes: Sequence[str] = (),
     beside: Sequence[Problem] = (),
+    root: Path | None = None,
 ) -> Plan:
     """The plan for a recipe on a machine, with every problem in it; `nodes` and `per_node` override the
-    recipe, `beside` are problems that somebody else found.
+    recipe, `beside` are problems that somebody else found, `root` is the tree of the target, if there is one.
     """
+    code = Code(target.release, root)
     nodes = nodes or recipe.devices.nodes
     per_node = per_node or recipe.devices.per_node or _all_devices(recipe, hardware, nodes)
     violations = recipe.layout_violations(nodes * per_node)
     placement = None if violations else place(recipe, nodes * per_node)
-    stages = () if placement is None else _stages(recipe, placement, can, target.release)
+    stages = () if placement is None else _stages(recipe, placement, can, code)
     patches = {decision.id for decision in decisions if decision.action is Action.APPLY}
     tight = memory_note(stages, hardware.device_memory)
     problems = (
         *beside,
         *map(recipe_problem, violations),
-        *refusals(recipe, can, hardware, target.release, placement, patches),
+        *refusals(recipe, can, hardware, code, placement, patches),
         *_stopping(decisions),
         *devices_problems(hardware, per_node),
         *memory_problems(stages, hardware, per_node),
@@ -116,14 +120,14 @@ def _all_devices(recipe: Recipe, hardware: Hardware, nodes: int) -> int:
     return len(hardware.devices)
 
 
-def _stages(recipe: Recipe, placement: Placement, can: Capabilities, release: Version) -> tuple[Stage, ...]:
-    ledger = Ledger.of(recipe, placement, release, can.layers)
+def _stages(recipe: Recipe, placement: Placement, can: Capabilities, code: Code) -> tuple[Stage, ...]:
+    ledger = Ledger.of(recipe, placement, code, can.layers)
     return tuple(
         Stage(
             index=index,
             chunks=chunks,
             states=ledger.largest(index),
-            activations=activations(recipe, placement, index, can.layers, release),
+            activations=activations(recipe, placement, index, can.layers, code),
         )
         for index, chunks in enumerate(placement.stages)
     )

@@ -66,6 +66,7 @@ def planned(
         nodes=nodes,
         per_node=per_node,
         notes=notes,
+        root=decided.subject.root,
         beside=[*beside, *([hardware_problem(can.refusal)] if can.refusal else [])],
     )
     return Planned(plan, decided)

@@ -9,20 +9,15 @@ from dataclasses import fields
 from itertools import accumulate
 from typing import Self
 
-from packaging.version import Version
-
 from bundle.backends.layers import Layers
 from bundle.frozen import frozen
 from bundle.planning.buffers import Buffer, lay_out
+from bundle.planning.code import EXPERT_GROUPS_BY_ETP, Code
 from bundle.planning.parameters import parameters
 from bundle.planning.placement import Chunk, Placement
 from bundle.recipe import Recipe
 
 FP32, BF16 = 4, 2
-
-# From 0.19 experts whose tensor parallel size is not the dense one get the experts' groups even at ep 1;
-# before, their gradients are reduced like dense ones (tensor_parallel/layers.py, use_expert_pgs).
-EXPERT_GROUPS_BY_ETP = Version("0.19")
 
 
 @frozen
@@ -51,10 +46,10 @@ class Ledger:
     layers: Layers
 
     @classmethod
-    def of(cls, recipe: Recipe, placement: Placement, release: Version, layers: Layers) -> Self:
-        """The buffers of a recipe on a release of megatron-core, with a backend's layers."""
+    def of(cls, recipe: Recipe, placement: Placement, code: Code, layers: Layers) -> Self:
+        """The buffers of a recipe on this code of megatron-core, with a backend's layers."""
         stages = tuple(
-            tuple(_buffers(recipe, placement, chunk, release, layers) for chunk in chunks)
+            tuple(_buffers(recipe, placement, chunk, code, layers) for chunk in chunks)
             for chunks in placement.stages
         )
         return cls(placement, stages, recipe.model.dtype == "bf16", layers)
@@ -103,11 +98,11 @@ class Ledger:
 
 
 def _buffers(
-    recipe: Recipe, placement: Placement, chunk: Chunk, release: Version, layers: Layers
+    recipe: Recipe, placement: Placement, chunk: Chunk, code: Code, layers: Layers
 ) -> tuple[Buffer, Buffer]:
     """(dense, expert) buffers of one chunk; either may be empty."""
     parallel, ranks = recipe.parallel, placement.size("dp") * placement.size("cp")
-    apart = parallel.ep > 1 or (parallel.etp != parallel.tp and release >= EXPERT_GROUPS_BY_ETP)
+    apart = parallel.ep > 1 or (parallel.etp != parallel.tp and code.has(EXPERT_GROUPS_BY_ETP))
     all_of_them = parameters(recipe.architecture, parallel, chunk, layers)
     experts = [p for p in all_of_them if p.expert and apart]
     dense = [p for p in all_of_them if not (p.expert and apart)]

@@ -106,6 +106,17 @@ def test_triton_is_needed_from_0_18(tmp_path, version, needs):
     assert bad(tmp_path) == []
 
 
+def test_the_source_says_whether_triton_is_needed_before_the_number_does(tmp_path):
+    install_torch(tmp_path)
+    install_megatron(tmp_path, "0.19.2")
+    experts = tmp_path / "megatron/core/transformer/moe"
+    (experts / "ops").mkdir(parents=True)
+    (experts / "paged_stash.py").write_text("def stash(): import triton\n")
+    assert bad(tmp_path) == []
+    (experts / "ops/paged_stash.py").write_text("import torch\nimport triton\n")
+    only(bad(tmp_path), "triton", "read in transformer/moe/ops/paged_stash.py")
+
+
 @pytest.mark.parametrize("version", ["0.11.0", "0.20.0"])
 def test_a_release_that_nobody_reviewed(tmp_path, version):
     install_torch(tmp_path)

@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bundle.backends.layers import LOCAL
 from bundle.planning.buffers import breaks_before_0_13
+from bundle.planning.code import Code
 from bundle.planning.parameters import parameters
 from bundle.planning.placement import Placement, place
 from bundle.planning.states import Ledger, States
@@ -58,7 +59,7 @@ def main() -> None:
             placement = place(recipe, world)
             if release < Version("0.13") and _breaks(recipe, placement):
                 continue
-            ledger = Ledger.of(recipe, placement, release, LOCAL)
+            ledger = Ledger.of(recipe, placement, Code(release), LOCAL)
             for rank in range(world):
                 dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
                 try:

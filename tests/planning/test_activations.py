@@ -8,6 +8,7 @@ from packaging.version import Version
 
 from bundle.backends.layers import LOCAL
 from bundle.planning.activations import activations
+from bundle.planning.code import Code
 from bundle.planning.placement import place
 from bundle.recipe import load
 from tests import world
@@ -33,7 +34,7 @@ CASES = [
 @pytest.mark.world
 def test_what_ranks_keep_and_how_many_wait():
     pytest.importorskip("megatron.core")
-    release = Version(Version(importlib.metadata.version("megatron-core")).base_version)
+    release = Code(Version(Version(importlib.metadata.version("megatron-core")).base_version))
     ranks = world.run("tests.planning.rank", 2, *map(json.dumps, CASES), timeout=300)
     measured = [json.loads(said.splitlines()[-1]) for said in ranks]
     for index, (name, *overrides) in enumerate(CASES):

@@ -8,13 +8,14 @@ from packaging.version import Version
 
 from bundle.backends.layers import TRANSFORMER_ENGINE
 from bundle.planning.activations import activations
+from bundle.planning.code import Code
 from bundle.planning.parameters import parameters
 from bundle.planning.placement import place
 from bundle.planning.states import Ledger
 from tests.planning.jobs import job
 
 RECORDED = json.loads((Path(__file__).parent / "fixtures/h200.json").read_text())
-RELEASE = Version("0.16.1")
+RELEASE = Code(Version("0.16.1"))
 
 _BASE = {
     "vocab_size": 32000,

@@ -11,6 +11,7 @@ from bundle.backends.layers import LOCAL
 from bundle.errors import ExitCode, UsageError
 from bundle.hardware import preset
 from bundle.planning import Target, make
+from bundle.planning.code import Code
 from bundle.planning.machine import capabilities
 from bundle.planning.placement import place
 from bundle.planning.states import Ledger
@@ -138,7 +139,7 @@ def test_the_fullest_rank_is_the_fullest_of_all(parallel, world, overlap):
         train={"steps": 3, "global_batch_size": 240},
         distributed={"overlap_grad_reduce": overlap, "bucket_size": 3001},
     )
-    ledger = Ledger.of(recipe, place(recipe, world), Version(RELEASE), LOCAL)
+    ledger = Ledger.of(recipe, place(recipe, world), Code(Version(RELEASE)), LOCAL)
     by_hand = [bytes_by_hand(recipe, ledger, rank) for rank in range(world)]
     assert [ledger.rank(rank).total for rank in range(world)] == by_hand
     for stage in range(recipe.parallel.pp):
