@@ -24,7 +24,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 def depth(function):
     return 1 + depth(function.__wrapped__) if hasattr(function, "__wrapped__") else 0
 
-counted = [depth(GPTModel.forward)]
+counted = [sum(step.target == "megatron.core.models.gpt.gpt_model:GPTModel.forward" for step in plan.steps)]
+counted.append(depth(GPTModel.forward))
 for _ in range(2):
     applying.apply(plan)
 counted.append(depth(GPTModel.forward))
@@ -39,6 +40,6 @@ def test_a_patch_is_put_on_once_however_many_engines_are_made():
     pytest.importorskip("megatron.core")
     ran = subprocess.run([sys.executable, "-c", COUNTED], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
-    once, again, naive = json.loads(ran.stdout.splitlines()[-1])
+    meant, once, again, naive = json.loads(ran.stdout.splitlines()[-1])
     assert naive == again + 2  # put on for each of two engines
-    assert again == once == 1
+    assert again == once == meant > 0
