@@ -3,7 +3,7 @@
 import ast
 from typing import TYPE_CHECKING
 
-from bundle.patches.catalogue import mla_ranks
+from bundle.patches.catalogue import gated_delta, mla_ranks
 from bundle.patches.entry import Presence, Trap
 
 if TYPE_CHECKING:
@@ -122,6 +122,18 @@ def _every_row_is_counted(source: "Evidence") -> Presence:
 
 _LOSSES = frozenset({"moe", "megatron-balancing"})  # our engine has its own
 
+
+def _packs_refused_by_gated_delta(source: "Evidence") -> Presence:
+    if not source.has_module(gated_delta.FORWARD):
+        return Presence.ABSENT  # there is no such layer
+    forward = source[gated_delta.FORWARD]
+    if forward is None:
+        return Presence.UNKNOWN
+    if forward.has("if packed_seq_params is not None:\n    raise NotImplementedError(...)"):
+        return Presence.PRESENT
+    return Presence.ABSENT if "cu_seqlens_q" in forward.names else Presence.UNKNOWN
+
+
 TRAPS = (
     Trap(
         id="moe-tensor-without-expert-parallel",
@@ -238,5 +250,15 @@ TRAPS = (
         why="Rows of padding are balanced like tokens: the emptier a pack, the less its tokens are balanced.",
         cause="TopKRouter.routing takes no padding mask; #1984, one since #2142 in 0.16.0",
         instead="Leave padding out of micro-batches, or use megatron-core 0.16 or later, with the mask.",
+    ),
+    Trap(
+        id="gated-delta-net-packed",
+        range=">=0.16,<0.18",
+        evidence=(gated_delta.FORWARD,),
+        defect=_packs_refused_by_gated_delta,
+        when=frozenset({"gated-delta-net", "packed"}),
+        why="The gated delta net (Qwen3-Next, Qwen3.5) refuses packed sequences.",
+        cause="GatedDeltaNet.forward raises NotImplementedError for any packed_seq_params; #2645 in 0.18.0",
+        instead="Set data.packed to false, or use megatron-core 0.18 or later.",
     ),
 )

@@ -68,6 +68,7 @@ PRESENT = {
     "offload-resume-fp32": [("0.12.0", "0.19.2")],
     "attention-sinks-norm": [("0.15.0", "0.19.2")],
     "output-gate-of-shared-groups": [("0.16.0", "0.16.1")],
+    "gated-delta-net-packed": [("0.16.0", "0.17.1")],
     "gated-delta-norm-gradient": [("0.16.0", "0.19.2")],
     "cross-attention-groups": [("0.13.0", "0.19.2")],
     "mrope-packed": [("0.12.0", "0.19.2")],

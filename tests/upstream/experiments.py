@@ -84,6 +84,26 @@ def latent_attention_without_sequence_parallelism(bench: Bench) -> float:
     return norm_gap(bench, LATENT, {"sequence_parallel": False}, tp=2)
 
 
+def packed_gated_delta(bench: Bench) -> float:
+    """0.0 if a pack is not refused; no such layer before 0.16 refuses any.
+
+    Where it is taken, the layer asks for a kernel of flash-linear-attention that torch alone has not.
+    """
+    with bench.layout() as groups:
+        config = tiny.chunk(bench, groups, DENSE).config
+        pack = tiny.packed(bench, groups, tiny.texts((6, 10)), multiple=1).packed
+        try:
+            from bundle.mcore.gated_delta import gated_delta_net
+        except ImportError:
+            return 0.0
+        try:
+            gated_delta_net(config)(torch.randn(16, 1, config.hidden_size), None, packed_seq_params=pack)
+        except AssertionError as taken:
+            if "deterministic mode" not in str(taken):
+                raise
+    return 0.0
+
+
 def prediction_with_two_outputs(bench: Bench) -> float:
     """How far two context-parallel ranks' gradient norm of an MTP loss is from one's, under a mean of losses.
 

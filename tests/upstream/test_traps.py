@@ -62,6 +62,12 @@ CASES = (
     Case("balancing_of_prompts", "balancing-of-prompts", 1, (Gap(1.0),)),
     Case("balancing_of_packs", "balancing-of-packs", 1, (Gap(1e-2),)),
     Case("balancing_of_padding", "balancing-of-padding", 1, (Gap(1e-2),)),
+    Case(
+        "packed_gated_delta",
+        "gated-delta-net-packed",
+        1,
+        (Raises("NotImplementedError", "does not support packed sequence"),),
+    ),
     Case("prediction_with_two_outputs"),  # reported, and not so
 )
 
