@@ -6,6 +6,7 @@ fingerprint is that of the code, or of the signature where the replacement is re
 
 _LATENT = "megatron.core.transformer.multi_latent_attention:MLASelfAttention.get_query_key_value_tensors"
 _ROUTING = "megatron.core.transformer.moe.router:TopKRouter.routing"
+_HEADS = "megatron.core.transformer.multi_latent_attention:MLASelfAttention.__init__"
 _MOE = "megatron.core.transformer.moe.moe_layer:MoELayer.forward"
 _ROPE = "megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd"
 _APPLY_ROPE = "megatron.core.transformer.attention:apply_rotary_pos_emb"
@@ -38,6 +39,11 @@ REVIEWED: dict[str, dict[str, tuple[str, str]]] = {
         "ec63fcac441bd0d6": ("0b6714ec87", "padding_mask, which the wrapper passes on"),
         "4ef5f03d8df4d34e": ("fe729e927c", "input_ids, which the wrapper passes on"),
         "a556867d919d3ff0": ("7f9175207d", "a further argument, which the wrapper passes on"),
+    },
+    _HEADS: {
+        "b94058caf9edacf2": ("a00e9443ca", "pp_layer_offset, which the wrappers pass on"),
+        "8334fbbd212dba26": ("bf4e1db32f", "pp_layer_offset and is_mtp_layer, passed on"),
+        "4f07454e1d9b9570": ("2f1004963d", "the same and name, passed on"),
     },
     _ROPE: {
         "a3cd0de00726f883": ("b0eb9143c3", "the interleaving of latent attention by another name"),

@@ -11,6 +11,9 @@ from bundle.frozen import frozen
 from bundle.stack import text
 
 _LIMIT = 2 << 20  # bytes of one module; the largest of megatron-core is 160 kB
+# What one tree may have us parse, within seconds: all decisions about 0.19 read 38 modules, of 1.7 MB.
+_MOST_MODULES = 256
+_MOST_BYTES = 4 << 20
 
 
 class Unreadable(Exception):
@@ -34,6 +37,7 @@ class SourceTree:
 
     root: Path
     _modules: dict[str, Module | None] = field(default_factory=dict)
+    _sizes: dict[str, int] = field(default_factory=dict)  # of the files that were parsed, in bytes
 
     def module(self, name: str) -> Module | None:
         """The parsed module by its dotted name; None where the tree has no such file."""
@@ -52,6 +56,12 @@ class SourceTree:
         source = text.read_bytes(self.root / file, _LIMIT)
         if source is None:
             raise Unreadable(f"{file} is no regular file below {_LIMIT >> 20} MiB that can be read")
+        self._sizes[name] = len(source)
+        if len(self._sizes) > _MOST_MODULES or sum(self._sizes.values()) > _MOST_BYTES:
+            many = f"{_MOST_MODULES} modules or {_MOST_BYTES >> 20} MiB"
+            raise Unreadable(
+                f"{file} is not read: more than {many} lead to one another, as in no megatron-core"
+            )
         return parsed(name, file, source)
 
 

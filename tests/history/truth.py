@@ -45,7 +45,7 @@ def _always(text: Text) -> bool:
 
 _ROLLS_OVER_RANKS = _has(_PREDICTION, r"def roll_tensor\([^)]*cp_group")
 _RATIO = _has(_PREDICTION, r"original_num_tokens = loss_mask\.sum\(\)")
-_WHOLE_KEYS = r"> 1 and self\.config\.sequence_parallel:\s+(#[^\n]*\s+)?k_pos_emb = gather_"
+_WHOLE_KEYS = r"> 1\s+and self\.config\.sequence_parallel\s*\)?:\s+(#[^\n]*\s+)?k_pos_emb = gather_"
 _REFUSES_PACKS = _has(_PREDICTION, r"assert \(?\s*packed_seq_params is None")
 
 PRESENT: dict[str, Criterion] = {
@@ -114,7 +114,9 @@ PRESENT: dict[str, Criterion] = {
         "transformer.mla_qk_norm_config", r"or_default\(\s*self\.submodules\.linear_q_proj"
     ),
     "mla-rotary-key-gradient": _has(_LATENT, _WHOLE_KEYS),
-    "mla-query-norm-gradient": _has(_LATENT, _WHOLE_KEYS),
+    "mla-query-norm-gradient": _all(
+        _has(_LATENT, _WHOLE_KEYS), _has("distributed.finalize_model_grads", "q_layernorm")
+    ),
     "mla-tensor-without-sequence-parallel": _lacks(_LATENT, _WHOLE_KEYS),
     "mtp-per-token-weight": _lacks(_PREDICTION, "original_num_tokens"),
     "packed-rotary-host-reads": _has(f"{_ROPE}.rope_utils", r"(cp_size|\[:-1\])\)\.tolist\(\)"),

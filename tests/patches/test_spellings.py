@@ -31,6 +31,13 @@ CUTS = f"cu_seqlens = {LENGTHS}"
 BEFORE = "    original_num_tokens = loss_mask.sum()"
 MARKED = 'setattr(param, "sequence_parallel", self.config.sequence_parallel)'
 DISPATCHER = "transformer.moe.token_dispatcher"
+ROUTER = "transformer.moe.router"
+ATTENTION = "transformer.attention"
+OPTIMIZER = "optimizer.distrib_optimizer"
+SCHEDULES = "pipeline_parallel.schedules"
+HYBRID = "if isinstance(self.optimizer, HybridDeviceOptimizer):\n            self.optimizer.update"
+SIZES = "seq_length, bsz = logits.shape[:2]"
+ROPE = "models.common.embeddings.rope_utils"
 EXCHANGE = "pipeline_parallel.p2p_communication"
 FINALIZE = "distributed.finalize_model_grads"
 COUNTED = "num_tokens, group=parallel_state.get_data_parallel_group()"
@@ -198,6 +205,37 @@ CASES: list[tuple[str, str, str, Sequence[Edit] | None, Presence]] = [
         [("len(model_params) == 0", "not model_params")],
         U,
     ),
+    # balancing, attention over ranks, the optimizer on the host
+    ("balancing-per-token-ranks", "0.16.1", ROUTER, [("aux_loss * num_tokens", "aux_loss * weight")], U),
+    ("balancing-per-token-ranks", "0.16.1", ROUTER, [("z_loss * num_tokens", "z_loss * weight")], U),
+    ("balancing-per-token-ranks", "0.16.1", SCHEDULES, [("set_loss_scale(loss_scale)", "scale()")], U),
+    ("balancing-of-prompts", "0.16.1", ROUTER, [("aux_loss * num_tokens", "aux_loss * learned")], U),
+    ("balancing-of-packs", "0.16.1", ROUTER, [(SIZES, "seq_length, bsz = sizes(logits)")], U),
+    ("balancing-of-packs", "0.16.1", ROUTER, [(SIZES, f"{SIZES}\n        look(p.cu_seqlens_q)")], U),
+    (
+        "balancing-of-padding",
+        "0.15.3",
+        ROUTER,
+        [("def routing(self, logits", "def routing(self, valid, logits")],
+        U,
+    ),
+    ("output-gate-of-shared-groups", "0.16.1", ATTENTION, [("query = query[", "query = own(query)[")], U),
+    (
+        "output-gate-of-shared-groups",
+        "0.16.1",
+        ATTENTION,
+        [("return query, key, value, gate", "return query, key, value, own(gate)")],
+        U,
+    ),
+    ("packed-rotary-host-reads", "0.16.1", ROPE, [(".tolist()", ".cpu().numpy()")], U),
+    (
+        "offload-stale-weights",
+        "0.16.1",
+        OPTIMIZER,
+        [(HYBRID, HYBRID.replace("if is", "if on_host and is"))],
+        U,
+    ),
+    ("offload-stale-weights", "0.16.1", OPTIMIZER, [(HYBRID, f"self.prepare()\n        {HYBRID}")], U),
     # traps
     (
         "mtp-packed",

@@ -49,7 +49,8 @@ def _summed_by_name(source: "Evidence") -> Presence:
         return Presence.UNKNOWN
     if always:
         return Presence.ABSENT  # it fails before
-    by_name = sums.has("config.qk_layernorm and ('q_layernorm' in name or 'k_layernorm' in name)")
+    either = "'q_layernorm' in name or 'k_layernorm' in name"
+    by_name = sums.has(f"config.qk_layernorm and ({either})") or sums.has(f"_ or {either}")
     told_apart = any("multi_latent" in name or "mla" in name.lower() for name in sums.names)
     return Presence.PRESENT if by_name and not told_apart else Presence.UNKNOWN
 
