@@ -12,6 +12,9 @@ _ROPE = "megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb
 _APPLY_ROPE = "megatron.core.transformer.attention:apply_rotary_pos_emb"
 _BLOCK = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionBlock.forward"
 _LINEAR = "megatron.core.extensions.transformer_engine:TELinear.__init__"
+_LATENT_INIT = "megatron.core.transformer.multi_latent_attention:MLASelfAttention.__init__"
+_CROSS_INIT = "megatron.core.transformer.attention:CrossAttention.__init__"
+_GATED_DELTA_INIT = "megatron.core.ssm.gated_delta_net:GatedDeltaNet.__init__"
 
 # target -> fingerprint -> (a commit, what differs)
 REVIEWED: dict[str, dict[str, tuple[str, str]]] = {
@@ -60,5 +63,15 @@ REVIEWED: dict[str, dict[str, tuple[str, str]]] = {
     },
     _LINEAR: {
         "50721449c3fc6583": ("f6a3ba5432", "tp_group without symmetric_ar_type; parallel_mode by name")
+    },
+    _LATENT_INIT: {
+        "4f07454e1d9b9570": ("d48bd6be0a", "is_mtp_layer, which the wrapper passes on"),
+    },
+    _CROSS_INIT: {
+        "b7170cc88758a3b0": ("d48bd6be0a", "is_mtp_layer, which the wrapper passes on"),
+    },
+    _GATED_DELTA_INIT: {
+        "4b734168ee77ad19": ("d48bd6be0a", "the parameters of the releases, annotated in another way"),
+        "6c19578b914b6b76": ("d98e8a64dd", "the parameters of the releases, annotated in another way"),
     },
 }
