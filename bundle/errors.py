@@ -67,3 +67,9 @@ class Preempted(BundleError):
     """The job was told to stop and has written a checkpoint: start it again."""
 
     code = ExitCode.PREEMPTED
+
+
+def shown(value: object) -> str:
+    """A value as a message quotes it: at most 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -4,6 +4,8 @@ import difflib
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from bundle.errors import shown
+
 REQUIRED: Any = object()
 
 # Far beyond any model, and small enough that a hostile file cannot make us allocate by its numbers.
@@ -61,7 +63,7 @@ class Keys:
         if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
             return value
         if value is not REQUIRED:
-            self._unreadable(f"{name}: must be an integer from {least} to {most}, is {_shown(value)}")
+            self._unreadable(f"{name}: must be an integer from {least} to {most}, is {shown(value)}")
         return least
 
     def optional(self, name: str, default: Any = None) -> int | None:
@@ -75,7 +77,7 @@ class Keys:
         if isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most:
             return float(value)
         if value is not REQUIRED:
-            self._unreadable(f"{name}: must be a number from {least:g} to {most:g}, is {_shown(value)}")
+            self._unreadable(f"{name}: must be a number from {least:g} to {most:g}, is {shown(value)}")
         return most
 
     def flag(self, name: str, default: Any = REQUIRED) -> bool:
@@ -84,7 +86,7 @@ class Keys:
         if isinstance(value, bool):
             return value
         if value is not REQUIRED:
-            self._unreadable(f"{name}: must be true or false, is {_shown(value)}")
+            self._unreadable(f"{name}: must be true or false, is {shown(value)}")
         return False
 
     def mapping(self, name: str) -> Mapping[str, Any]:
@@ -94,7 +96,7 @@ class Keys:
             return {}
         if isinstance(value, Mapping):
             return value
-        self._unreadable(f"{name}: must be a mapping, is {_shown(value)}")
+        self._unreadable(f"{name}: must be a mapping, is {shown(value)}")
         return {}
 
     def integers(self, name: str) -> tuple[int, ...]:
@@ -102,7 +104,7 @@ class Keys:
         value = self.value(name, None) or []
         if isinstance(value, list) and all(type(v) is int and 0 <= v <= LARGEST for v in value):
             return tuple(value)
-        self._unreadable(f"{name}: must be a list of integers, is {_shown(value)}")
+        self._unreadable(f"{name}: must be a list of integers, is {shown(value)}")
         return ()
 
     def only(self, name: str, *allowed: Any, why: str) -> None:
@@ -113,7 +115,7 @@ class Keys:
 
     def refuse(self, name: str, value: Any, why: str) -> None:
         """Records that `name` asks for something that would not be computed."""
-        self.violations.append(f"{name} {_shown(value)}: {why}")
+        self.violations.append(f"{name} {shown(value)}: {why}")
 
     def present(self, name: str) -> bool:
         """Whether the key is there and not null."""
@@ -141,8 +143,3 @@ def closest(name: str, known: Collection[str]) -> str:
     """ "; did you mean ...?" with the nearest known names, or nothing."""
     near = difflib.get_close_matches(name[:100], sorted(known), n=2)
     return f"; did you mean {' or '.join(near)}?" if near else ""
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,12 +1,11 @@
 """The plan of patches for one run: made before any import, kept as a file, agreed on by all ranks."""
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bundle.digest import of_json
 from bundle.errors import PatchError
 from bundle.frozen import frozen
 from bundle.patches import source
@@ -48,13 +47,13 @@ class PatchPlan:
         fields = {"megatron-core": f"{self.version} {self.commit or ''}".strip()}
         for patch_id, action in self.decisions:
             steps = [asdict(step) for step in self.steps if step.patch == patch_id]
-            fields[f"patch {patch_id}"] = f"{action} {_digest(steps)}" if steps else action
+            fields[f"patch {patch_id}"] = f"{action} {of_json(steps)}" if steps else action
         return fields
 
     @property
     def digest(self) -> str:
         """16 hexadecimal digits over all fields."""
-        return _digest(self.fields())
+        return of_json(self.fields())
 
     def dump(self) -> dict[str, Any]:
         """The plan as plain JSON values; `load` makes an equal plan of them."""
@@ -119,7 +118,3 @@ def _step(patch_id: str, replacement: Replacement, definitions: Definitions) -> 
         wrapper_digest=wrapper_digest,
         everywhere="." not in name and found.module == module and found.is_code,
     )
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from pydantic_core import ValidationError
 
+from bundle.errors import shown
 from bundle.recipe.document import Document, Path
 from bundle.recipe.section import keys_of
 from bundle.recipe.validation import UNKNOWN
@@ -31,7 +32,7 @@ def explained(error: ValidationError, document: Document, schema: type) -> list[
             reason = found["msg"].removeprefix("Value error, ")
         else:
             said = found["msg"].replace("Input should be", "must be")
-            reason = f"{said[:1].lower()}{said[1:]}, is {_shown(found['input'])}"
+            reason = f"{said[:1].lower()}{said[1:]}, is {shown(found['input'])}"
         lines.append(located(document, path, reason))
     return lines
 
@@ -53,8 +54,3 @@ def meant(name: str, known: list[str]) -> str:
         lasts = {key.rpartition(".")[2]: key for key in known}
         near = [lasts[part] for part in difflib.get_close_matches(last[:100], list(lasts), n=2, cutoff=0.75)]
     return f"; did you mean {' or '.join(near[:3])}?" if near else ""
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,7 +1,5 @@
 """A rank's work once megatron may be imported: groups, data, engine, checkpoint, and the loop."""
 
-import hashlib
-import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -10,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bundle.digest import of_json
 from bundle.distributed.stopping import StopRequest
 from bundle.distributed.watchdog import Watchdog, collectives_seconds
 from bundle.engine import Engine, Losses
@@ -115,7 +114,7 @@ def _state(at: Progress, engine: Engine, identity: Mapping[str, str]) -> TrainSt
         "unreported_seconds": at.unreported_seconds,
         "reported": asdict(at.losses) if at.losses else None,
     }
-    return TrainState(at.step, at.consumed_samples, _digest(identity), carried)
+    return TrainState(at.step, at.consumed_samples, of_json(identity), carried)
 
 
 def _restore(
@@ -133,7 +132,7 @@ def _restore(
     if loaded is None:
         return Progress()
     saved = loaded.state
-    if saved.data_digest != _digest(identity):
+    if saved.data_digest != of_json(identity):
         changes = data.changed(saved.metrics.get("data", {}), identity)
         raise UsageError(f"{loaded.directory.name} was trained on other data", changes)
     engine.restore_losses(saved.metrics["losses"])
@@ -185,7 +184,3 @@ def _conclude(directory: RunDirectory, progress: Progress, corpus: data.Corpus) 
         "mtp_losses": list(losses.mtp),
     }
     atomic.write_json(directory.result, finite(result))
-
-
-def _digest(identity: Mapping[str, str]) -> str:
-    return hashlib.sha256(json.dumps(dict(identity), sort_keys=True).encode()).hexdigest()[:16]

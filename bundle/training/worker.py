@@ -1,12 +1,11 @@
 """The life of one rank: meet the others, agree, prepare the backend, train, leave in order."""
 
-import hashlib
-import json
 from datetime import timedelta
 from pathlib import Path
 
 from bundle import stack
 from bundle.backends import preparation
+from bundle.digest import of_json
 from bundle.distributed import parent, store, watchdog, world
 from bundle.distributed.agreement import agree
 from bundle.distributed.watchdog import Watchdog, collectives_seconds
@@ -71,7 +70,7 @@ def _versions() -> dict[str, dict[str, str | None]]:
 
 def _identity(recipe: Recipe, made: Planned) -> dict[str, str]:
     """What all ranks must have in common: a name and a short value each; no paths, no host names."""
-    digest = hashlib.sha256(json.dumps(recipe.dump(), sort_keys=True).encode()).hexdigest()[:16]
+    digest = of_json(recipe.dump())
     backend = made.plan.hardware.backend
     image = record.inputs_of(Path(RECORD))
     return {"recipe": digest, "backend": backend, "image": image, **patch_plan.make(made.survey).fields()}

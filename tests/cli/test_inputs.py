@@ -154,6 +154,13 @@ def test_what_a_starter_says_of_the_ranks_of_a_node_holds(tmp_path):
     assert "devices.per_node: 2, but pet, which starts this, says 4" in said
 
 
+def test_the_ascend_operator_s_list_of_devices_is_what_a_node_starts(tmp_path):
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555"}
+    node = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "0,1,2,3", **address}
+    words = "train", "demo", "--dry-run", *sets("train.global_batch_size=32")
+    assert "--nproc-per-node=4" in run(*words, cwd=tmp_path, **node)
+
+
 def test_a_recipe_for_two_machines_is_not_started_on_one(tmp_path):
     words = "train", "demo", *sets("devices.nodes=2", "train.micro_batch_size=4")
     said = run(*words, cwd=tmp_path, code=2)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bundle.errors import UsageError
+from bundle.errors import UsageError, shown
 from bundle.recipe.sections import Data, Fields
 from bundle.training.data.templates import ChatTemplate, Message
 from bundle.training.data.tokenizers import HuggingFace, Tokenizer, Tokens
@@ -31,7 +31,7 @@ def messages_of(values: Mapping[str, Any], fields: Fields) -> list[Message] | st
         if name not in values:
             return f"field {name}: missing; the row has {', '.join(map(str, values)) or 'no fields'}"
         if not isinstance(text, str) or not text.strip():
-            return f"field {name}: must be text, is {_shown(text)}"
+            return f"field {name}: must be text, is {shown(text)}"
     return [
         {"role": "user", "content": values[fields.prompt]},
         {"role": "assistant", "content": values[fields.response]},
@@ -40,13 +40,13 @@ def messages_of(values: Mapping[str, Any], fields: Fields) -> list[Message] | st
 
 def _checked(messages: Any, field: str) -> list[Message] | str:
     if not isinstance(messages, list) or not messages:
-        return f"field {field}: must be a list of messages, is {_shown(messages)}"
+        return f"field {field}: must be a list of messages, is {shown(messages)}"
     for index, message in enumerate(messages):
         where = f"field {field}[{index}]"
         if not isinstance(message, dict) or message.get("role") not in ROLES:
-            return f"{where}: must be an object with a role of {', '.join(ROLES)}, is {_shown(message)}"
+            return f"{where}: must be an object with a role of {', '.join(ROLES)}, is {shown(message)}"
         if not isinstance(message.get("content"), str):
-            return f"{where}: content must be text, is {_shown(message.get('content'))}"
+            return f"{where}: content must be text, is {shown(message.get('content'))}"
     if messages[-1]["role"] != "assistant" or not messages[-1]["content"].strip():
         return f"field {field}: must end with what the assistant says"
     return [{key: value for key, value in one.items() if value is not None} for one in messages]
@@ -108,8 +108,3 @@ def _templated(
             yield ids, learned
 
     return list(finished())
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

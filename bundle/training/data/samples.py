@@ -8,7 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bundle.training.data.spans import Ints, Spans, ramp
+from bundle.sequences.packing.runs import ramp
+from bundle.training.data.spans import Ints, Spans
 from bundle.training.data.store import Store
 
 BLANK = -1  # a sample without loss, so that every rank has as many

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from bundle.sequences.packing.runs import ramp
+
 Ints = NDArray[np.int64]
 
 
@@ -29,13 +31,6 @@ class Spans:
         owner = np.repeat(np.arange(len(self)), pieces)
         offset = ramp(np.zeros(len(self), np.int64), pieces) * longest
         return Spans(self.starts[owner] + offset, np.minimum(self.lengths[owner] - offset, longest))
-
-
-def ramp(starts: Ints, lengths: Ints) -> Ints:
-    """start, start + 1, ... of each piece, one after the other: [sum of lengths]."""
-    before = np.cumsum(lengths) - lengths
-    values: Ints = np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - before, lengths)
-    return values
 
 
 def best_fit(lengths: Ints, room: int) -> list[Ints]:

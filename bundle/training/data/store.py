@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from bundle.digest import of_json
 from bundle.errors import JobFailed
 from bundle.training.data.conversations import Learned
 from bundle.training.data.tokenizers import Tokens
@@ -41,7 +42,7 @@ class Store:
 
 def key_of(facts: Any) -> str:
     """A short digest of what a store is made from, fit for a directory name."""
-    return hashlib.sha256(json.dumps([FORMAT, facts], sort_keys=True).encode()).hexdigest()[:16]
+    return of_json([FORMAT, facts])
 
 
 Conclude = Callable[[], dict[str, Any]]
