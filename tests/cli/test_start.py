@@ -25,7 +25,7 @@ def loaded(*command: str) -> frozenset[str]:
         ("patches list", 75),
         ("patches plan --mcore 0.16.1", 70),
         ("patches plan --mcore 0.19.2 --json", 70),
-        ("plan demo --mcore 0.16.1", 155),
+        ("plan demo --mcore 0.16.1", 157),
     ],
 )
 def test_a_verb_loads_little_more_than_the_command_line_itself(args: str, most: int):
