@@ -150,6 +150,14 @@ PRESENT: dict[str, Criterion] = {
         _has("transformer.dot_product_attention", "softmax_offset"),
         _lacks("transformer.dot_product_attention", "tensor_model_parallel"),
     ),
+    "cross-attention-groups": _all(
+        _has("transformer.attention", r"class SelfAttention[\s\S]*tp_group=[\s\S]*class CrossAttention"),
+        _lacks("transformer.attention", r"self\.linear_q = (?:(?!self\.linear_kv)[\s\S])*tp_group"),
+    ),
+    "gated-delta-norm-gradient": _any(
+        _has("ssm.gated_delta_net", "out_norm"), _has("ssm.gated_delta_net.common", "out_norm")
+    ),
+    "gated-delta-net-packed": _has("ssm.gated_delta_net", "GDN does not support packed sequence"),
     "output-gate-of-shared-groups": _all(
         _has("transformer.attention", "output_gate"),
         _has("transformer.attention", r"query = query\["),
