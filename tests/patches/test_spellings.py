@@ -236,6 +236,7 @@ CASES: list[tuple[str, str, str, Sequence[Edit] | None, Presence]] = [
         U,
     ),
     ("offload-stale-weights", "0.16.1", OPTIMIZER, [(HYBRID, f"self.prepare()\n        {HYBRID}")], U),
+    ("cross-attention-groups", "0.16.1", ATTENTION, [("tp_group=self.pg_collection.tp", "group=None")], A),
     # traps
     (
         "mtp-packed",

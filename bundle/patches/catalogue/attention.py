@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 _CORE = "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__"
 _HEADS = "megatron.core.transformer.attention:SelfAttention.get_query_key_value_tensors"
 _CROSS = "megatron.core.transformer.attention:CrossAttention.__init__"
+_SELF = "megatron.core.transformer.attention:SelfAttention.__init__"
 
 
 def _sinks_unmarked(source: "Evidence") -> Presence:
@@ -41,11 +42,13 @@ def _gate_of_the_group(source: "Evidence") -> Presence:
 
 def _ranks_of_the_layout(source: "Evidence") -> Presence:
     """Whether the layer is told its ranks and tells its projections none."""
-    cross = source[_CROSS]
-    if cross is None:
+    cross, own = source[_CROSS], source[_SELF]
+    if cross is None or own is None:
         return Presence.UNKNOWN
     if not cross.parameters & {"pg_collection", "model_comm_pgs"}:
         return Presence.ABSENT  # there are none but the layout's
+    if not any(keyword.arg == "tp_group" for keyword in own.walk() if isinstance(keyword, ast.keyword)):
+        return Presence.ABSENT  # nor does a projection take any yet
     built = [
         node.value
         for node in cross.walk()
@@ -100,7 +103,7 @@ PATCHES = (
         range=">=0.13",
         when=frozenset({"cross-attention", "explicit-groups", "tp"}),
         assumes="what builds the projections takes a tp_group, as megatron's layers do",
-        evidence=(_CROSS,),
+        evidence=(_CROSS, _SELF),
         defect=_ranks_of_the_layout,
     ),
 )
