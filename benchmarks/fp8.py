@@ -19,7 +19,7 @@ from bundle.backends.cpu.runtime.fp8.delayed import Phase
 from bundle.backends.cpu.runtime.fp8.operands import operands
 from bundle.backends.cpu.runtime.fp8.product import product
 from bundle.backends.cpu.runtime.fp8.scales import E4M3, E5M2
-from bundle.backends.cuda.capabilities import CUDA
+from bundle.capabilities import CUDA
 from bundle.mcore import context
 from bundle.recipe.model import FP8
 

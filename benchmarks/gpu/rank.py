@@ -20,11 +20,11 @@ import torch
 from benchmarks.gpu.arithmetic import flops
 from benchmarks.gpu.cases import CASES, Case, plan_of
 from benchmarks.gpu.run import Run
-from bundle.backends import preparation
 from bundle.distributed import store, world
 from bundle.planning.planned import Planned
 from bundle.recipe import Recipe
 from bundle.rendezvous.discovery import discover
+from bundle.training.runtime import patched_runtime
 
 TIMEOUT = timedelta(seconds=120)
 PACKAGES = ("torch", "megatron-core", "transformer-engine")
@@ -44,7 +44,7 @@ def prepared(plan: Planned) -> Iterator[tuple[Any, torch.device, int]]:
     rendezvous = discover(os.environ)
     assert rendezvous.rank is not None and rendezvous.local_rank is not None, "started by torchrun only"
     meeting = store.open_store(rendezvous, TIMEOUT)
-    runtime = preparation.prepare(plan)
+    runtime = patched_runtime(plan)
     device = runtime.device(rendezvous.local_rank)
     world.initialize(rendezvous, meeting, runtime.collectives, TIMEOUT, device)
     yield runtime, device, rendezvous.rank

@@ -54,7 +54,7 @@ app.command()(verify)
 @app.command("list")
 def list_(as_json: bool = typer.Option(False, "--json", help="One JSON object instead of lines.")) -> None:
     """Name everything that is patched, relied on, known to fail, or stood in for."""
-    from bundle.backends.cpu.seams import FACADE
+    from bundle.capabilities.cpu import FACADE
     from bundle.patches.catalogue import PATCHES
     from bundle.patches.seams import SEAMS
     from bundle.patches.traps import TRAPS

@@ -4,7 +4,7 @@ Counted tensor by tensor as Korthikanti et al. do ("Reducing Activation Recomput
 Models", 2022, section 4), for the layers that are really built.
 """
 
-from bundle.backends.layers import Layers
+from bundle.capabilities import LayerTraits
 from bundle.frozen import frozen
 from bundle.planning.code import Code
 from bundle.planning.layers import LayerBytes
@@ -36,7 +36,9 @@ class Activations:
         return self.held + self.passing
 
 
-def activations(recipe: Recipe, placement: Placement, stage: int, layers: Layers, code: Code) -> Activations:
+def activations(
+    recipe: Recipe, placement: Placement, stage: int, layers: LayerTraits, code: Code
+) -> Activations:
     """The activations of a rank of a pipeline stage."""
     each = LayerBytes(recipe, layers, code)
     chunks = placement.stages[stage]

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from bundle.backends.layers import Layers
+from bundle.capabilities import LayerTraits
 from bundle.fp8 import SCALINGS, Scaling
 from bundle.planning.parameters import parameters
 from bundle.planning.placement import Placement
@@ -15,7 +15,7 @@ _MULTIPLIED = r"(linear_\w+|eh_proj)\.weight\d*$"
 _NUMBERS = r"\.\d+|\d+$"
 
 
-def fp8_problems(recipe: Recipe, placement: Placement, layers: Layers) -> Iterator[Problem]:
+def fp8_problems(recipe: Recipe, placement: Placement, layers: LayerTraits) -> Iterator[Problem]:
     """Every weight and every row length that is refused in the first step otherwise, whatever the backend."""
     if recipe.model.fp8 is None:
         return
@@ -25,7 +25,9 @@ def fp8_problems(recipe: Recipe, placement: Placement, layers: Layers) -> Iterat
         yield from _rows(recipe, scaling)
 
 
-def _weights(recipe: Recipe, placement: Placement, layers: Layers, scaling: Scaling) -> Iterator[Problem]:
+def _weights(
+    recipe: Recipe, placement: Placement, layers: LayerTraits, scaling: Scaling
+) -> Iterator[Problem]:
     """A weight of several layers is named once."""
     multiple = SCALINGS[scaling]
     refused = {

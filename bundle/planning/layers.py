@@ -1,7 +1,7 @@
 """Bytes that one micro-batch leaves in one transformer layer of a rank, recomputed modules taken out."""
 
 from bundle.architectures import MLA
-from bundle.backends.layers import Layers
+from bundle.capabilities import LayerTraits
 from bundle.planning.code import SHIFTED_GATE, Code
 from bundle.planning.kept import FP32, Kept
 from bundle.recipe import Recipe
@@ -16,7 +16,7 @@ class LayerBytes:
     parallel regions: fewer with sequence parallelism.
     """
 
-    def __init__(self, recipe: Recipe, layers: Layers, code: Code) -> None:
+    def __init__(self, recipe: Recipe, layers: LayerTraits, code: Code) -> None:
         self.recipe, self.layers = recipe, layers
         parallel, recompute = recipe.parallel, recipe.model.recompute
         size = 2 if recipe.model.dtype == "bf16" else 4

@@ -1,8 +1,5 @@
 """Which machine and which backend a plan is for: this one, or one that is only named."""
 
-import importlib
-
-from bundle.backends.capabilities import Capabilities
 from bundle.errors import EnvironmentUnfit, UsageError
 from bundle.hardware import NAMES, Hardware, detect, preset
 
@@ -29,10 +26,3 @@ def machine(asked: str, backend: str | None, named: str | None) -> tuple[Hardwar
         note = f"the recipe says backend: {asked}; on {named} the command says otherwise"
         notes.append(note)
     return hardware, tuple(notes)
-
-
-def capabilities(backend: str) -> Capabilities:
-    """What a backend (cpu, cuda, ascend) offers."""
-    module = importlib.import_module(f"bundle.backends.{backend}.capabilities")
-    found: Capabilities = getattr(module, backend.upper())
-    return found

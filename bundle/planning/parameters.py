@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from bundle.architectures import MLA, Architecture
-from bundle.backends.layers import Layers
+from bundle.capabilities import LayerTraits
 from bundle.frozen import frozen
 from bundle.planning.placement import Chunk
 from bundle.recipe import Parallel
@@ -47,7 +47,7 @@ class Parameter:
 
 
 def parameters(
-    architecture: Architecture, parallel: Parallel, chunk: Chunk, layers: Layers
+    architecture: Architecture, parallel: Parallel, chunk: Chunk, layers: LayerTraits
 ) -> tuple[Parameter, ...]:
     """The parameters of one rank's model chunk, in the order in which megatron-core registers them."""
     writer = _Writer(architecture, parallel, layers)
@@ -58,7 +58,7 @@ def parameters(
 class _Writer:
     architecture: Architecture
     parallel: Parallel
-    layers: Layers
+    layers: LayerTraits
 
     def chunk(self, chunk: Chunk) -> Iterator[Parameter]:
         architecture, parallel = self.architecture, self.parallel

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from bundle.backends.capabilities import Capabilities, Choice, Variable
+from bundle.capabilities import Capabilities, Choice, Variable
 from bundle.errors import ExitCode
 from bundle.frozen import frozen
 from bundle.hardware import Hardware

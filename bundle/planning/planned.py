@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from bundle import stack
+from bundle import capabilities, stack
 from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, PatchError, UsageError
 from bundle.frozen import frozen
 from bundle.hardware import Hardware
@@ -10,7 +10,7 @@ from bundle.patches import subject, survey, table
 from bundle.patches.subject import DEFAULT, Subject
 from bundle.patches.survey import Survey
 from bundle.patches.table import Table
-from bundle.planning.machine import capabilities, machine
+from bundle.planning.machine import machine
 from bundle.planning.plan import Plan, Target, make
 from bundle.planning.problem import Problem, hardware_problem
 from bundle.recipe import Recipe
@@ -56,7 +56,7 @@ def planned(
     """
     on, notes = machine(recipe.backend, backend, named)
     target, decided = _megatron(recipe, on, mcore, allow_drift)
-    can = capabilities(on.backend)
+    can = capabilities.of(on.backend)
     plan = make(
         recipe,
         on,

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator
 
 from packaging.version import Version
 
-from bundle.backends.capabilities import Capabilities
+from bundle.capabilities import Capabilities
 from bundle.hardware import Hardware
 from bundle.planning.buffers import breaks_before_0_13
 from bundle.planning.code import DISCARD_ASKS_FP8, SHARED_EXPERTS_AGAIN, Code

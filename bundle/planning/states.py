@@ -9,7 +9,7 @@ from dataclasses import fields
 from itertools import accumulate
 from typing import Self
 
-from bundle.backends.layers import Layers
+from bundle.capabilities import LayerTraits
 from bundle.frozen import frozen
 from bundle.planning.buffers import Buffer, lay_out
 from bundle.planning.code import EXPERT_GROUPS_BY_ETP, Code
@@ -43,10 +43,10 @@ class Ledger:
     placement: Placement
     stages: tuple[tuple[tuple[Buffer, Buffer], ...], ...]  # stage, chunk, (dense, expert)
     bf16: bool
-    layers: Layers
+    layers: LayerTraits
 
     @classmethod
-    def of(cls, recipe: Recipe, placement: Placement, code: Code, layers: Layers) -> Self:
+    def of(cls, recipe: Recipe, placement: Placement, code: Code, layers: LayerTraits) -> Self:
         """The buffers of a recipe on this code of megatron-core, with a backend's layers."""
         stages = tuple(
             tuple(_buffers(recipe, placement, chunk, code, layers) for chunk in chunks)
@@ -98,7 +98,7 @@ class Ledger:
 
 
 def _buffers(
-    recipe: Recipe, placement: Placement, chunk: Chunk, code: Code, layers: Layers
+    recipe: Recipe, placement: Placement, chunk: Chunk, code: Code, layers: LayerTraits
 ) -> tuple[Buffer, Buffer]:
     """(dense, expert) buffers of one chunk; either may be empty."""
     parallel, ranks = recipe.parallel, placement.size("dp") * placement.size("cp")

@@ -4,7 +4,6 @@ from datetime import timedelta
 from pathlib import Path
 
 from bundle import stack
-from bundle.backends import preparation
 from bundle.digest import of_json
 from bundle.distributed import parent, store, watchdog, world
 from bundle.distributed.agreement import agree
@@ -18,6 +17,7 @@ from bundle.planning.planned import Planned, planned
 from bundle.recipe import Recipe
 from bundle.rendezvous import Rendezvous
 from bundle.training.job import Job
+from bundle.training.runtime import patched_runtime
 
 
 def work(job: Job, rendezvous: Rendezvous, backend: str | None, allow_drift: tuple[str, ...]) -> ExitCode:
@@ -46,7 +46,7 @@ def _train(job: Job, made: Planned, rendezvous: Rendezvous, rank: int, local_ran
     timeout = timedelta(seconds=seconds)
     meeting = store.open_store(rendezvous, timeout)
     agree(meeting, rank, size, _identity(job.recipe, made), timeout)
-    runtime = preparation.prepare(made)
+    runtime = patched_runtime(made)
     device = runtime.device(local_rank)
     with Watchdog(seconds, job.directory.logs, rank, local_rank) as dog:
         patient = timedelta(seconds=collectives_seconds(seconds))

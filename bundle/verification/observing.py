@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from bundle import capabilities
 from bundle.patches.plan import PatchPlan
-from bundle.planning.machine import capabilities
 from bundle.verification.orders import Order, answers, scratch, write_orders
 from bundle.verification.result import Observation
 
@@ -54,7 +54,7 @@ def _portion(
 def _run(directory: Path, processes: int, backend: str, root: Path | None, seconds: float) -> None:
     """Starts the processes and returns when all have ended; ends them after `seconds`."""
     path = [*([str(root)] if root else []), *(entry or str(Path.cwd()) for entry in sys.path)]
-    wanted = {variable.name: variable.value for variable in capabilities(backend).variables(frozenset())}
+    wanted = {variable.name: variable.value for variable in capabilities.of(backend).variables(frozenset())}
     # One host: whatever its name resolves to, gloo shall use the loopback device. And fp32 shall be fp32:
     # Transformer Engine's products would be TF32, whose rounding is larger than what must agree.
     ours = {"OMP_NUM_THREADS": "1", "NVIDIA_TF32_OVERRIDE": "0"}

@@ -3,7 +3,6 @@
 python -m bundle.verification.rank RANK PROCESSES DIRECTORY BACKEND
 """
 
-import importlib
 import os
 import signal
 import sys
@@ -11,13 +10,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from bundle import backends
 from bundle.verification.orders import Order, answer, read_orders
 from bundle.verification.result import Observation
 
 
 def main(rank: int, processes: int, directory: Path, backend: str) -> None:
     """Runs this process's share of the orders."""
-    runtime = importlib.import_module(f"bundle.backends.{backend}.runtime").prepare()
+    runtime = backends.prepare(backend)
     from bundle.verification.running import run  # imports megatron, which must meet the backend
 
     for order in read_orders(directory):

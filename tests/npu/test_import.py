@@ -13,8 +13,7 @@ def test_without_cann_importing_torch_itself_fails():
 
 
 def test_what_the_other_backends_set_keeps_it_out():
-    from bundle.backends.cpu.capabilities import CPU
-    from bundle.backends.cuda.capabilities import CUDA
+    from bundle.capabilities import CPU, CUDA
 
     for backend in (CPU, CUDA):
         variables = {variable.name: variable.value for variable in backend.environment}

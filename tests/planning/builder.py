@@ -15,7 +15,7 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from bundle.backends.layers import LOCAL
+from bundle.capabilities import LOCAL
 from bundle.planning.buffers import breaks_before_0_13
 from bundle.planning.code import Code
 from bundle.planning.parameters import parameters

@@ -6,7 +6,7 @@ import json
 import pytest
 from packaging.version import Version
 
-from bundle.backends.layers import LOCAL
+from bundle.capabilities import LOCAL
 from bundle.planning.activations import activations
 from bundle.planning.code import Code
 from bundle.planning.placement import place

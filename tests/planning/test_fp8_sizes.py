@@ -2,10 +2,10 @@
 
 import pytest
 
+from bundle import capabilities
 from bundle.errors import ExitCode
 from bundle.hardware import detect, preset
 from bundle.planning import Target, make
-from bundle.planning.machine import capabilities
 from tests.hardware.machines import recorded
 from tests.planning.jobs import DEEPSEEK, QWEN3, job
 
@@ -33,7 +33,7 @@ def refused(config, machine, fp8, **parallel):
     made = make(
         recipe,
         hardware,
-        capabilities(hardware.backend),
+        capabilities.of(hardware.backend),
         Target("0.16.1", "a test"),
         [],
         nodes=1,
@@ -112,7 +112,7 @@ def test_rows_of_equal_length_fill_the_products_of_every_rank(
         train={"micro_batch_size": rows, "global_batch_size": 16},
     )
     hardware = detect("cpu", recorded("cgroup-v1"))
-    made = make(recipe, hardware, capabilities("cpu"), Target("0.16.1", "a test"), [])
+    made = make(recipe, hardware, capabilities.of("cpu"), Target("0.16.1", "a test"), [])
     found = [problem.text.partition(": change")[0] for problem in made.problems]
     if multiple is None:
         assert found == []

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from bundle.backends.layers import TRANSFORMER_ENGINE
+from bundle.capabilities import TRANSFORMER_ENGINE
 from bundle.planning.activations import activations
 from bundle.planning.code import Code
 from bundle.planning.parameters import parameters

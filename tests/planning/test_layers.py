@@ -2,7 +2,7 @@
 
 from packaging.version import Version
 
-from bundle.backends.layers import LOCAL
+from bundle.capabilities import LOCAL
 from bundle.planning.code import Code
 from bundle.planning.layers import LayerBytes
 from tests.planning.jobs import DEEPSEEK, QWEN3, job

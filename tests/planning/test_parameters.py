@@ -5,7 +5,7 @@ import math
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from bundle.backends.layers import LOCAL, TRANSFORMER_ENGINE
+from bundle.capabilities import LOCAL, TRANSFORMER_ENGINE
 from bundle.planning.parameters import padded_vocabulary, parameters
 from bundle.planning.placement import place
 from tests.planning.jobs import DEEPSEEK, QWEN2_TIED, QWEN3, job

@@ -5,12 +5,13 @@ import json
 
 import pytest
 
+from bundle import capabilities
 from bundle.errors import EnvironmentUnfit, ExitCode, UsageError
 from bundle.hardware import detect, preset
 from bundle.patches import Action, Decision, Presence
 from bundle.patches.catalogue import PATCHES
 from bundle.planning import Target, document, make, text
-from bundle.planning.machine import capabilities, machine
+from bundle.planning.machine import machine
 from bundle.planning.refusals import SHARED_EMBEDDING
 from bundle.recipe import load
 from tests.hardware.machines import recorded
@@ -30,7 +31,7 @@ TARGET = Target("0.16.1", "a test")
 
 def plan(recipe, hardware=None, target=TARGET, decisions=(), **options):
     hardware = hardware or detect("cpu", recorded("cgroup-v1"))
-    return make(recipe, hardware, capabilities(hardware.backend), target, decisions, **options)
+    return make(recipe, hardware, capabilities.of(hardware.backend), target, decisions, **options)
 
 
 def problems(made):

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
 
-from bundle.backends.layers import LOCAL
+from bundle import capabilities
+from bundle.capabilities import LOCAL
 from bundle.errors import ExitCode, UsageError
 from bundle.hardware import preset
 from bundle.planning import Target, make
 from bundle.planning.code import Code
-from bundle.planning.machine import capabilities
 from bundle.planning.placement import place
 from bundle.planning.states import Ledger
 from bundle.recipe import Recipe, load
@@ -24,7 +24,7 @@ SECONDS = 5  # a hundred times what it takes; without bounds there was no end
 
 def planned(recipe, named="h200", **options):
     on = preset(named)
-    return make(recipe, on, capabilities(on.backend), Target(RELEASE, "a test"), (), **options)
+    return make(recipe, on, capabilities.of(on.backend), Target(RELEASE, "a test"), (), **options)
 
 
 @pytest.mark.parametrize("ranks", [2**17, 2**20])

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bundle.backends import preparation
-from bundle.backends.ascend.capabilities import ASCEND
+from bundle.capabilities import ASCEND
 from bundle.errors import BundleError
 from bundle.planning.planned import planned
 from bundle.sequences.alignment import Alignment
 from bundle.sequences.packing import Packing, masks
+from bundle.training.runtime import patched_runtime
 from tests import world
 from tests.backends.ascend.contract import registered
 from tests.backends.cpu.smoke import recipe
@@ -109,7 +109,7 @@ def ours(model: Vision, reached: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     job = recipe("dense")
-    runtime = preparation.prepare(planned(job, backend="cpu"))
+    runtime = patched_runtime(planned(job, backend="cpu"))
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     from bundle.backends.ascend.runtime import attention, fusion

@@ -5,9 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bundle.backends.ascend.capabilities import ASCEND
-from bundle.backends.cpu.capabilities import CPU
-from bundle.backends.cuda.capabilities import CUDA
+from bundle.capabilities import ASCEND, CPU, CUDA
 from bundle.sequences.alignment import Alignment
 from bundle.sequences.packing import Packing, masks
 from tests.sequences.strategies import ALIGNMENTS

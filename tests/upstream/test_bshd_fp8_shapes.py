@@ -7,8 +7,7 @@ with it: [2, 38] against [2, 128].
 import pytest
 import torch
 
-from bundle.backends.ascend.capabilities import ASCEND
-from bundle.backends.cuda.capabilities import CUDA
+from bundle.capabilities import ASCEND, CUDA
 from bundle.sequences.alignment import Alignment
 from bundle.sequences.packing import Packing, masks
 

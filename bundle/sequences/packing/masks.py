@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from bundle.backends.capabilities import Mask
+from bundle.capabilities import Mask
 from bundle.sequences.packing.packing import Packing
 
 

@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from bundle.backends.ascend.capabilities import ASCEND
+from bundle.capabilities import ASCEND
 from bundle.errors import EnvironmentUnfit
 
 

@@ -9,10 +9,10 @@ from itertools import product
 import torch
 import torch.distributed as dist
 
-from bundle.backends import preparation
 from bundle.planning.planned import planned
 from bundle.sequences.alignment import Alignment
 from bundle.sequences.packing import Packing
+from bundle.training.runtime import patched_runtime
 from tests import world
 from tests.backends.ascend.contract import registered
 from tests.backends.cpu.smoke import MODELS, VOCABULARY, recipe
@@ -50,7 +50,7 @@ def step(model: str, packed: bool, runtime) -> list[float]:
 
 
 def main() -> None:
-    runtime = preparation.prepare(planned(recipe("latent"), backend="cpu"))
+    runtime = patched_runtime(planned(recipe("latent"), backend="cpu"))
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     from bundle.backends.ascend.runtime.attention import CoreAttention

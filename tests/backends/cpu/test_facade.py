@@ -12,7 +12,7 @@ import torch
 
 from bundle.backends.cpu.runtime import facade
 from bundle.backends.cpu.runtime.facade import megatron_calls
-from bundle.backends.cpu.seams import FACADE
+from bundle.capabilities.cpu import FACADE
 from bundle.errors import EnvironmentUnfit
 
 

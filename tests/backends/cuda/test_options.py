@@ -9,9 +9,9 @@ import pytest
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from bundle.backends.cuda.capabilities import CUDA
 from bundle.backends.cuda.runtime import options as module
 from bundle.backends.cuda.runtime.options import options
+from bundle.capabilities import CUDA
 from bundle.errors import EnvironmentUnfit, UsageError
 from bundle.hardware import preset
 from bundle.planning.plan import Target, make

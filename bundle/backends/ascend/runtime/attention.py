@@ -8,9 +8,9 @@ import torch
 from megatron.core import tensor_parallel
 from torch import Tensor
 
-from bundle.backends.ascend.capabilities import ASCEND
 from bundle.backends.ascend.runtime.fusion import attend
 from bundle.backends.ascend.runtime.inputs import Rows, kernel_inputs
+from bundle.capabilities import ASCEND
 from bundle.errors import UsageError
 from bundle.mcore.packed import on_host
 

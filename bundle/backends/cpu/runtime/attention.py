@@ -9,10 +9,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
-from bundle.backends.cpu.capabilities import CPU
 from bundle.backends.cpu.runtime.gather import gather_in_order
 from bundle.backends.cpu.runtime.inputs import call_layout, hidden_keys
 from bundle.backends.cpu.runtime.kernel import attend
+from bundle.capabilities import CPU
 from bundle.errors import UsageError
 
 

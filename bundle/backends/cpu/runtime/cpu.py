@@ -7,9 +7,9 @@ import torch
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from bundle.backends.cpu.capabilities import CPU
 from bundle.backends.cpu.runtime.mode import megatron_calls
 from bundle.backends.cpu.runtime.specs import adapted
+from bundle.capabilities import CPU
 from bundle.mcore import gpt
 from bundle.recipe import Recipe
 

@@ -21,7 +21,7 @@ import torch
 from bundle.backends.cpu.runtime import stand_ins
 from bundle.backends.cpu.runtime.compiling import eager_for_megatron
 from bundle.backends.cpu.runtime.mode import active, kept_in_backward, megatron_calls
-from bundle.backends.cpu.seams import FACADE
+from bundle.capabilities.cpu import FACADE
 from bundle.errors import EnvironmentUnfit
 
 __all__ = ["install", "installed", "megatron_calls", "uninstall"]

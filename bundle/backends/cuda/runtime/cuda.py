@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from bundle.backends.cuda.capabilities import CUDA
 from bundle.backends.cuda.runtime.options import options
+from bundle.capabilities import CUDA
 from bundle.errors import EnvironmentUnfit
 from bundle.mcore import gpt
 from bundle.recipe import Recipe

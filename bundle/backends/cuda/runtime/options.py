@@ -7,7 +7,7 @@ from typing import Any
 from megatron.core.enums import Fp8Recipe
 from megatron.core.transformer.enums import AttnBackend
 
-from bundle.backends.cuda.capabilities import CUDA
+from bundle.capabilities import CUDA
 from bundle.errors import EnvironmentUnfit, UsageError
 from bundle.mcore.signatures import accepts
 from bundle.recipe import Recipe

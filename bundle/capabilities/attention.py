@@ -1,14 +1,14 @@
 """Attention kernels as data: what each takes, so that a plan and the cpu can refuse what it would refuse."""
 
+from dataclasses import dataclass
 from typing import Literal
 
-from bundle.frozen import frozen_by_name
 from bundle.recipe import Recipe
 
 HeadDims = Literal["equal", "v<=qk", "any"]
 
 
-@frozen_by_name
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionKernel:
     """One value of the recipe's `attention`, and its contract."""
 

@@ -2,9 +2,16 @@
 
 from collections.abc import Callable
 
-from bundle.backends.attention import FLASH, FUSED, UNFUSED
-from bundle.backends.capabilities import Capabilities, Choice, Fp8Scaling, Mask, Variable, connections
-from bundle.backends.layers import TRANSFORMER_ENGINE
+from bundle.capabilities.attention import FLASH, FUSED, UNFUSED
+from bundle.capabilities.capabilities import (
+    TRANSFORMER_ENGINE,
+    Capabilities,
+    Choice,
+    Fp8Scaling,
+    Mask,
+    Variable,
+    connections,
+)
 from bundle.fp8 import FORMATS
 
 _MATRIX = "Transformer Engine's support matrix"

@@ -2,9 +2,16 @@
 
 from dataclasses import replace
 
-from bundle.backends.attention import AttentionKernel
-from bundle.backends.capabilities import Capabilities, Choice, Fp8Scaling, Mask, Variable, connections
-from bundle.backends.layers import TRANSFORMER_ENGINE
+from bundle.capabilities.attention import AttentionKernel
+from bundle.capabilities.capabilities import (
+    TRANSFORMER_ENGINE,
+    Capabilities,
+    Choice,
+    Fp8Scaling,
+    Mask,
+    Variable,
+    connections,
+)
 from bundle.fp8 import FORMATS, SCALINGS
 
 _NOTES = "MindSpeed 26.1.0 release notes; op-plugin has int8 and int4 products only on A2 and A3"

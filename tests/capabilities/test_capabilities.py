@@ -4,10 +4,7 @@ from typing import Any
 
 import pytest
 
-from bundle.backends.ascend.capabilities import ASCEND
-from bundle.backends.capabilities import Capabilities
-from bundle.backends.cpu.capabilities import CPU
-from bundle.backends.cuda.capabilities import CUDA
+from bundle.capabilities import ASCEND, CPU, CUDA, Capabilities
 from bundle.fp8 import SCALINGS
 
 BACKENDS = (CPU, CUDA, ASCEND)

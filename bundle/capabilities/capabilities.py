@@ -1,16 +1,47 @@
-"""The shape of what every backend can do: FP8, attention, masks, environment. Data with reasons; no torch."""
+"""The shape of what every backend can do: layers, attention, FP8, masks, environment. Data with reasons."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
-from bundle.backends.attention import AttentionKernel
-from bundle.backends.layers import Layers
+from bundle.capabilities.attention import AttentionKernel
 from bundle.fp8 import Format, Scaling
-from bundle.frozen import frozen, frozen_by_name
 from bundle.recipe import Recipe
 
 
-@frozen
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerTraits:
+    """What a backend builds its layers and its optimizer from, as far as tensors and memory depend on it."""
+
+    fused_norms: bool  # the norm before a projection is part of that projection
+    grouped_experts: bool  # one module for the first matrices of all local experts, one for the second
+    fused_kernels: bool  # norms, the gate and attention keep only what their own backward kernel reads
+    fused_loss: (
+        bool  # the loss as one kernel: it makes an fp32 copy of the logits, where torch works in place
+    )
+    adam_counters: bool  # the optimizer keeps a step count with every tensor
+    source: str
+
+
+LOCAL = LayerTraits(
+    fused_norms=False,
+    grouped_experts=False,
+    fused_kernels=False,
+    fused_loss=False,
+    adam_counters=True,
+    source="megatron-core's local layers on torch's own kernels; torch.optim.AdamW",
+)
+TRANSFORMER_ENGINE = LayerTraits(
+    fused_norms=True,
+    grouped_experts=True,
+    fused_kernels=True,
+    fused_loss=True,
+    adam_counters=False,
+    source="Transformer Engine's layers and FusedAdam, bias_activation_fusion; measured on an H200, 2.14.1",
+)
+
+
+@dataclass(frozen=True, slots=True)
 class Fp8Scaling:
     """One FP8 scaling that a backend offers."""
 
@@ -21,7 +52,7 @@ class Fp8Scaling:
     source: str
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Variable:
     """An environment variable of every rank, and why it has this value."""
 
@@ -34,7 +65,7 @@ class Variable:
 MaskForm = Literal["none", "valid"]
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Mask:
     """The mask that a model is given: none, or valid: bool [b, s] over whole sequences, True = token.
 
@@ -47,7 +78,7 @@ class Mask:
     why: str
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Choice:
     """What `auto` stands for, and why."""
 
@@ -55,14 +86,14 @@ class Choice:
     why: str
 
 
-@frozen_by_name
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
     """Everything that the rest of the bundle may know about a backend without torch."""
 
     backend: str
     device: str  # torch's name of the device type
     collectives: str  # torch.distributed's name of the library
-    layers: Layers
+    layers: LayerTraits
     kernels: tuple[AttentionKernel, ...]
     auto_attention: Choice
     fp8: tuple[Fp8Scaling, ...]
