@@ -66,9 +66,9 @@ def arms(recipe: Recipe, runtime: Any, directory: Path) -> tuple[Callable[[], No
     from bundle.distributed.stopping import StopRequest
     from bundle.engine import Engine
     from bundle.mcore import groups
+    from bundle.runs.metrics import JsonLines, Metrics
     from bundle.training import data, loop
     from bundle.training.batches import Batches
-    from bundle.training.metrics import JsonLines, Metrics
     from bundle.training.progress import Progress
 
     cpu = torch.device("cpu")

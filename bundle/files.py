@@ -1,9 +1,16 @@
-"""Reading files that anybody may have put there: regular ones, of bounded size."""
+"""Reading files that anybody may have put there, bounded; writing files whole or not at all."""
 
 import errno
+import json
 import os
+import shutil
 import stat
 from pathlib import Path
+from typing import Any
+
+from bundle.errors import JobFailed
+
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def content(path: Path, limit: int) -> bytes:
@@ -25,3 +32,55 @@ def content(path: Path, limit: int) -> bytes:
     if len(data) > limit:
         raise OSError(errno.EFBIG, f"larger than {limit} bytes")
     return data
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces `path` by a file with `text`; what was there stays until the new file is on the disk."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync_directory(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise failed(path, error) from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replaces `path` by `value` as JSON, in which every float reads back as the same number."""
+    write_text(path, json.dumps(value, indent=1, sort_keys=True) + "\n")
+
+
+def sync_directory(directory: Path) -> None:
+    """Puts the names in a directory on the disk: without it a rename may be lost with the power."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def failed(path: Path, error: BaseException) -> JobFailed:
+    """The error to raise when `path` could not be written."""
+    if no_room(error):
+        free = shutil.disk_usage(_existing(path)).free
+        return JobFailed(
+            f"{path}: no room left to write ({free / 2**20:.0f} MiB free on its disk):"
+            " free some, raise the quota, or lower checkpoint.keep"
+        )
+    return JobFailed(f"{path}: cannot be written: {str(error) or type(error).__name__}")
+
+
+def no_room(error: BaseException) -> bool:
+    """Whether a full disk, a quota or a size limit is behind `error`."""
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        return True
+    # torch wraps the errors of writers in a text of its own.
+    return any(os.strerror(number) in str(error) for number in _NO_ROOM)
+
+
+def _existing(path: Path) -> Path:
+    return next((p for p in (path, *path.parents) if p.exists()), Path.cwd())

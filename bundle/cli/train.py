@@ -8,6 +8,7 @@ from pathlib import Path
 import typer
 
 from bundle import hardware, stack
+from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.cli import output
 from bundle.cli.arguments import job_words, rank_words
 from bundle.errors import UsageError
@@ -22,10 +23,8 @@ from bundle.planning.problem import Problem, hardware_problem, recipe_problem
 from bundle.recipe import Recipe, load
 from bundle.rendezvous import Rendezvous
 from bundle.rendezvous.discovery import discover
-from bundle.training import origin
-from bundle.training.checkpoints.shelf import Shelf
+from bundle.runs.directory import RunDirectory, starting_checkpoint
 from bundle.training.job import Job
-from bundle.training.run_directory import RunDirectory
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -99,12 +98,12 @@ def train(
 
 
 def _has_checkpoints(directory: Path) -> bool:
-    return bool(Shelf(RunDirectory(directory).checkpoints).steps())
+    return bool(CheckpointDirectory(RunDirectory(directory).checkpoints).steps())
 
 
 def _origin(start_from: Path) -> list[Problem]:
     try:
-        origin.checkpoint(start_from)
+        starting_checkpoint(start_from)
     except UsageError as error:
         return [recipe_problem(str(error))]
     return []

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bundle.recipe import Recipe
-from bundle.training.run_directory import RunDirectory
+from bundle.runs.directory import RunDirectory
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from bundle.engine import Engine, Losses
 from bundle.engine.engine import StepResult
 from bundle.errors import JobFailed, Preempted
 from bundle.recipe import Recipe
+from bundle.runs.metrics import Metrics
 from bundle.training.batches import Batches
-from bundle.training.metrics import Metrics
 from bundle.training.progress import Progress
 
 

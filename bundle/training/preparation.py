@@ -8,11 +8,11 @@ import torch.distributed as dist
 
 from bundle.distributed import world
 from bundle.distributed.agreement import disagreements
+from bundle.distributed.together import on_all_ranks
 from bundle.distributed.watchdog import PATIENCE_SECONDS, Watchdog
 from bundle.errors import EnvironmentUnfit
 from bundle.recipe import Recipe
 from bundle.training import data
-from bundle.training.checkpoints.together import together
 from bundle.training.data import Corpus
 
 # A reader that says nothing for so long hangs: one document may be as large as a file.
@@ -52,7 +52,7 @@ def prepared(recipe: Recipe, directory: Path, dog: Watchdog) -> Corpus:
     data.
     """
     reads = dog.local_rank == 0
-    readers = _Readers(sum(together(lambda: reads)))
+    readers = _Readers(sum(on_all_ranks(lambda: reads)))
     corpora: list[Corpus] = []
 
     def body() -> dict[str, str]:
@@ -64,7 +64,7 @@ def prepared(recipe: Recipe, directory: Path, dog: Watchdog) -> Corpus:
         return dict(corpora[0].identity) if corpora else {}
 
     with dog.patience("reading the data", PATIENCE):
-        found = disagreements(together(body))
+        found = disagreements(on_all_ranks(body))
     if found:
         raise EnvironmentUnfit("the ranks have different data; give every node the same files", found)
     (corpus,) = corpora

@@ -8,8 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bundle import files
+from bundle.checkpoints.checkpoints import Checkpoints
+from bundle.checkpoints.directory import CheckpointDirectory
+from bundle.checkpoints.state import TrainState
 from bundle.digest import of_json
 from bundle.distributed.stopping import StopRequest
+from bundle.distributed.together import on_rank_0
 from bundle.distributed.watchdog import Watchdog, collectives_seconds
 from bundle.engine import Engine, Losses
 from bundle.errors import JobFailed, Preempted, UsageError
@@ -17,16 +22,12 @@ from bundle.mcore import groups
 from bundle.mcore.groups import Groups
 from bundle.mcore.runtime import Runtime
 from bundle.recipe import Recipe
-from bundle.training import atomic, data, loop, origin, preparation
+from bundle.runs.directory import RunDirectory, starting_checkpoint
+from bundle.runs.metrics import JsonLines, Metrics, Sink, TensorBoard, finite, terminal
+from bundle.training import data, loop, preparation
 from bundle.training.batches import Batches
-from bundle.training.checkpoints.checkpoints import Checkpoints
-from bundle.training.checkpoints.shelf import Shelf
-from bundle.training.checkpoints.state import TrainState
-from bundle.training.checkpoints.together import first
 from bundle.training.job import Job
-from bundle.training.metrics import JsonLines, Metrics, Sink, TensorBoard, finite, terminal
 from bundle.training.progress import Progress
-from bundle.training.run_directory import RunDirectory
 
 
 def run(
@@ -41,20 +42,20 @@ def run(
     recipe, directory, rank = job.recipe, job.directory, dist.get_rank()
     with ExitStack() as held:
         stop = StopRequest(device)
-        first(lambda: held.enter_context(directory.locked()))
-        goes_on = first(lambda: _begin(job, plan, versions))
+        on_rank_0(lambda: held.enter_context(directory.locked()))
+        goes_on = on_rank_0(lambda: _begin(job, plan, versions))
         if goes_on is None:
             return
         state = _groups(recipe, runtime)
         corpus = preparation.prepared(recipe, directory.root / "data", dog)
         engine = Engine(recipe, runtime, state, device)
-        shelf = Shelf(directory.checkpoints)
+        kept = CheckpointDirectory(directory.checkpoints)
         checkpoints = Checkpoints(
-            shelf, engine, keep=recipe.checkpoint.keep, background=recipe.checkpoint.async_
+            kept, engine, keep=recipe.checkpoint.keep, background=recipe.checkpoint.async_
         )
         with dog.patience("loading a checkpoint"):
             progress = _restore(job, checkpoints, engine, corpus.identity, goes_on)
-        first(lambda: directory.rewind_metrics(progress.step))
+        on_rank_0(lambda: directory.rewind_metrics(progress.step))
 
         def save(at: Progress) -> None:
             with dog.patience(f"saving step {at.step}"):
@@ -79,7 +80,7 @@ def run(
             complete()
             raise
         complete()
-        first(lambda: _conclude(directory, progress, corpus))
+        on_rank_0(lambda: _conclude(directory, progress, corpus))
 
 
 def _begin(job: Job, plan: Mapping[str, Any], versions: Mapping[str, Any]) -> bool | None:
@@ -122,8 +123,8 @@ def _restore(
 ) -> Progress:
     """Where training begins: after the newest usable checkpoint, or at the start. Says what was left out."""
     loaded = checkpoints.load_newest() if goes_on else None
-    if loaded is None and (named := first(job.directory.began_with)) is not None:
-        loaded = checkpoints.load_from(first(lambda: origin.checkpoint(named)))
+    if loaded is None and (named := on_rank_0(job.directory.began_with)) is not None:
+        loaded = checkpoints.load_from(on_rank_0(lambda: starting_checkpoint(named)))
         if loaded.state.step >= job.recipe.train.steps:
             raise UsageError(
                 f"{loaded.directory} is of step {loaded.state.step}:"
@@ -183,4 +184,4 @@ def _conclude(directory: RunDirectory, progress: Progress, corpus: data.Corpus) 
         "loss": losses.main,
         "mtp_losses": list(losses.mtp),
     }
-    atomic.write_json(directory.result, finite(result))
+    files.write_json(directory.result, finite(result))

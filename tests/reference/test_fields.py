@@ -78,7 +78,7 @@ SWITCHES: dict[str, Config] = {
 WITHOUT_EFFECT = {
     "max_position_embeddings": "a bound, not a number that anything is computed from",
     "initializer_range": "the weights are given",
-    "attention_dropout": "random: tests/training/checkpoints holds it",
+    "attention_dropout": "random: tests/checkpoints holds it",
     "router_aux_loss_coef": "balancing has an oracle of its own",
     "output_router_logits": "balancing has an oracle of its own",
     "aux_loss_alpha": "balancing has an oracle of its own",

@@ -10,8 +10,8 @@ import pytest
 from bundle.engine import Losses, StepResult
 from bundle.errors import JobFailed
 from bundle.recipe import Recipe, load
+from bundle.runs.metrics import Metrics
 from bundle.training import loop
-from bundle.training.metrics import Metrics
 from bundle.training.progress import Progress
 
 STEP, ASIDE = 0.02, 0.25  # seconds that a step takes, and evaluating or saving

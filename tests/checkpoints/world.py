@@ -17,7 +17,7 @@ from bundle.patches import applying
 from tests.matrix.cases import LENGTH, ROWS, VOCABULARY, Case
 from tests.matrix.rank import patches
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 def launch(module: str, folder: Path, world: int, plan: Any, tree: Path | None = None) -> Any:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
-from bundle.training import atomic
+from bundle import files
 
 NAME = "manifest.json"
 _SCHEMA = 1
@@ -16,7 +16,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def digest(path: Path, *, sync: bool = False) -> str:
-    """Returns the SHA-256 of a file in hexadecimal; with `sync` the file is on the disk afterwards."""
+    """The SHA-256 of a file in hexadecimal; with `sync` the file is on the disk afterwards."""
     with path.open("rb") as file:
         found = hashlib.sha256()
         while chunk := file.read(_CHUNK):
@@ -26,15 +26,15 @@ def digest(path: Path, *, sync: bool = False) -> str:
     return found.hexdigest()
 
 
-def files(directory: Path) -> list[str]:
-    """Returns the files of a checkpoint and links of any kind, relative and sorted, but for the manifest."""
+def file_names(directory: Path) -> list[str]:
+    """The files of a checkpoint and links of any kind, relative and sorted, but for the manifest."""
     paths = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
     found = (path.relative_to(directory).as_posix() for path in paths)
     return sorted(name for name in found if name != NAME)
 
 
 def share(names: Iterable[str], rank: int, world_size: int) -> list[str]:
-    """Returns the files that `rank` reads: those it wrote by megatron's naming, or else every n-th.
+    """The files that `rank` reads: those it wrote by megatron's naming, or else every n-th.
 
     A rank finds what it wrote itself in its own machine's memory.
     """
@@ -49,11 +49,11 @@ def share(names: Iterable[str], rank: int, world_size: int) -> list[str]:
 
 def write(directory: Path, digests: Mapping[str, str]) -> None:
     """Writes the manifest, which makes the checkpoint complete."""
-    atomic.write_json(directory / NAME, {"schema": _SCHEMA, "sha256": dict(digests)})
+    files.write_json(directory / NAME, {"schema": _SCHEMA, "sha256": dict(digests)})
 
 
 def read(directory: Path) -> dict[str, str]:
-    """Returns file -> SHA-256; raises ValueError saying why it is not a manifest that we can trust."""
+    """The SHA-256 of each file by its name; raises ValueError saying why it cannot be trusted."""
     path = directory / NAME
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -71,7 +71,7 @@ def read(directory: Path) -> dict[str, str]:
 
 
 def defects(directory: Path, digests: Mapping[str, str], names: Iterable[str]) -> list[str]:
-    """Returns what is wrong with the files `names`, all of them in `digests`; empty when nothing is."""
+    """What is wrong with the files `names`, all of them in `digests`; empty when nothing is."""
     found = []
     for name in names:
         path = directory / name
@@ -86,9 +86,9 @@ def defects(directory: Path, digests: Mapping[str, str], names: Iterable[str]) -
 
 
 def strangers(directory: Path, digests: Mapping[str, str]) -> list[str]:
-    """Returns the files that lie in a checkpoint without being listed, which nothing has checked."""
+    """The files that lie in a checkpoint without being listed, which nothing has checked."""
     # A network file system keeps an open file that was removed under such a name; nobody reads it.
-    found = (name for name in files(directory) if name not in digests and not name.startswith(".nfs"))
+    found = (name for name in file_names(directory) if name not in digests and not name.startswith(".nfs"))
     return [f"{name} is not in its manifest" for name in found]
 
 

@@ -5,7 +5,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from bundle.training import atomic
+from bundle import files
 
 LATEST = "latest"
 _COMPLETE = re.compile(r"step-(\d{8,})")
@@ -16,17 +16,17 @@ _OURS = re.compile(
 
 
 @dataclass(frozen=True)
-class Shelf:
+class CheckpointDirectory:
     """The folder `checkpoints` of a run directory. Only one process changes it."""
 
     root: Path
 
     def place(self, step: int) -> Path:
-        """Returns where the complete checkpoint of `step` lies."""
+        """Where the complete checkpoint of `step` lies."""
         return self.root / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
-        """Returns the steps that have a complete checkpoint, the newest first.
+        """The steps that have a complete checkpoint, the newest first.
 
         The names alone say it: a checkpoint gets its name, in one rename, when it is complete.
         """
@@ -34,7 +34,7 @@ class Shelf:
         return sorted((int(match.group(1)) for match in found if match), reverse=True)
 
     def start(self, step: int) -> Path:
-        """Returns an empty folder to write the checkpoint of `step` into; leftovers of others are removed."""
+        """An empty folder to write the checkpoint of `step` into; leftovers of others are removed."""
         self.root.mkdir(parents=True, exist_ok=True)
         self.clear()
         partial = self.partial(step)
@@ -42,14 +42,14 @@ class Shelf:
         return partial
 
     def partial(self, step: int) -> Path:
-        """Returns where the checkpoint of `step` is while it is written."""
+        """Where the checkpoint of `step` is while it is written."""
         return self.root / f"{_PARTIAL}{step:08d}"
 
     def publish(self, step: int, keep: int) -> None:
         """Gives a written checkpoint its name, points `latest` at it; with those before it, `keep` stay."""
         partial, place = self.partial(step), self.place(step)
         for directory in (path for path in partial.rglob("*") if path.is_dir()):
-            atomic.sync_directory(directory)  # `partial` itself is synced with the manifest, its last file
+            files.sync_directory(directory)  # `partial` itself is synced with the manifest, its last file
         if place.exists():  # a resumed run came here again: its own is as good
             self._remove(place)
         partial.rename(place)
@@ -90,7 +90,7 @@ class Shelf:
 
     def _point_at(self, step: int) -> None:
         # For people and scripts; a run that resumes looks at the folders, which cannot be behind.
-        atomic.write_text(self.root / LATEST, f"{self.place(step).name}\n")
+        files.write_text(self.root / LATEST, f"{self.place(step).name}\n")
 
     def _remove(self, directory: Path) -> None:
         # Renamed first: a removal that is interrupted must not leave half a checkpoint under its name.

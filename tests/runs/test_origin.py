@@ -4,28 +4,33 @@ from pathlib import Path
 
 import pytest
 
+from bundle.checkpoints import manifest
+from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.errors import UsageError
-from bundle.training.checkpoints import manifest
-from bundle.training.checkpoints.shelf import Shelf
-from bundle.training.origin import checkpoint
+from bundle.runs.directory import starting_checkpoint
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    shelf = Shelf(tmp_path / "run" / "checkpoints")
+    kept = CheckpointDirectory(tmp_path / "run" / "checkpoints")
     for step in (10, 30, 20):
-        manifest.write(shelf.start(step), {})
-        shelf.publish(step, keep=9)
+        manifest.write(kept.start(step), {})
+        kept.publish(step, keep=9)
     return tmp_path / "run"
 
 
 def test_a_run_or_its_checkpoints_mean_the_newest_and_a_checkpoint_itself(run, tmp_path):
     newest = run / "checkpoints" / "step-00000030"
-    assert checkpoint(run) == checkpoint(run / "checkpoints") == checkpoint(newest) == newest
-    assert checkpoint(run / "checkpoints" / "step-00000010") == run / "checkpoints" / "step-00000010"
+    assert (
+        starting_checkpoint(run)
+        == starting_checkpoint(run / "checkpoints")
+        == starting_checkpoint(newest)
+        == newest
+    )
+    assert starting_checkpoint(run / "checkpoints" / "step-00000010") == run / "checkpoints" / "step-00000010"
     elsewhere = tmp_path / "mine"
     newest.rename(elsewhere)
-    assert checkpoint(elsewhere) == elsewhere
+    assert starting_checkpoint(elsewhere) == elsewhere
 
 
 @pytest.mark.parametrize(
@@ -40,4 +45,4 @@ def test_anything_else_is_refused(tmp_path, name, why):
     (tmp_path / "empty").mkdir()
     (tmp_path / "a-file").touch()
     with pytest.raises(UsageError, match=f"--from {tmp_path / name}: {why}"):
-        checkpoint(tmp_path / name)
+        starting_checkpoint(tmp_path / name)

@@ -12,10 +12,11 @@ from typing import Any
 
 import yaml
 
+from bundle import files
+from bundle.checkpoints import manifest
+from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.errors import UsageError
 from bundle.recipe import Recipe, differences, load
-from bundle.training import atomic
-from bundle.training.checkpoints.shelf import Shelf
 
 # The first line of a run's recipe.yaml, by which a directory is known as a run's.
 _OURS = "# The recipe of the run in this directory, written by mcore-bundle.\n"
@@ -73,7 +74,7 @@ class RunDirectory:
         return self.root / "result.json"
 
     def begin(self, recipe: Recipe, *, fresh: bool, resume: bool, start_from: Path | None = None) -> bool:
-        """Returns whether there is a run to go on with; looks only, and changes nothing.
+        """Whether there is a run to go on with; looks only, and changes nothing.
 
         An unfinished run goes on without being asked: a scheduler starts the same command again. One that has
         trained nothing is begun anew, so that its recipe can be corrected.
@@ -102,7 +103,7 @@ class RunDirectory:
         return True
 
     def finished(self, recipe: Recipe) -> bool:
-        """Returns whether the run has come to its result, and `recipe` asks for no more steps."""
+        """Whether the run has come to its result, and `recipe` asks for no more steps."""
         if not self.result.exists():
             return False
         try:
@@ -112,11 +113,11 @@ class RunDirectory:
         return not isinstance(step, int) or step >= recipe.train.steps
 
     def nothing_left(self) -> str:
-        """Returns what to tell the user who resumes a finished run."""
+        """What to tell the user who resumes a finished run."""
         return f"{self.root}: this run is finished; --resume with more train.steps goes on with it"
 
     def began_with(self) -> Path | None:
-        """Returns what this run's --from was."""
+        """What this run's --from was."""
         if not self.origin.exists():
             return None
         return Path(json.loads(self.origin.read_text(encoding="utf-8"))["from"])
@@ -133,13 +134,13 @@ class RunDirectory:
         Nothing else is removed. Interrupted, it leaves the earlier run at an older checkpoint, or nothing.
         """
         self.result.unlink(missing_ok=True)
-        Shelf(self.checkpoints).empty()
+        CheckpointDirectory(self.checkpoints).empty()
         for path in (*self.tensorboard.glob("events.out.tfevents.*"), self.metrics, self.origin):
             path.unlink(missing_ok=True)
         self.root.mkdir(parents=True, exist_ok=True)
         self._write_recipe(recipe)
         if start_from is not None:
-            atomic.write_json(self.origin, {"from": str(start_from.absolute())})
+            files.write_json(self.origin, {"from": str(start_from.absolute())})
         self._describe(plan, versions)
 
     def write_again(self, recipe: Recipe, plan: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
@@ -153,7 +154,7 @@ class RunDirectory:
         if not self.metrics.exists():
             return
         kept = [line for line in _lines(self.metrics) if _noted_until(step, line)]
-        atomic.write_text(self.metrics, "".join(f"{line}\n" for line in kept))
+        files.write_text(self.metrics, "".join(f"{line}\n" for line in kept))
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -176,7 +177,7 @@ class RunDirectory:
     def _trained(self) -> bool:
         """Whether a fresh start would lose anything."""
         noted = self.metrics.exists() and not all(_noted_until(0, line) for line in _lines(self.metrics))
-        return noted or self.result.exists() or bool(Shelf(self.checkpoints).steps())
+        return noted or self.result.exists() or bool(CheckpointDirectory(self.checkpoints).steps())
 
     def _refuse_strangers(self) -> None:
         if self.recipe.exists() and self.recipe.read_bytes().startswith(_OURS.encode()):
@@ -221,11 +222,30 @@ class RunDirectory:
 
     def _write_recipe(self, recipe: Recipe) -> None:
         text = yaml.safe_dump(recipe.dump(), sort_keys=False, allow_unicode=True)
-        atomic.write_text(self.recipe, _OURS + text)
+        files.write_text(self.recipe, _OURS + text)
 
     def _describe(self, plan: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
-        atomic.write_json(self.plan, plan)
-        atomic.write_json(self.versions, versions)
+        files.write_json(self.plan, plan)
+        files.write_json(self.versions, versions)
+
+
+def starting_checkpoint(named: Path) -> Path:
+    """The checkpoint to begin with: `named` itself, or the newest of the run or of the folder that it names.
+
+    Raises UsageError where there is none.
+    """
+    if (named / manifest.NAME).is_file():
+        return named
+    for folder in (named, RunDirectory(named).checkpoints):
+        directory = CheckpointDirectory(folder)
+        if steps := directory.steps():
+            return directory.place(steps[0])
+    if not named.exists():
+        raise UsageError(f"--from {named}: there is no such checkpoint")
+    raise UsageError(
+        f"--from {named}: neither a checkpoint that mcore-bundle wrote (it has no {manifest.NAME})"
+        " nor a run that has any"
+    )
 
 
 def _lines(path: Path) -> list[str]:

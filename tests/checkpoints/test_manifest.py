@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bundle.training.checkpoints import manifest
+from bundle.checkpoints import manifest
 
 
 @pytest.fixture
@@ -15,7 +15,9 @@ def checkpoint(tmp_path: Path) -> Path:
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / "__1_0.distcp").write_bytes(b"weights")
     (tmp_path / "state.json").write_text("{}")
-    manifest.write(tmp_path, {name: manifest.digest(tmp_path / name) for name in manifest.files(tmp_path)})
+    manifest.write(
+        tmp_path, {name: manifest.digest(tmp_path / name) for name in manifest.file_names(tmp_path)}
+    )
     return tmp_path
 
 

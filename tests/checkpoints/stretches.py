@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.checkpoints.world import make_engine, take_part, train_step
 from tests.matrix.cases import ROWS, Case
-from tests.training.checkpoints.world import make_engine, take_part, train_step
 
 
 @dataclass
@@ -33,21 +33,21 @@ def run(runtime: Any, folder: Path, plan: dict[str, dict[str, Any]]) -> dict[str
 
 
 def train(stretch: Stretch, runtime: Any, folder: Path) -> dict[str, Any]:
-    from bundle.training.checkpoints.checkpoints import Checkpoints
-    from bundle.training.checkpoints.shelf import Shelf
-    from bundle.training.checkpoints.state import TrainState
+    from bundle.checkpoints.checkpoints import Checkpoints
+    from bundle.checkpoints.directory import CheckpointDirectory
+    from bundle.checkpoints.state import TrainState
 
     engine = make_engine(stretch.case(), runtime)
     found: dict[str, Any] = {"losses": []}
     step = 0
     if stretch.load:
-        loaded = Checkpoints(Shelf(folder / stretch.load), engine, keep=2).load_newest()
+        loaded = Checkpoints(CheckpointDirectory(folder / stretch.load), engine, keep=2).load_newest()
         assert loaded
         step = loaded.state.step
         found |= {"step": step, "notes": loaded.notes, "metrics": loaded.state.metrics}
     found["random"] = random_states()
-    shelf = Shelf(folder / (stretch.save or "none"))
-    checkpoints = Checkpoints(shelf, engine, keep=2, background=stretch.background)
+    kept = CheckpointDirectory(folder / (stretch.save or "none"))
+    checkpoints = Checkpoints(kept, engine, keep=2, background=stretch.background)
     for _ in range(stretch.steps):
         found["losses"].append(train_step(engine, step))
         step += 1

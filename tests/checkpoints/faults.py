@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from bundle.errors import BundleError
+from tests.checkpoints.world import make_engine, take_part, train_step
 from tests.matrix.cases import ROWS, Case
-from tests.training.checkpoints.world import make_engine, take_part, train_step
 
 CASE = Case("faults", {"ep": 2})
 
@@ -52,11 +52,11 @@ def surprise() -> None:
 
 def disguise(checkpoint: Path, place: Path, name: str, content: bytes) -> None:
     """Copies a checkpoint with another file, its manifest made again."""
-    from bundle.training.checkpoints import manifest
+    from bundle.checkpoints import manifest
 
     shutil.copytree(checkpoint, place)
     (place / name).write_bytes(content)
-    manifest.write(place, {listed: manifest.digest(place / listed) for listed in manifest.files(place)})
+    manifest.write(place, {listed: manifest.digest(place / listed) for listed in manifest.file_names(place)})
 
 
 class Renumbered:
@@ -73,18 +73,18 @@ class Renumbered:
 
 
 def run(runtime: Any, folder: Path, _plan: Any) -> dict[str, Any]:
-    from bundle.training.checkpoints.checkpoints import Checkpoints
-    from bundle.training.checkpoints.shelf import Shelf
-    from bundle.training.checkpoints.state import TrainState
-    from bundle.training.checkpoints.together import together
+    from bundle.checkpoints.checkpoints import Checkpoints
+    from bundle.checkpoints.directory import CheckpointDirectory
+    from bundle.checkpoints.state import TrainState
+    from bundle.distributed.together import on_all_ranks
 
     engine = make_engine(CASE, runtime)
-    shelf = Shelf(folder / "ours")
-    ours = Checkpoints(shelf, engine, keep=9)
+    kept = CheckpointDirectory(folder / "ours")
+    ours = Checkpoints(kept, engine, keep=9)
     for step in (1, 2, 3):
         train_step(engine, step)
         ours.save(TrainState(step, step * ROWS, "digest"))
-    newest, mark = shelf.place(3), folder / "ran"
+    newest, mark = kept.place(3), folder / "ran"
     seen: dict[str, Any] = {}
 
     def outcome(action: Any) -> Any:
@@ -106,7 +106,7 @@ def run(runtime: Any, folder: Path, _plan: Any) -> dict[str, Any]:
     alone(lambda: shutil.copytree(newest, elsewhere))
     seen["foreign"] = outcome(lambda: ours.load_from(elsewhere))
     renumbered: Any = Renumbered(engine)
-    seen["another model"] = outcome(lambda: Checkpoints(shelf, renumbered, keep=9).load_from(elsewhere))
+    seen["another model"] = outcome(lambda: Checkpoints(kept, renumbered, keep=9).load_from(elsewhere))
     alone(lambda: (elsewhere / "megatron" / "common.pt").write_bytes(pickle.dumps(Payload(mark))))
     seen["foreign and tampered"] = outcome(lambda: ours.load_from(elsewhere))
     for kind, (name, content) in hostile(newest, mark).items():
@@ -118,21 +118,21 @@ def run(runtime: Any, folder: Path, _plan: Any) -> dict[str, Any]:
     weights = newest / "megatron" / "__1_0.distcp"
     alone(lambda: weights.write_bytes(weights.read_bytes()[:-100]))
     seen["truncated"] = outcome(ours.load_newest)
-    alone(lambda: shelf.place(1).joinpath("state.json").rename(folder / "state.json"))
-    alone(lambda: shutil.copytree(shelf.place(2), folder / "second"))
-    alone(lambda: (shelf.place(2) / "random-00000.safetensors").unlink())
+    alone(lambda: kept.place(1).joinpath("state.json").rename(folder / "state.json"))
+    alone(lambda: shutil.copytree(kept.place(2), folder / "second"))
+    alone(lambda: (kept.place(2) / "random-00000.safetensors").unlink())
     seen["two damaged"] = outcome(ours.load_newest)
-    alone(lambda: shutil.rmtree(shelf.place(2)))
-    alone(lambda: (folder / "second").rename(shelf.place(2)))
-    alone(lambda: (folder / "state.json").rename(shelf.place(1) / "state.json"))
-    second = shelf.place(2) / "megatron" / "common.pt"
+    alone(lambda: shutil.rmtree(kept.place(2)))
+    alone(lambda: (folder / "second").rename(kept.place(2)))
+    alone(lambda: (folder / "state.json").rename(kept.place(1) / "state.json"))
+    second = kept.place(2) / "megatron" / "common.pt"
     alone(lambda: second.write_bytes(pickle.dumps(Payload(mark))))
     seen["tampered"] = outcome(ours.load_newest)
-    alone(lambda: (shelf.place(1) / "manifest.json").unlink())
+    alone(lambda: (kept.place(1) / "manifest.json").unlink())
     seen["all damaged"] = outcome(ours.load_newest)
     seen["ran"] = mark.exists()
 
-    full = Shelf(folder / "full")
+    full = CheckpointDirectory(folder / "full")
     small = Checkpoints(full, engine, keep=9)
     small.save(TrainState(1, ROWS, "digest"))
     with full_disk(512):
@@ -142,9 +142,9 @@ def run(runtime: Any, folder: Path, _plan: Any) -> dict[str, Any]:
         seen["full disk"] = outcome(lambda: small.save(TrainState(2, 2 * ROWS, "digest")))
     dist.barrier()
     seen["left behind"] = sorted(path.name for path in full.root.iterdir())
-    seen["any error"] = outcome(lambda: together(surprise))
+    seen["any error"] = outcome(lambda: on_all_ranks(surprise))
     seen["after full disk"] = outcome(small.load_newest)
-    seen["none"] = outcome(Checkpoints(Shelf(folder / "none"), engine, keep=1).load_newest)
+    seen["none"] = outcome(Checkpoints(CheckpointDirectory(folder / "none"), engine, keep=1).load_newest)
     return seen
 
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from bundle.training.metrics import LiveProgress, PlainLines, terminal
+from bundle.runs.metrics import LiveProgress, PlainLines, terminal
 
 TRAINED = {
     "train/loss": 2.7449,

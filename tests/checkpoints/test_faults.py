@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from tests.training.checkpoints.world import launch
+from tests.checkpoints.world import launch
 
 pytestmark = pytest.mark.world
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.world
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pytest.importorskip("megatron.core")
     folder = tmp_path_factory.mktemp("faults")
-    found: dict[str, Any] = launch("tests.training.checkpoints.faults", folder, 2, None)
+    found: dict[str, Any] = launch("tests.checkpoints.faults", folder, 2, None)
     return found
 
 

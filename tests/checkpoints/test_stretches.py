@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.training.checkpoints.world import launch
+from tests.checkpoints.world import launch
 
 pytestmark = pytest.mark.world
 
@@ -69,7 +69,7 @@ def far(seen: list[list[float]], expected: list[list[float]]) -> float:
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pytest.importorskip("megatron.core")
     folder = tmp_path_factory.mktemp("stretches")
-    found: dict[str, Any] = launch("tests.training.checkpoints.stretches", folder, 2, PLAN | SCALES | DROPOUT)
+    found: dict[str, Any] = launch("tests.checkpoints.stretches", folder, 2, PLAN | SCALES | DROPOUT)
     return found
 
 
@@ -108,7 +108,7 @@ def test_stages_drop_other_values_and_none_come_again_in_another_layout(seen):
 
 def test_a_checkpoint_written_in_the_background_is_the_state_of_its_step(tmp_path: Path):
     pytest.importorskip("megatron.core")
-    found = launch("tests.training.checkpoints.stretches", tmp_path, 2, BACKGROUND)
+    found = launch("tests.checkpoints.stretches", tmp_path, 2, BACKGROUND)
     assert found["resumed"]["step"] == 2
     assert found["resumed"]["losses"] == found["whole"]["losses"][2:]
 
@@ -120,7 +120,7 @@ def test_releases(release: Callable[[str], Path], version: str, tmp_path: Path):
     plan = {name: stretch for name, stretch in PLAN.items() if "cp2" not in name}
     if version == "0.12.3":  # it cannot forget its groups: one layout per process
         plan = {name: PLAN[name] for name in ("whole", "ep2", "ep2 resumed")}
-    found = launch("tests.training.checkpoints.stretches", tmp_path, 2, plan, tree)
+    found = launch("tests.checkpoints.stretches", tmp_path, 2, plan, tree)
     assert found["ep2 resumed"]["losses"] == found["whole"]["losses"][2:]
     for name in plan:
         if " as " in name:

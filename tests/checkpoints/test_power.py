@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bundle.training.checkpoints import manifest
-from bundle.training.checkpoints.shelf import Shelf
-from tests.training.checkpoints.power import Disk, Tree
+from bundle.checkpoints import manifest
+from bundle.checkpoints.directory import CheckpointDirectory
+from tests.checkpoints.power import Disk, Tree
 
 
 def content(step: int, name: str) -> bytes:
@@ -30,23 +30,23 @@ def good(root: Tree) -> None:
         assert root["latest"].startswith(b"step-0000000")
 
 
-def write(shelf: Shelf, step: int, keep: int) -> None:
-    partial = shelf.start(step)
+def write(kept: CheckpointDirectory, step: int, keep: int) -> None:
+    partial = kept.start(step)
     (partial / "megatron").mkdir()
     for name in ("state.json", "megatron/weights"):
         (partial / name).write_bytes(content(step, name))
-    digests = {name: manifest.digest(partial / name, sync=True) for name in manifest.files(partial)}
+    digests = {name: manifest.digest(partial / name, sync=True) for name in manifest.file_names(partial)}
     manifest.write(partial, digests)
-    shelf.publish(step, keep)
+    kept.publish(step, keep)
 
 
 def test_whatever_is_lost_no_checkpoint_is_half_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    shelf = Shelf(tmp_path / "checkpoints")
-    shelf.root.mkdir()
-    disk = Disk(shelf.root, good)
+    kept = CheckpointDirectory(tmp_path / "checkpoints")
+    kept.root.mkdir()
+    disk = Disk(kept.root, good)
     disk.watch(monkeypatch)
     for step in (1, 2, 3):
-        write(shelf, step, keep=2)
+        write(kept, step, keep=2)
         after = disk.synced()
         whole(after[f"step-{step:08d}"])
         assert after["latest"] == f"step-{step:08d}\n".encode()

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from bundle import files
 from bundle.errors import JobFailed
-from bundle.training import atomic
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 def test_a_file_is_replaced_whole(tmp_path):
     path = tmp_path / "state.json"
-    atomic.write_json(path, {"a": 0.1})
-    atomic.write_json(path, {"a": 0.1 + 0.2})
+    files.write_json(path, {"a": 0.1})
+    files.write_json(path, {"a": 0.1 + 0.2})
     assert '"a": 0.30000000000000004' in path.read_text()
     assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
 
@@ -26,9 +26,9 @@ WRITE = """
 import sys
 from pathlib import Path
 from bundle.errors import JobFailed
-from bundle.training import atomic
+from bundle import files
 try:
-    atomic.write_text(Path(sys.argv[1]), "x" * 10000)
+    files.write_text(Path(sys.argv[1]), "x" * 10000)
 except JobFailed as error:
     print(error)
 """
@@ -53,11 +53,11 @@ def test_a_full_disk_is_one_clear_error_and_the_old_file_stays(tmp_path):
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_what_a_full_disk_is(number):
-    assert atomic.no_room(OSError(number, "x"))
-    assert atomic.no_room(RuntimeError(f"a writer failed: {os.strerror(number)}"))
-    assert not atomic.no_room(OSError(errno.EACCES, "x"))
+    assert files.no_room(OSError(number, "x"))
+    assert files.no_room(RuntimeError(f"a writer failed: {os.strerror(number)}"))
+    assert not files.no_room(OSError(errno.EACCES, "x"))
 
 
 def test_other_errors_keep_their_words(tmp_path):
     with pytest.raises(JobFailed, match=r"cannot be written: .*No such file"):
-        atomic.write_text(tmp_path / "missing" / "x", "")
+        files.write_text(tmp_path / "missing" / "x", "")

@@ -9,7 +9,7 @@ import yaml
 
 from bundle.errors import UsageError
 from bundle.recipe import Recipe, load
-from bundle.training.run_directory import RunDirectory
+from bundle.runs.directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]
 
@@ -252,7 +252,7 @@ def test_lines_that_others_wrote_do_not_stop_a_resume(run):
 HOLD = """
 import sys
 from pathlib import Path
-from bundle.training.run_directory import RunDirectory
+from bundle.runs.directory import RunDirectory
 with RunDirectory(Path(sys.argv[1])).locked():
     print("held", flush=True)
     sys.stdin.read()

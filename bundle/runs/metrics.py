@@ -19,7 +19,7 @@ class Sink(Protocol):
 
 
 def finite(value: Any) -> Any:
-    """Returns `value` with null in place of every number that is not finite, for which JSON has no words."""
+    """`value` with null in place of every number that is not finite, for which JSON has no words."""
     if isinstance(value, dict):
         return {name: finite(inner) for name, inner in value.items()}
     if isinstance(value, list):

@@ -11,8 +11,8 @@ from bundle.errors import BundleError, ExitCode, JobFailed
 T = TypeVar("T")
 
 
-def together(body: Callable[[], T]) -> list[T]:
-    """Returns what `body` returned on each rank; if it raised on any, all raise the same."""
+def on_all_ranks(body: Callable[[], T]) -> list[T]:
+    """What `body` returned on each rank; if it raised on any, all raise the same."""
     result, error, code = None, None, ExitCode.JOB_FAILED
     try:
         result = body()
@@ -36,7 +36,7 @@ def together(body: Callable[[], T]) -> list[T]:
     return [result for result, _, _ in everybody]
 
 
-def first(body: Callable[[], T]) -> T:
-    """Returns on every rank what `body` returned on rank 0, which alone runs it; raises like `together`."""
-    answers: list[Any] = together(lambda: body() if dist.get_rank() == 0 else None)
+def on_rank_0(body: Callable[[], T]) -> T:
+    """On every rank what `body` returned on rank 0, which alone runs it; raises like `on_all_ranks`."""
+    answers: list[Any] = on_all_ranks(lambda: body() if dist.get_rank() == 0 else None)
     return cast(T, answers[0])

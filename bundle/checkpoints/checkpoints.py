@@ -9,14 +9,14 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from bundle import files
+from bundle.checkpoints import manifest, state
+from bundle.checkpoints.directory import CheckpointDirectory
+from bundle.distributed.together import on_all_ranks, on_rank_0
 from bundle.engine import Engine
 from bundle.errors import BundleError, JobFailed, UsageError
 from bundle.mcore import checkpoints as megatron_checkpoints
 from bundle.mcore import random as megatron_random
-from bundle.training import atomic
-from bundle.training.checkpoints import fit, manifest, randomness, state
-from bundle.training.checkpoints.shelf import Shelf
-from bundle.training.checkpoints.together import first, together
 
 # Its own folder inside a checkpoint, which Megatron-LM's tools read.
 _MEGATRON = "megatron"
@@ -36,9 +36,11 @@ class Loaded:
 class Checkpoints:
     """The checkpoints of one run, for one engine."""
 
-    def __init__(self, shelf: Shelf, engine: Engine, *, keep: int, background: bool = False) -> None:
+    def __init__(
+        self, directory: CheckpointDirectory, engine: Engine, *, keep: int, background: bool = False
+    ) -> None:
         """`background`: files are written while training goes on, and `poll` makes them a checkpoint."""
-        self.shelf, self.engine, self.keep, self.background = shelf, engine, keep, background
+        self.directory, self.engine, self.keep, self.background = directory, engine, keep, background
         self._writing: tuple[int, megatron_checkpoints.Writing] | None = None
 
     def save(self, now: state.TrainState) -> None:
@@ -47,10 +49,10 @@ class Checkpoints:
         Raises JobFailed, with nothing left half written, when it cannot be written.
         """
         self.poll(wait=True)
-        partial = first(lambda: self.shelf.start(now.step))
+        partial = on_rank_0(lambda: self.directory.start(now.step))
         engine = self.engine
         with self._whole_or_not(partial):
-            together(lambda: self._write_our_part(partial, now))
+            on_all_ranks(lambda: self._write_our_part(partial, now))
             with engine.runtime.megatron():
                 if self.background:
                     writing = megatron_checkpoints.Writing(
@@ -62,11 +64,11 @@ class Checkpoints:
             self._publish(now.step)
 
     def poll(self, *, wait: bool = False) -> int | None:
-        """Returns the step whose checkpoint became complete by this call, if any."""
+        """The step whose checkpoint became complete by this call, if any."""
         if self._writing is None:
             return None
         step, writing = self._writing
-        with self._whole_or_not(self.shelf.partial(step)):
+        with self._whole_or_not(self.directory.partial(step)):
             with self.engine.runtime.megatron():
                 if not writing.finished(wait=wait):
                     return None
@@ -80,17 +82,17 @@ class Checkpoints:
         Raises JobFailed when there are some and all are damaged.
         """
         damaged: list[str] = []
-        for step in first(self.shelf.steps):
-            directory = self.shelf.place(step)
+        for step in on_rank_0(self.directory.steps):
+            directory = self.directory.place(step)
             if reasons := self._damage(directory):
                 damaged.append(f"{directory.name} is damaged and was left out: {'; '.join(reasons[:3])}")
                 continue
             loaded = self._read(directory)
-            aside = first(functools.partial(self.shelf.go_back_to, step))
+            aside = on_rank_0(functools.partial(self.directory.go_back_to, step))
             notes = [f"{why}; it lies in {name} now" for why, name in zip(damaged, aside, strict=True)]
             return Loaded(loaded.state, directory, (*notes, *loaded.notes))
         if damaged:
-            raise JobFailed(f"{self.shelf.root}: no checkpoint can be used; --fresh starts over", damaged)
+            raise JobFailed(f"{self.directory.root}: no checkpoint can be used; --fresh starts over", damaged)
         return None
 
     def load_from(self, directory: Path) -> Loaded:
@@ -102,7 +104,7 @@ class Checkpoints:
     def _write_our_part(self, partial: Path, now: state.TrainState) -> None:
         engine = self.engine
         with engine.runtime.megatron():
-            randomness.write(partial, dist.get_rank(), engine.device)
+            state.write_rng(partial, dist.get_rank(), engine.device)
         if dist.get_rank() == 0:
             (partial / _MEGATRON).mkdir()
             state.Saved(
@@ -111,7 +113,7 @@ class Checkpoints:
                 layout=self._layout(),
                 sharding=megatron_checkpoints.sharding(),
                 mcore=megatron_checkpoints.version(),
-                model=fit.facts(engine.recipe.architecture),
+                model=state.model_facts(engine.recipe.architecture),
             ).write(partial)
 
     @contextmanager
@@ -121,29 +123,29 @@ class Checkpoints:
             yield
         except BundleError:  # the same on all ranks
             if dist.get_rank() == 0:
-                self.shelf.clear()
+                self.directory.clear()
             raise
         except _MEGATRON_FAILED as error:
             # Megatron tells the cause to rank 0.
             if dist.get_rank() != 0:
                 raise RuntimeError("the checkpoint could not be written; rank 0 knows why") from error
-            self.shelf.clear()
-            raise atomic.failed(partial, error) from error
+            self.directory.clear()
+            raise files.failed(partial, error) from error
 
     def _publish(self, step: int) -> None:
-        partial, rank, size = self.shelf.partial(step), dist.get_rank(), dist.get_world_size()
-        names = first(lambda: manifest.files(partial))
+        partial, rank, size = self.directory.partial(step), dist.get_rank(), dist.get_world_size()
+        names = on_rank_0(lambda: manifest.file_names(partial))
         mine = manifest.share(names, rank, size)
-        shares = together(lambda: {name: manifest.digest(partial / name, sync=True) for name in mine})
+        shares = on_all_ranks(lambda: {name: manifest.digest(partial / name, sync=True) for name in mine})
 
         def finish() -> None:
             manifest.write(partial, {name: found for share in shares for name, found in share.items()})
-            self.shelf.publish(step, self.keep)
+            self.directory.publish(step, self.keep)
 
-        first(finish)
+        on_rank_0(finish)
 
     def _damage(self, directory: Path) -> list[str]:
-        """Returns what is wrong with a checkpoint, before any of its files is read."""
+        """What is wrong with a checkpoint, before any of its files is read."""
 
         def listed() -> tuple[dict[str, str], list[str]]:
             try:
@@ -153,17 +155,17 @@ class Checkpoints:
                 return {}, [str(error)]
             return digests, manifest.strangers(directory, digests)
 
-        digests, reasons = first(listed)
+        digests, reasons = on_rank_0(listed)
         if reasons:
             return reasons
         mine = manifest.share(sorted(digests), dist.get_rank(), dist.get_world_size())
-        found = together(lambda: manifest.defects(directory, digests, mine))
+        found = on_all_ranks(lambda: manifest.defects(directory, digests, mine))
         return [defect for share in found for defect in share]
 
     def _read(self, directory: Path) -> Loaded:
         """Raises UsageError for a checkpoint of another model, JobFailed for one that cannot be loaded."""
         saved, engine = state.read(directory), self.engine
-        if changes := fit.changes(saved.model, engine.recipe.architecture):
+        if changes := state.model_changes(saved.model, engine.recipe.architecture):
             raise UsageError(f"{directory} holds another model than the recipe's", changes)
         place = directory / _MEGATRON
         try:
@@ -174,7 +176,7 @@ class Checkpoints:
         engine.scheduler.load_state_dict(dict(saved.scheduler))
         if dict(saved.layout) == dict(self._layout()):
             with engine.runtime.megatron():
-                randomness.read(directory, dist.get_rank(), engine.device)
+                state.read_rng(directory, dist.get_rank(), engine.device)
             return Loaded(saved.state, directory)
         with engine.runtime.megatron():
             megatron_random.begin(engine.recipe.seed, after=saved.state.step)
@@ -188,7 +190,7 @@ class Checkpoints:
 
 
 def _cause(error: BaseException) -> str:
-    """Returns what torch's exception of all ranks says of one of them; other errors as they are."""
+    """What torch's exception of all ranks says of one of them; other errors as they are."""
     failures = error.failures if isinstance(error, CheckpointException) else {}
     first_failure = next((failure for failure, _ in failures.values()), error)
     return f"{type(first_failure).__name__}: {first_failure}"

@@ -1,0 +1,1 @@
+"""Runs: the directory of each, which one process holds, and where its numbers go."""

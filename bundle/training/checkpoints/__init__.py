@@ -1,4 +1,0 @@
-"""Checkpoints: whole or not there, checked before they are read, loadable at any layout.
-
-Only `checkpoints` imports megatron, which must meet the patches first; so nothing is imported here.
-"""
