@@ -86,6 +86,15 @@ class Choice:
     why: str
 
 
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """A kernel that `auto` stands for in some jobs on some devices, where others take them too."""
+
+    kernel: str
+    where: Callable[[Recipe, str | None], bool]  # of the job and the device's generation; None: not known
+    why: str
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
     """Everything that the rest of the bundle may know about a backend without torch."""
@@ -96,6 +105,7 @@ class Capabilities:
     layers: LayerTraits
     kernels: tuple[AttentionKernel, ...]
     auto_attention: Choice
+    preferred: tuple[Preference, ...] = ()
     fp8: tuple[Fp8Scaling, ...]
     masks: tuple[Mask, ...]
     environment: tuple[Variable, ...]
@@ -106,16 +116,19 @@ class Capabilities:
         wanted = self.auto_attention.value if name == "auto" else name
         return next(kernel for kernel in self.kernels if kernel.name == wanted)
 
-    def attention(self, recipe: Recipe) -> Choice:
-        """The kernel that a job gets, which is what its plan says and what its ranks are given.
+    def attention(self, recipe: Recipe, generation: str | None) -> Choice:
+        """The kernel that a job gets on such a device, which its plan says and its ranks are given.
 
-        `auto` is the only kernel that takes the job, where there is only one, and the backend's choice among
-        several: on cuda `auto` itself, see `attention_refusals` for jobs that no kernel takes.
+        `auto` is the only kernel that takes the job, where there is only one, then a preferred one, then the
+        backend's choice: on cuda `auto` itself, see `attention_refusals` for jobs that no kernel takes.
         """
         if recipe.model.attention != "auto":
             return Choice(recipe.model.attention, "the recipe says so")
         fit = [kernel.name for kernel in self.kernels if not kernel.against(recipe)]
-        return Choice(fit[0], "no other takes this job") if len(fit) == 1 else self.auto_attention
+        if len(fit) == 1:
+            return Choice(fit[0], "no other takes this job")
+        found = (p for p in self.preferred if p.kernel in fit and p.where(recipe, generation))
+        return next((Choice(p.kernel, p.why) for p in found), self.auto_attention)
 
     def attention_refusals(self, recipe: Recipe) -> list[str]:
         """Why the kernel that is asked for does not take this job; with `auto`, why none of them does."""

@@ -105,7 +105,7 @@ def make(
         per_node=per_node,
         placement=placement,
         stages=stages,
-        attention=can.attention(recipe),
+        attention=can.attention(recipe, hardware.generation.value),
         decisions=tuple(decisions),
         environment=can.variables(recipe.features),
         notes=(*notes, *hardware.notes, *([tight] if tight else [])),

@@ -55,8 +55,10 @@ def planned(
     is nothing to plan with.
     """
     on, notes = machine(recipe.backend, backend, named)
-    target, decided = _megatron(recipe, on, mcore, allow_drift)
     can = capabilities.of(on.backend)
+    kernel = can.attention(recipe, on.generation.value).value
+    features = recipe.features - {"attention-auto"} | {f"attention-{kernel}"}
+    target, decided = _megatron(features, on, mcore, allow_drift)
     plan = make(
         recipe,
         on,
@@ -72,7 +74,9 @@ def planned(
     return Planned(plan, decided)
 
 
-def _megatron(recipe: Recipe, on: Hardware, mcore: str, allowed: Sequence[str]) -> tuple[Target, Survey]:
+def _megatron(
+    features: frozenset[str], on: Hardware, mcore: str, allowed: Sequence[str]
+) -> tuple[Target, Survey]:
     """The megatron-core that is named, installed or else the default, and the decisions about it."""
     here, reviewed = stack.detect(), table.load()
     if mcore:
@@ -81,7 +85,7 @@ def _megatron(recipe: Recipe, on: Hardware, mcore: str, allowed: Sequence[str]) 
     else:
         of = subject.installed(here, reviewed)
         origin = f"{of.root}, {of.origin}" if of.root else of.origin
-    decided = survey.survey(of, reviewed, here, backend=on.backend, features=recipe.features, allowed=allowed)
+    decided = survey.survey(of, reviewed, here, backend=on.backend, features=features, allowed=allowed)
     known = of.version is not None and stack.base(of.version) is not None
     unread = "" if known else f"; its version cannot be read, taken for {DEFAULT}"
     return Target(of.version if known and of.version else DEFAULT, origin + unread), decided

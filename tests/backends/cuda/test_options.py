@@ -14,7 +14,9 @@ from bundle.backends.cuda.runtime.options import options
 from bundle.capabilities import CUDA
 from bundle.errors import EnvironmentUnfit, UsageError
 from bundle.hardware import preset
+from bundle.patches.decision import Action
 from bundle.planning.plan import Target, make
+from bundle.planning.planned import planned
 from bundle.recipe import load
 
 HOPPER = "9.0"
@@ -90,6 +92,34 @@ def test_the_run_gets_the_kernel_that_its_plan_names(dtype, asked, given):
     on = Target("0.16.1", "a test")
     assert make(job, preset("h200"), CUDA, on, ()).attention.value == given
     assert options(job, generation=HOPPER)["attention_backend"] is AttnBackend[given]
+
+
+PACKED = ("data.packed=true", "train.micro_batch_size=1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "generation", "given"),
+    [
+        (PACKED, "9.0", "fused"),
+        (PACKED, "8.0", "auto"),  # not seen there
+        ((), "9.0", "auto"),  # rows need no padding
+        ((*PACKED, "model.config.v_head_dim=48"), "9.0", "auto"),  # equal widths neither
+        ((*PACKED, "parallel.cp=2"), "9.0", "auto"),  # not seen
+        ((*PACKED, "model.attention=unfused"), "9.0", "unfused"),
+    ],
+)
+def test_narrow_values_of_packs_are_given_to_the_kernel_that_takes_them(overrides, generation, given):
+    job = recipe(*overrides)
+    assert job.architecture.head_dims == (48, 48 if "model.config.v_head_dim=48" in overrides else 32)
+    assert options(job, generation=generation)["attention_backend"] is AttnBackend[given]
+
+
+@pytest.mark.parametrize(("overrides", "padded"), [(("parallel.cp=1",), False), (("parallel.cp=2",), True)])
+def test_values_are_padded_for_the_planned_kernel_only(overrides, padded):
+    made = planned(recipe(*PACKED, *overrides), named="h200", mcore="0.16.1").plan
+    (found,) = (decision for decision in made.decisions if decision.id == "mla-thd-value-padding")
+    assert made.attention.value == ("auto" if padded else "fused")
+    assert found.action is (Action.APPLY if padded else Action.SKIP), found.reason
 
 
 def test_a_kernel_that_does_not_compute_in_fp32_is_refused():

@@ -33,7 +33,7 @@ class CpuRuntime:
         FP8 is not told to megatron, which would look for Transformer Engine's contexts and checkpoints: it is
         in the layers of the specs.
         """
-        return {"attention_backend": AttnBackend[CPU.attention(recipe).value]}
+        return {"attention_backend": AttnBackend[CPU.attention(recipe, None).value]}
 
     def specs(self, recipe: Recipe, config: TransformerConfig, chunk: int | None) -> gpt.Specs:
         """Megatron's specs of model chunk `chunk` (None without interleaving), in the cpu's layers."""

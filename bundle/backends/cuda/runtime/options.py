@@ -20,7 +20,7 @@ def options(recipe: Recipe, *, generation: str) -> dict[str, Any]:
     Raises UsageError for FP8 that this GPU has not, EnvironmentUnfit for kernels that are not installed.
     """
     chosen: dict[str, Any] = {
-        "attention_backend": _attention(recipe),
+        "attention_backend": _attention(recipe, generation),
         "apply_rope_fusion": _rope_fusion(recipe),
         # SwiGLU as one kernel, and the loss: both keep less for the backward pass. The loss is megatron's own
         # kernel, since newer releases warn of the stability of Transformer Engine's; but it returns its
@@ -37,7 +37,7 @@ def options(recipe: Recipe, *, generation: str) -> dict[str, Any]:
     return chosen
 
 
-def _attention(recipe: Recipe) -> AttnBackend:
+def _attention(recipe: Recipe, generation: str) -> AttnBackend:
     """Megatron's name of the planned kernel.
 
     Where several take the job, that is `auto`, and Transformer Engine chooses call by call: megatron would
@@ -47,7 +47,7 @@ def _attention(recipe: Recipe) -> AttnBackend:
     """
     if refusals := CUDA.attention_refusals(recipe):
         raise UsageError("model.attention: no kernel takes this job", refusals)
-    name = CUDA.attention(recipe).value
+    name = CUDA.attention(recipe, generation).value
     if name == "flash" and not any(map(_installed, ("flash-attn", "flash-attn-3"))):
         raise EnvironmentUnfit(
             "model.attention: flash, but flash-attn is not installed; install it, or use auto or fused"
