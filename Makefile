@@ -84,12 +84,12 @@ bench: $(DEVELOP)  ## the verbs' start, patching, packing, and training against 
 	$(VENV)/bin/python -m benchmarks.training
 
 images: $(DEVELOP)  ## builds the images with BuildKit, as far as this machine can, and runs the CPU image
-	$(VENV)/bin/python -m pytest -m images -rs --capture=tee-sys tests/images
+	$(VENV)/bin/python -m pytest -m images -rs --capture=tee-sys tests/images tests/tools
 
 locks: $(DEVELOP)  ## resolves images/locks anew from docker-bake.json; STACK=cpu: one of them
 	$(PIP) uv
-	PATH=$(abspath $(VENV))/bin:$$PATH mcore-bundle images lock $(STACK)
-	$(VENV)/bin/mcore-bundle images page
+	PATH=$(abspath $(VENV))/bin:$$PATH python -m tools.images lock $(STACK)
+	$(VENV)/bin/python -m tools.images page
 
 clean:
 	rm -rf $(VENV) .cache build

@@ -12,7 +12,7 @@ variable "REVISION" {
   default     = ""
 }
 variable "INPUTS" {
-  description = "What `mcore-bundle images fingerprint --json` prints: target -> digest of all its inputs."
+  description = "What `python -m tools.images fingerprint --json` prints: target -> digest of all its inputs."
   default     = "{}"
 }
 variable "FABRIC" {

@@ -19,7 +19,6 @@ VERBS: dict[str, str] = {
     "plan": "All that a job will be, before it starts, and what stands against it.",
     "doctor": "Can this machine run a job? What is wrong, why, and what to do.",
     "patches": "Which patches does this megatron-core need, and why?",
-    "images": "What the container images are made of: versions, locks, digests.",
 }
 HELP = """\
 Usage: mcore-bundle [OPTIONS] COMMAND [ARGS]...

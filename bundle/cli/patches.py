@@ -8,7 +8,6 @@ import typer
 
 from bundle import stack
 from bundle.cli.patches_verify import verify
-from bundle.errors import UsageError
 from bundle.patches import BACKENDS, Action, Decision
 from bundle.patches.entry import NOTHING
 from bundle.patches.subject import Subject, installed, named
@@ -77,31 +76,6 @@ def list_(as_json: bool = typer.Option(False, "--json", help="One JSON object in
                 for kind, name, within, why, assumes in rows
             )
         )
-
-
-@app.command()
-def lock(
-    paths: list[Path] = typer.Argument(metavar="PATH...", help="Trees: checkouts or unpacked wheels."),
-    write: bool = typer.Option(False, help="Record them in the list that the package ships."),
-) -> None:
-    """Fingerprint trees and compare them with the reviewed list."""
-    from bundle.patches import lock as locking
-    from bundle.patches import table
-    from bundle.stack import megatron
-
-    trees = {}
-    for path in paths:
-        copy = megatron.at(path.absolute())
-        reference = locking.reference_of(copy) if copy else None
-        if copy is None or reference is None:
-            raise UsageError(
-                f"{path}: " + ("no megatron/core" if copy is None else "no version or no commit")
-            )
-        trees[reference] = copy.root
-    before, new = table.load(), locking.read(trees)
-    print("\n".join(locking.changes(before, new)) or "Nothing that was not reviewed.")
-    if write:
-        table.write(locking.combined(before, new), table.SHIPPED)
 
 
 @app.command()

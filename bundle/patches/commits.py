@@ -1,7 +1,8 @@
 """Code between releases that was read with the wrappers: a commit that has it, and how it differs.
 
-`patches lock` records whole trees; this is for one target of a commit whose other code nobody has read. A
-fingerprint is that of the code, or of the signature where the replacement is reviewed by it.
+`python -m tools.patches.review` records whole trees; this is for one target of a commit whose other code
+nobody has read. A fingerprint is that of the code, or of the signature where the replacement is reviewed by
+it.
 """
 
 _LATENT = "megatron.core.transformer.multi_latent_attention:MLASelfAttention.get_query_key_value_tensors"

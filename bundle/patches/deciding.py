@@ -221,7 +221,7 @@ def _drift(patch: Patch, reading: Reading) -> str | None:
     if changed:
         return (
             f"the defect is there, but {', '.join(changed)} is not as reviewed; compare it with a release "
-            "and record it with `patches lock PATH --write`"
+            "and record it in a checkout: `python -m tools.patches.review PATH --write`"
         )
     return None
 

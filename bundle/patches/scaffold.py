@@ -49,8 +49,8 @@ def test_with_the_patch():
 _STEPS = """\
 1. fill in {entry} and give it to bundle/patches/catalogue/__init__.py
 2. write bundle/wrappers/{module}.py
-3. mcore-bundle patches lock RELEASES/* --write
-4. python -m bundle.patches.page > docs/patches.md
+3. python -m tools.patches.review RELEASES/* --write
+4. python -m tools.patches.page > docs/patches.md
 5. make {test} pass"""
 
 

@@ -1,7 +1,7 @@
 """The reviewed list of megatron-core releases: fingerprints of every target, and where each defect is.
 
-releases.json is written by `patches lock` and checked in. A fingerprint in it was looked at together with the
-wrappers; a release in it is decided without having its source at hand.
+releases.json is written by `python -m tools.patches.review` and checked in. A fingerprint in it was looked at
+together with the wrappers; a release in it is decided without having its source at hand.
 """
 
 import json

@@ -9,7 +9,7 @@ from bundle.distributed import parent, store, watchdog, world
 from bundle.distributed.agreement import agree
 from bundle.distributed.watchdog import Watchdog, collectives_seconds
 from bundle.errors import ExitCode, Preempted
-from bundle.images import RECORD, record
+from bundle.health import image
 from bundle.launchers import outcomes
 from bundle.patches import plan as patch_plan
 from bundle.planning import document
@@ -72,5 +72,5 @@ def _identity(recipe: Recipe, made: Planned) -> dict[str, str]:
     """What all ranks must have in common: a name and a short value each; no paths, no host names."""
     digest = of_json(recipe.dump())
     backend = made.plan.hardware.backend
-    image = record.inputs_of(Path(RECORD))
-    return {"recipe": digest, "backend": backend, "image": image, **patch_plan.make(made.survey).fields()}
+    inputs = image.inputs_of(Path(image.RECORD))
+    return {"recipe": digest, "backend": backend, "image": inputs, **patch_plan.make(made.survey).fields()}

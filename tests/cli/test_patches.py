@@ -194,16 +194,3 @@ def test_what_a_patch_assumes_of_its_caller_is_said_where_it_is_applied_and_list
     for entries in (rows, listed):
         assert [text in entry["assumes"] for entry in entries if entry["id"] == patch] == [True]
     assert any(text in line for line in run("list").stdout.splitlines() if patch in line)
-
-
-def test_lock_says_what_is_new(release: Release, tmp_path: Path):
-    root = release("0.16.1")
-    assert "Nothing that was not reviewed" in run("lock", str(root)).stdout
-    edits = {MLA: ("cp_comm_type: Optional[str] = None,", "cp_comm_type: str = 0,")}
-    tree = copied(root, tmp_path, edits)
-    (tree / "megatron_core-0.16.1.dist-info").mkdir()
-    (tree / "megatron_core-0.16.1.dist-info/METADATA").write_text("Name: megatron-core\nVersion: 0.16.1\n")
-    says = run("lock", str(tree)).stdout
-    assert "new signature" in says and ":MultiLatentAttention.__init__ in 0.16.1" in says
-    assert "new code" in says and ":MLASelfAttention.__init__ in 0.16.1" in says
-    assert "no version or no commit" in run("lock", str(copied(root, tmp_path / "b", {})), code=2).stderr

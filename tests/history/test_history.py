@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from bundle.patches import lock
 from bundle.patches.catalogue import PATCHES
 from bundle.patches.commits import REVIEWED
 from bundle.patches.definitions import Definitions
@@ -15,6 +14,7 @@ from tests.history.decided import Decided
 from tests.history.git import CommitTree, Repository
 from tests.history.tally import BRANCHES, WRONG, Row, Truth, held_out, rows, undecided
 from tests.history.truth import PRESENT
+from tools.patches import review
 
 pytestmark = pytest.mark.releases
 GIT = os.environ.get("MEGATRON_HISTORY")
@@ -55,7 +55,7 @@ def test_little_is_left_undecided(repository: Repository, branch: str):
 
 
 def test_code_read_in_a_commit_is_there(repository: Repository):
-    by_signature = lock.declared()[1]
+    by_signature = review.declared()[1]
     for target, known in REVIEWED.items():
         for fingerprint, (commit, _) in known.items():
             found = Definitions(CommitTree(Path(commit), repository=repository, commit=commit))[target]
@@ -64,4 +64,4 @@ def test_code_read_in_a_commit_is_there(repository: Repository):
 
 
 def test_there_is_a_criterion_for_all_that_is_in_the_list():
-    assert set(PRESENT) == {entry.id for entry in lock.ENTRIES}
+    assert set(PRESENT) == {entry.id for entry in review.ENTRIES}

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bundle.images import definition
 from tests.images import standin
 from tests.images.engine import Engine
 from tests.images.machine import Passed
+from tools.images import definition
 
 ROOT = Path(__file__).parents[2]
 # By name: a bake file that somebody left in the checkout is not the project's.

@@ -5,10 +5,10 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from bundle.images.definition import Base
 from tests.images import tools
 from tests.images.engine import Engine
 from tests.images.tools import CACHE, Missing
+from tools.images.definition import Base
 
 
 def image(engine: Engine, base: Base) -> tuple[str, str]:

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.images.checkouts import ROOT, change, copied
+from tests.tools.images.checkouts import ROOT, change, copied
 
 pytestmark = pytest.mark.images
 
@@ -30,8 +30,8 @@ def in_order(plan):
 
 
 def test_the_plan_is_the_golden_one(engine):
-    """`docker buildx bake --print all > tests/images/bake.json` writes it."""
-    golden = json.loads((ROOT / "tests/images/bake.json").read_text())
+    """`docker buildx bake --print all > tests/tools/images/bake.json` writes it."""
+    golden = json.loads((ROOT / "tests/tools/images/bake.json").read_text())
     assert in_order(printed(engine, ROOT, "all")) == in_order(golden)
 
 

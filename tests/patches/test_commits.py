@@ -1,11 +1,11 @@
 """Code that was read in a commit counts as reviewed, and only that code."""
 
-from bundle.patches import lock
 from bundle.patches.commits import REVIEWED
 from bundle.patches.definitions import Definitions
 from bundle.patches.reading import of_targets
 from bundle.patches.table import load
 from tests.patches.trees import Release, edited
+from tools.patches import review
 
 ROUTER = "transformer.moe.router"
 ROUTING = "megatron.core.transformer.moe.router:TopKRouter.routing"
@@ -34,7 +34,7 @@ def test_anything_else_is_not(release: Release):
 
 
 def test_only_targets_are_listed_and_nothing_that_a_release_has():
-    by_code, by_signature = lock.declared()
+    by_code, by_signature = review.declared()
     for target, known in REVIEWED.items():
         assert target in by_code | by_signature
         for fingerprint, (commit, differs) in known.items():

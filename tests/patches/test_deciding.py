@@ -36,7 +36,7 @@ GONE = Reading(P, nearest={TARGET: ("megatron.core.a:g",)})
         (IN, P, REVIEWED, Action.APPLY, True, "the defect is here"),
         (OUT, P, REVIEWED, Action.APPLY, True, "the number lies"),
         (IN, P, CHANGED, Action.DRIFT, True, "--allow-drift p"),
-        (OUT, P, CHANGED, Action.DRIFT, True, "patches lock"),
+        (OUT, P, CHANGED, Action.DRIFT, True, "tools.patches.review"),
         (IN, P, GONE, Action.DRIFT, True, "nearest: megatron.core.a:g"),
         (OUT, P, GONE, Action.DRIFT, True, "nearest: megatron.core.a:g"),
         (IN, U, REVIEWED, Action.DRIFT, False, "unfamiliar"),

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from bundle.patches import lock
 from bundle.patches.catalogue import PATCHES
 from bundle.patches.entry import Presence
 from bundle.patches.subject import named
 from bundle.patches.table import load, merged, parse, write
 from bundle.patches.traps import TRAPS
 from bundle.stack import versions
+from tools.patches import review
 
 RELEASES = [
     *("0.12.0", "0.12.1", "0.12.2", "0.12.3", "0.13.0", "0.13.1", "0.14.0"),
@@ -92,13 +92,13 @@ def test_the_list_has_every_release():
     assert list(load().references) == RELEASES
 
 
-@pytest.mark.parametrize("entry", lock.ENTRIES, ids=lambda entry: entry.id)
+@pytest.mark.parametrize("entry", review.ENTRIES, ids=lambda entry: entry.id)
 def test_each_defect_is_where_it_is_known_to_be(entry):
     found = {release: load().defect(entry.id, release) for release in RELEASES}
     assert found == {release: Presence.of(has(entry.id, release)) for release in RELEASES}
 
 
-@pytest.mark.parametrize("entry", lock.ENTRIES, ids=lambda entry: entry.id)
+@pytest.mark.parametrize("entry", review.ENTRIES, ids=lambda entry: entry.id)
 def test_the_numbers_say_the_same_of_released_versions(entry):
     for release in RELEASES:
         assert versions.within(release, entry.range) == has(entry.id, release), release
@@ -124,14 +124,14 @@ def test_where_the_defect_is_the_targets_are(patch):
 
 
 def test_the_list_has_nothing_that_is_no_longer_declared():
-    by_code, by_signature = lock.declared()
+    by_code, by_signature = review.declared()
     assert set(load().targets) <= by_code
     assert set(load().signatures) <= by_signature
-    assert set(load().defects) == {entry.id for entry in lock.ENTRIES}
+    assert set(load().defects) == {entry.id for entry in review.ENTRIES}
 
 
 def test_the_list_is_what_the_releases_say(release_trees: dict[str, Path]):
-    read, expected = lock.read(release_trees), merged([load()], release_trees)
+    read, expected = review.read(release_trees), merged([load()], release_trees)
     assert (read.targets, read.signatures) == (expected.targets, expected.signatures)
     assert read.defects == expected.defects
     # with fewer releases at hand fewer modules are asked for
@@ -155,8 +155,8 @@ def test_the_file_is_written_as_it_is_read(tmp_path: Path):
 
 def test_a_locked_tree_joins_the_list_and_replaces_itself(tmp_path: Path):
     table = load()
-    one = lock.read({})
-    assert lock.combined(table, one) == table
+    one = review.read({})
+    assert review.combined(table, one) == table
 
 
 def test_no_patch_outlives_its_defect():

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from bundle.patches import lock
 from bundle.patches.definitions import Evidence
 from bundle.patches.entry import Presence
 from tests.patches.trees import Release, edited
+from tools.patches import review
 
 P, A, U = Presence.PRESENT, Presence.ABSENT, Presence.UNKNOWN
-ENTRIES = {entry.id: entry for entry in lock.ENTRIES}
+ENTRIES = {entry.id: entry for entry in review.ENTRIES}
 GPT = "models.gpt.gpt_model"
 MTP = "transformer.multi_token_prediction"
 MLA = "transformer.multi_latent_attention"

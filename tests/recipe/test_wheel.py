@@ -1,4 +1,4 @@
-"""A wheel holds the recipes of launch/recipes."""
+"""A wheel holds the recipes of launch/recipes, and nothing that only maintains the repository."""
 
 import shutil
 import subprocess
@@ -22,7 +22,7 @@ def test_a_wheel_built_from_the_checkout_holds_the_same_files(tmp_path):
     pytest.importorskip("setuptools")
     source = tmp_path / "source"
     source.mkdir()
-    for name in ("bundle", "launch"):
+    for name in ("bundle", "launch", "tools"):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignore)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -32,5 +32,7 @@ def test_a_wheel_built_from_the_checkout_holds_the_same_files(tmp_path):
     subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=120)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
+        folders = {name.partition("/")[0] for name in archive.namelist()}
+        assert {folder for folder in folders if not folder.endswith(".dist-info")} == {"bundle"}
         for name in builtin.names():
             assert archive.read(f"bundle/recipe/recipes/{name}.yaml") == builtin.path_of(name).read_bytes()

@@ -7,12 +7,11 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from bundle.images import locking, page
-from bundle.images.definition import Definition
-from bundle.images.plan import Planned
-from bundle.images.project import Project
-from bundle.images.targets import Target, targets
 from bundle.stack import text
+from tools.images import locks, page
+from tools.images.definition import Definition, Target, targets
+from tools.images.locks import Project
+from tools.images.plan import Planned
 
 # What a Dockerfile may be given by whoever builds, beside what the bake file gives.
 OPTIONAL = {"MAX_JOBS", "TORCH_CUDA_ARCH_LIST", "FLASH_ATTN_CUDA_ARCHS"}
@@ -23,17 +22,17 @@ def disagreements(root: Path, definition: Definition, project: Project) -> Itera
     for stack in definition.stacks:
         yield from _of_lock(root, definition, project, stack)
     if text.read(root / page.FILE) != page.markdown(definition):
-        yield f"{page.FILE} is not what `mcore-bundle images page` makes: write it again"
+        yield f"{page.FILE} is not what `python -m tools.images page` makes: write it again"
 
 
 def _of_lock(root: Path, definition: Definition, project: Project, name: str) -> Iterator[str]:
     remedy = f"run `make locks STACK={name}`"
     stack = definition.stacks[name]
     apart = definition.backends[stack.backend].apart
-    if locking.read(root, f"{name}.in") != locking.input_text(definition, project, name):
+    if locks.read(root, f"{name}.in") != locks.input_text(definition, project, name):
         yield f"images/locks/{name}.in does not follow docker-bake.json and pyproject.toml: {remedy}"
-    kept, other = locking.read(root, f"{name}.txt"), locking.read(root, f"{name}.{apart.name}.txt")
-    locked = locking.versions(kept) | locking.versions(other)
+    kept, other = locks.read(root, f"{name}.txt"), locks.read(root, f"{name}.{apart.name}.txt")
+    locked = locks.versions(kept) | locks.versions(other)
     for package, pin in stack.pins.items():
         if locked.get(package, set()) != {pin.version}:
             has = _shown(locked, package)
@@ -43,10 +42,10 @@ def _of_lock(root: Path, definition: Definition, project: Project, name: str) ->
         if not versions or not all(wanted.specifier.contains(v, prereleases=True) for v in versions):
             has = _shown(locked, canonicalize_name(wanted.name))
             yield f"images/locks/{name}.txt has {has}, pyproject.toml asks for {wanted}: {remedy}"
-    for part, content in locking.part_texts(definition, project, name, kept).items():
-        if locking.read(root, part) != content:
+    for part, content in locks.part_texts(definition, project, name, kept).items():
+        if locks.read(root, part) != content:
             yield f"images/locks/{part} is not the part of {name}.txt that it should be: {remedy}"
-    for package, block in locking.blocks(kept):
+    for package, block in locks.blocks(kept):
         if "--hash=sha256:" not in block:
             yield f"images/locks/{name}.txt has no hash of {package}: {remedy}"
 

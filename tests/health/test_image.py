@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from bundle.distributed.agreement import disagreements
 from bundle.errors import BundleError, EnvironmentUnfit
-from bundle.health import Level, examine
-from bundle.images import definition, record
-from bundle.images.record import BuildInfo, Origin, drift, inputs_of, installed_packages, parse, stamp
+from bundle.health import Level, examine, image
+from bundle.health.image import BuildInfo, drift, inputs_of, installed_packages, parse
 from tests.hardware.machines import machine_at
 from tests.health.trees import stack_of
-from tests.images.checkouts import ROOT
+from tests.tools.images.checkouts import ROOT
+from tools.images import definition, identity
 
 IMAGES = definition.load(ROOT)
 PINS = {name: pin.version for name, pin in IMAGES.stacks["cpu"].pins.items()}
@@ -31,7 +31,8 @@ def install(directory, name, version):
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "python_version", lambda: "3.11.2")
+    for module in (image, identity):
+        monkeypatch.setattr(module, "python_version", lambda: "3.11.2")
     directory = tmp_path / "site"
     install(directory, "torch", PINS["torch"] + "+cpu")
     install(directory, "megatron-core", PINS["megatron-core"])
@@ -40,7 +41,7 @@ def site(tmp_path, monkeypatch):
 
 
 def built(site):
-    return stamp(IMAGES, Origin("cpu", "c" * 40, "sha256:" + "d" * 64), stack_of(site))
+    return identity.stamp(IMAGES, "cpu", stack_of(site), "c" * 40, "sha256:" + "d" * 64)
 
 
 def test_a_record_survives_its_file(site):
@@ -50,7 +51,7 @@ def test_a_record_survives_its_file(site):
 
 
 def test_an_image_that_is_not_what_was_defined_is_not_stamped(site, monkeypatch):
-    monkeypatch.setattr(record, "python_version", lambda: "3.13.0")
+    monkeypatch.setattr(identity, "python_version", lambda: "3.13.0")
     (site / "torch-2.13.0+cpu.dist-info/METADATA").write_text("Name: torch\nVersion: 2.12.0\n")
     with pytest.raises(EnvironmentUnfit) as error:
         built(site)
@@ -63,7 +64,7 @@ def test_an_image_that_is_not_what_was_defined_is_not_stamped(site, monkeypatch)
 def test_a_source_is_recorded_by_its_commit(site):
     for name, pin in IMAGES.stacks["ascend-mcore0.12"].pins.items():
         install(site.parent / "npu", name, pin.version)
-    made = stamp(IMAGES, Origin("ascend-mcore0.12"), stack_of(site.parent / "npu"))
+    made = identity.stamp(IMAGES, "ascend-mcore0.12", stack_of(site.parent / "npu"))
     assert made.sources["mindspeed-core-r0.12.1"].startswith("57a33053")
 
 

@@ -3,14 +3,14 @@
 from pathlib import Path
 
 from bundle.patches.catalogue import PATCHES
-from bundle.patches.page import markdown
 from bundle.patches.traps import TRAPS
+from tools.patches.page import markdown
 
 PAGE = Path(__file__).parents[2] / "docs/patches.md"
 
 
 def test_the_page_is_up_to_date():
-    assert PAGE.read_text() == markdown(), "run: python -m bundle.patches.page > docs/patches.md"
+    assert PAGE.read_text() == markdown(), "run: python -m tools.patches.page > docs/patches.md"
 
 
 def test_the_page_says_which_release_needs_what():

@@ -3,15 +3,15 @@
 from pathlib import Path
 
 from bundle.recipe.recipe import Recipe
-from bundle.recipe.reference import markdown
 from bundle.recipe.section import keys_of
 from bundle.recipe.violations import keys
+from tools.recipe import markdown
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipe.md"
 
 
 def test_the_page_is_fresh():
-    assert PAGE.read_text() == markdown(), "run: python -m bundle.recipe.reference > docs/recipe.md"
+    assert PAGE.read_text() == markdown(), "run: python -m tools.recipe > docs/recipe.md"
 
 
 def test_every_key_stands_in_the_page_with_its_meaning():

@@ -1,6 +1,6 @@
-"""The lock of a stack: made by `uv pip compile` from one input file, with a hash for every file.
+"""The lock of a stack: what pyproject.toml and docker-bake.json ask for, resolved by `uv pip compile`.
 
-Only this module runs a tool. uv reads the index that its environment names; the lock names none, so that it
+Every file in it has its hash. uv reads the index that its environment names; the lock names none, so that it
 holds wherever the same files are served.
 """
 
@@ -9,25 +9,68 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from packaging.requirements import Requirement
+from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from bundle.errors import EnvironmentUnfit, UsageError
-from bundle.images.definition import Definition, Pin
-from bundle.images.project import Project
 from bundle.stack import text
+from tools.images.definition import Definition, Pin
 
 DIRECTORY = Path("images/locks")
+
+
+@dataclass(frozen=True)
+class Project:
+    """The parts of pyproject.toml that an image depends on."""
+
+    name: str
+    version: str
+    dependencies: tuple[str, ...]
+    extras: Mapping[str, tuple[str, ...]]
+
+    def requirements(self, extras: Iterable[str]) -> list[str]:
+        """Every requirement of the package with these extras, sorted, each once.
+
+        Raises UsageError for an extra that is not there.
+        """
+        wanted = [*self.dependencies, *(r for extra in extras for r in self._extra(extra))]
+        return sorted(set(wanted), key=str.lower)
+
+    def _extra(self, name: str) -> Iterator[str]:
+        if name not in self.extras:
+            raise UsageError(f"pyproject.toml has no extra {name!r}; there are {', '.join(self.extras)}")
+        for entry in self.extras[name]:
+            requirement = Requirement(entry)
+            if requirement.name == self.name:
+                for inner in sorted(requirement.extras - {name}):
+                    yield from self._extra(inner)
+            else:
+                yield entry
+
+
+def project(root: Path) -> Project:
+    """The project of the checkout at `root`. Raises UsageError when pyproject.toml cannot be understood."""
+    file = root / "pyproject.toml"
+    try:
+        table = tomllib.loads(text.read(file) or "")["project"]
+        extras = {name: tuple(entries) for name, entries in table["optional-dependencies"].items()}
+        for entry in [*table["dependencies"], *(r for entries in extras.values() for r in entries)]:
+            Requirement(entry)
+        return Project(table["name"], table["version"], tuple(table["dependencies"]), extras)
+    except (tomllib.TOMLDecodeError, InvalidRequirement, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{file}: {type(error).__name__}: {str(error)[:200]}") from error
 
 
 def input_text(definition: Definition, project: Project, name: str) -> str:
     """The text of STACK.in: every pin with its reason, and what the package itself requires."""
     stack = definition.stack(name)
     backend = definition.backends[stack.backend]
-    lines = [f"# Made from docker-bake.json and pyproject.toml by `mcore-bundle images lock {name}`."]
+    lines = [f"# Made from docker-bake.json and pyproject.toml by `python -m tools.images lock {name}`."]
     for package, pin in stack.pins.items():
         lines += [f"# {pin.why}", f"{_with_extras(package, pin)}=={pin.version}"]
     if backend.requires:
@@ -48,7 +91,7 @@ def lock(root: Path, definition: Definition, project: Project, name: str) -> lis
     kept, apart = _divided(_compiled(root, definition, name), definition, name)
     backend = definition.backends[definition.stack(name).backend]
     other = directory / f"{name}.{backend.apart.name}.txt"
-    target.write_text(f"# Made from {source.name} by `mcore-bundle images lock {name}`.\n{kept}")
+    target.write_text(f"# Made from {source.name} by `python -m tools.images lock {name}`.\n{kept}")
     other.write_text(f"# {', '.join(backend.apart.packages)}: {backend.apart.why}.\n{apart}")
     parts = part_texts(definition, project, name, kept)
     for part, content in parts.items():

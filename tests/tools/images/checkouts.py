@@ -4,7 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PARTS = ("docker-bake.json", "docker-bake.hcl", "pyproject.toml", "README.md", "LICENSE", "images", "docs")
 
 

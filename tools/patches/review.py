@@ -1,9 +1,17 @@
-"""Records trees in the reviewed list: fingerprints, verdicts, and the files that decide them."""
+"""Compares megatron-core trees with the reviewed list, and records them in it.
+
+`python -m tools.patches.review PATH...` says what of them nobody has looked at; with `--write` the list that
+the package ships has them afterwards: fingerprints, verdicts, and the files that decide them.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated
 
-from bundle.patches import source
+import typer
+
+from bundle.errors import UsageError
+from bundle.patches import source, table
 from bundle.patches.catalogue import PATCHES
 from bundle.patches.definitions import Definitions, Evidence
 from bundle.patches.entry import Patch, Trap
@@ -11,7 +19,8 @@ from bundle.patches.seams import SEAMS
 from bundle.patches.source import SourceTree
 from bundle.patches.table import Listing, Table, merged
 from bundle.patches.traps import TRAPS
-from bundle.stack import Copy, metadata, versions
+from bundle.stack import Copy, megatron, metadata, versions
+from tools import command
 
 # What is decided by reading evidence.
 ENTRIES: tuple[Patch | Trap, ...] = (*PATCHES, *TRAPS)
@@ -77,9 +86,9 @@ def _joined(listing: dict[str, dict[str, list[str]]]) -> Listing:
     }
 
 
-def combined(table: Table, new: Table) -> Table:
+def combined(before: Table, new: Table) -> Table:
     """The table with the references of `new` put in, or replaced."""
-    kept = merged([table], [reference for reference in table.references if reference not in new.references])
+    kept = merged([before], [reference for reference in before.references if reference not in new.references])
     return merged([kept, new], sorted({*kept.references, *new.references}, key=_age))
 
 
@@ -87,17 +96,43 @@ def _age(reference: str) -> tuple[object, str]:
     return versions.parse(reference), reference
 
 
-def changes(table: Table, new: Table) -> list[str]:
+def changes(before: Table, new: Table) -> list[str]:
     """What the new table has that was not reviewed: a line for each fingerprint and verdict."""
     lines = []
     for what, listing in (("code", new.targets), ("signature", new.signatures)):
         for target, known in listing.items():
             for fingerprint, references in known.items():
-                if not table.reviewed(target, fingerprint, by_signature=what == "signature"):
+                if not before.reviewed(target, fingerprint, by_signature=what == "signature"):
                     lines.append(f"new {what} {fingerprint} of {target} in {references}")
     for entry, verdicts in new.defects.items():
         for verdict, references in verdicts.items():
-            fresh = [r for r in references.split() if table.defect(entry, r) != verdict]
+            fresh = [r for r in references.split() if before.defect(entry, r) != verdict]
             if fresh:
                 lines.append(f"{entry} is {verdict} in {' '.join(fresh)}")
     return lines
+
+
+def main(
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Checkouts or unpacked wheels.")],
+    write: Annotated[bool, typer.Option(help="Record them in the list that the package ships.")] = False,
+) -> None:
+    """Fingerprint trees and compare them with the reviewed list."""
+    trees = {}
+    for path in paths:
+        copy = megatron.at(path.absolute())
+        reference = reference_of(copy) if copy else None
+        if copy is None or reference is None:
+            raise UsageError(
+                f"{path}: " + ("no megatron/core" if copy is None else "no version or no commit")
+            )
+        trees[reference] = copy.root
+    before, new = table.load(), read(trees)
+    print("\n".join(changes(before, new)) or "Nothing that was not reviewed.")
+    if write:
+        table.write(combined(before, new), table.SHIPPED)
+
+
+if __name__ == "__main__":
+    app = typer.Typer(rich_markup_mode=None, add_completion=False)
+    app.command()(main)
+    command.run(app, "tools.patches.review")

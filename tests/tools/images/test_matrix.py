@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bundle.errors import UsageError
-from bundle.images.matrix import digests
-from bundle.images.matrix import matrix as jobs_of
-from bundle.images.plan import read
+from tools.images.plan import digests, read
+from tools.images.plan import matrix as jobs_of
 
 PLAN = {
     "target": {

@@ -1,16 +1,16 @@
-"""docs/images.md, made from docker-bake.json: `mcore-bundle images page`."""
+"""docs/images.md, made from docker-bake.json: `python -m tools.images page`."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from bundle.images.definition import Definition
-from bundle.images.targets import targets
+from tools.images.definition import Definition, targets
+from tools.markdown import table
 
 FILE = "docs/images.md"
 
 _INTRODUCTION = """\
 # Images
 
-Made from `docker-bake.json` by `mcore-bundle images page`; a test compares. That file is the one place of
+Made from `docker-bake.json` by `python -m tools.images page`; a test compares. That file is the one place of
 every version, each with its reason: bake reads it beside `docker-bake.hcl`, and so do the locks, the labels
 and this page.
 
@@ -31,14 +31,12 @@ Edit `docker-bake.json`, then:
 
 ```console
 $ make locks    # images/locks/*.in and, with a hash for every file, *.txt; one stack: make locks STACK=cpu
-$ mcore-bundle images --help
 ```
 
-`mcore-bundle images check` names every place that does not follow; `mcore-bundle images check --release` also
-fails until each digest, checksum and hash is filled that nobody could read where this was written.
-No index is named in a lock: the one that pip and uv are configured for is asked. `make demo` installs from
-a part of the lock of the stack `cpu`; only torch, whose build differs by machine, is taken there without a
-hash.
+`python -m tools.images check` names every place that does not follow; with `--release` it also fails until
+each digest, checksum and hash is filled that nobody could read where this was written. No index is named in
+a lock: the one that pip and uv are configured for is asked. `make demo` installs from a part of the lock of
+the stack `cpu`; only torch, whose build differs by machine, is taken there without a hash.
 
 ## Running
 
@@ -53,18 +51,18 @@ group of the host, which the user of the image is not in: `--group-add`, in Kube
 
 ## An image knows itself
 
-`mcore-bundle images fingerprint` is the digest of everything that an image is made from: its part of
+`python -m tools.images fingerprint` is the digest of everything that an image is made from: its part of
 `docker-bake.json`, its Dockerfile, its locks, the package. It is the label `mcore-bundle.inputs`, given to
-bake as `INPUTS="$(mcore-bundle images fingerprint --json)"`. The build ends with `images stamp`, which fails
-unless the versions installed are those of the stack, and writes `/opt/bundle/build-info.json`.
+bake as `INPUTS="$(python -m tools.images fingerprint --json)"`. The build ends with its verb `stamp`, which
+fails unless the versions installed are those of the stack, and writes `/opt/bundle/build-info.json`.
 `mcore-bundle doctor` compares that record with what is installed now, and names every drift. The ranks of a
 job agree on the digest of the inputs before they start: nodes with different images are told apart.
 
 ## Built in CI
 
-`.github/workflows/images.yml` makes its jobs of bake's plan (`mcore-bundle images matrix`): one for each
+`.github/workflows/images.yml` makes its jobs of bake's plan (`python -m tools.images matrix`): one for each
 image whose fingerprint is not that of the commit before, and each platform, on a machine of that platform. A
-pull request pushes nothing; a tag is refused while `images check --release` finds something to fill.
+pull request pushes nothing; a tag is refused while `check --release` finds something to fill.
 
 ## Wheels that take hours
 
@@ -83,18 +81,18 @@ def markdown(definition: Definition) -> str:
     parts = [
         _INTRODUCTION,
         "## Targets\n",
-        _table(("target", "stack", "base", "torch", "megatron-core"), rows),
+        table(("target", "stack", "base", "torch", "megatron-core"), rows),
         _CHANGING,
         "## Stacks\n",
     ]
     for name, stack in definition.stacks.items():
-        parts += [f"### {name}\n", _table(("package", "version", "why"), _pins(definition, name))]
+        parts += [f"### {name}\n", table(("package", "version", "why"), _pins(definition, name))]
         if stack.backend == "ascend" and stack.source:
             source = definition.sources[stack.source]
             parts.append(f"MindSpeed at `{source.commit[:12]}`: {source.why}.\n")
     parts += [
         "## Bases\n",
-        _table(("base", "image", "Python", "why"),
+        table(("base", "image", "Python", "why"),
                ((n, f"`{b.image}`", b.python, b.why) for n, b in definition.bases.items())),
     ]  # fmt: skip
     return "\n".join(parts)
@@ -108,9 +106,3 @@ def _main(definition: Definition, stack: str) -> Iterator[str]:
 def _pins(definition: Definition, stack: str) -> Iterator[tuple[str, ...]]:
     for package, pin in definition.stacks[stack].pins.items():
         yield package, pin.version, pin.why
-
-
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    head = list(head)
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"

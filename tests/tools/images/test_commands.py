@@ -1,20 +1,21 @@
-"""`mcore-bundle images` as a workflow, a Dockerfile and a maintainer call it."""
+"""`python -m tools.images` as a workflow, a Dockerfile and a maintainer call it."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 
 import pytest
 
-from tests.images.checkouts import ROOT, change, copied
+from tests.tools.images.checkouts import ROOT, change, copied
 
-PLAN = ROOT / "tests/images/bake.json"
+PLAN = ROOT / "tests/tools/images/bake.json"
 
 
 def images(*words, root=ROOT, given=None):
     return subprocess.run(
-        [sys.executable, "-m", "bundle", "images", *map(str, words), f"--root={root}"],
+        [sys.executable, "-m", "tools.images", *map(str, words), f"--root={root}"],
         cwd=ROOT,
         input=given,
         capture_output=True,
@@ -60,6 +61,22 @@ def test_stamping_something_else_fails_and_writes_nothing(tmp_path):
     assert done.returncode == 3
     assert b"torch-npu: " in done.stderr
     assert not (tmp_path / "build-info.json").exists()
+
+
+def test_a_build_can_stamp_with_what_its_context_lets_in(tmp_path):
+    context, output = tmp_path / "context", tmp_path / "build-info.json"
+    for line in (ROOT / ".dockerignore").read_text().splitlines():
+        if line.startswith(("!tools", "!docker-bake.json")):
+            name = line.removeprefix("!")
+            (context / name).parent.mkdir(parents=True, exist_ok=True)
+            (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, context / name)
+    command = [sys.executable, "-P", "-m", "tools.images", "stamp", "--stack=cpu", f"--output={output}"]
+    environment = os.environ | {"PYTHONPATH": str(context)}
+    done = subprocess.run(
+        [*command, f"--root={context}"], cwd=tmp_path, env=environment, capture_output=True, timeout=300
+    )
+    # 3: what is installed here is not the stack; either way all of the command was there.
+    assert (done.returncode, output.exists()) in ((0, True), (3, False)), done.stderr.decode()
 
 
 @pytest.mark.images

@@ -6,11 +6,11 @@ import json
 import pytest
 
 from bundle.errors import UsageError
-from bundle.images import agreement, definition, locking, page, project
-from bundle.images.plan import read
-from tests.images.checkouts import ROOT, change, copied
+from tests.tools.images.checkouts import ROOT, change, copied
+from tools.images import agreement, definition, locks, page
+from tools.images.plan import read
 
-PRINTED = (ROOT / "tests/images/bake.json").read_text()
+PRINTED = (ROOT / "tests/tools/images/bake.json").read_text()
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def root(tmp_path):
 
 
 def found(root, printed=PRINTED):
-    images, own = definition.load(root), project.read(root)
+    images, own = definition.load(root), locks.project(root)
     return [
         *agreement.disagreements(root, images, own),
         *agreement.of_plan(read(printed), root, images, own),
@@ -41,9 +41,9 @@ def test_one_version_is_named_everywhere_it_must_follow(root):
 
 def test_one_version_changes_lock_input_and_page_by_itself(root):
     change(root, "STACKS", "cuda-mcore0.16", "pins", "sglang", "version", value="0.5.17")
-    images, own = definition.load(root), project.read(root)
-    assert "sglang==0.5.17" in locking.input_text(images, own, "cuda-mcore0.16")
-    assert "sglang==0.5.17" not in locking.input_text(images, own, "cuda-mcore0.19")
+    images, own = definition.load(root), locks.project(root)
+    assert "sglang==0.5.17" in locks.input_text(images, own, "cuda-mcore0.16")
+    assert "sglang==0.5.17" not in locks.input_text(images, own, "cuda-mcore0.19")
     assert "| sglang | 0.5.17 |" in page.markdown(images)
 
 
@@ -69,7 +69,7 @@ def test_a_lock_without_a_hash(root):
 
 
 def test_a_part_is_what_its_extras_lead_to(root):
-    images, own = definition.load(root), project.read(root)
+    images, own = definition.load(root), locks.project(root)
     whole = "".join(f"{head} \\\n    --hash=sha256:0\n{via}" for head, via in [
         ("typer==1", "    # via -r cpu.in\n"),
         ("click==1", "    # via typer\n"),
@@ -77,8 +77,8 @@ def test_a_part_is_what_its_extras_lead_to(root):
         ("filelock==1", "    # via\n    #   tqdm\n    #   torch\n"),
         ("transformers==1", "    # via -r cpu.in\n"),
     ])  # fmt: skip
-    part = locking.part_texts(images, own, "cpu", whole)["cpu.demo.txt"]
-    assert set(locking.versions(part)) == {"typer", "click", "filelock"}
+    part = locks.part_texts(images, own, "cpu", whole)["cpu.demo.txt"]
+    assert set(locks.versions(part)) == {"typer", "click", "filelock"}
 
 
 def test_a_part_that_is_not_of_its_lock_is_named(root):

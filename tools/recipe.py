@@ -1,4 +1,4 @@
-"""docs/recipe.md, made from the schema: `python -m bundle.recipe.reference > docs/recipe.md`."""
+"""docs/recipe.md, made from the schema: `python -m tools.recipe > docs/recipe.md`."""
 
 import json
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ A job is one YAML file. `mcore-bundle recipes list` names those that come with t
 a key; values are YAML.
 
 Unknown keys, impossible values and sections that contradict each other are refused together, each with its
-line. This page is made from the schema (`python -m bundle.recipe.reference`).
+line. This page is made from the schema (`python -m tools.recipe`).
 """
 
 

@@ -1,7 +1,8 @@
-"""What images there are and what is in them: docker-bake.json, which bake and this room both read."""
+"""What images there are and what is in them: docker-bake.json, which bake reads too."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -159,3 +160,32 @@ def _defaults(document: Any) -> dict[str, Any]:
     if not all(isinstance(body, dict) and set(body) == {"default"} for body in bodies.values()):
         raise ValueError('every variable must be {"default": ...}')
     return {name: body["default"] for name, body in bodies.items()}
+
+
+@dataclass(frozen=True)
+class Target:
+    """One image: `name` is bake's name for it, which holds no dot."""
+
+    name: str
+    stack: str
+    base: str
+    backend: str
+
+
+def targets(definition: Definition) -> list[Target]:
+    """Every image, in the order of the stacks: one for each stack and each base that it is built on."""
+    return [
+        Target(stack.replace(entry.backend, base, 1).replace(".", "-"), stack, base, entry.backend)
+        for stack, entry in definition.stacks.items()
+        for base in definition.bases_of(stack)
+    ]
+
+
+def chosen(definition: Definition, names: Iterable[str]) -> list[Target]:
+    """The targets of these names, all where there is none. Raises UsageError with every unknown name."""
+    known = {target.name: target for target in targets(definition)}
+    wanted = list(names) or list(known)
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise UsageError(f"no target {', '.join(unknown)[:200]}; there are {', '.join(known)}")
+    return [known[name] for name in wanted]

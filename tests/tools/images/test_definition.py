@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bundle.errors import UsageError
-from bundle.images import definition
-from bundle.images.targets import chosen, targets
 from bundle.patches import table
-from tests.images.checkouts import ROOT, change, copied
+from tests.tools.images.checkouts import ROOT, change, copied
+from tools.images import definition
+from tools.images.definition import chosen, targets
 
 IMAGES = definition.load(ROOT)
 

@@ -1,4 +1,4 @@
-"""docs/patches.md, made from the list: `python -m bundle.patches.page > docs/patches.md`."""
+"""docs/patches.md, made from the list: `python -m tools.patches.page > docs/patches.md`."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,11 +8,12 @@ from bundle.patches.mindspeed import BRANCHES, REPLACED
 from bundle.patches.seams import SEAMS
 from bundle.patches.table import load
 from bundle.patches.traps import TRAPS
+from tools.markdown import table
 
 _INTRODUCTION = """\
 # Patches
 
-Made from the patch list by `python -m bundle.patches.page > docs/patches.md`; a test compares.
+Made from the patch list by `python -m tools.patches.page > docs/patches.md`; a test compares.
 
 A patch is data in `bundle/patches/catalogue` and a small function in `bundle/wrappers`, which calls
 upstream's own code and copies nothing of it. `mcore-bundle patches plan` decides about each without importing
@@ -53,16 +54,16 @@ def markdown() -> str:
         "`yes`: applied where the job uses the features. `-`: not needed. A version: that release only.\n",
         *(_section(patch) for patch in PATCHES),
         "## Known traps\n",
-        _table(("trap", "releases", "met by", "what happens, and why", "instead"), map(_trap, TRAPS)),
+        table(("trap", "releases", "met by", "what happens, and why", "instead"), map(_trap, TRAPS)),
         "## Seams\n\nPrivate names that the bundle relies on without replacing them.\n",
-        _table(
+        table(
             ("seam", "releases", "names", "use"),
             ((s.id, s.range or "all", _code(s.targets), f"{s.use}. {s.why}") for s in SEAMS),
         ),
         "## MindSpeed\n\nTargets of ours that MindSpeed may replace, read at these commits: "
         + ", ".join(f"{branch} (`{commit[:8]}`)" for commit, branch in BRANCHES.items())
         + ".\n",
-        _table(("target", "branches"), ((f"`{t}`", ", ".join(sorted(b))) for t, b in REPLACED.items())),
+        table(("target", "branches"), ((f"`{t}`", ", ".join(sorted(b))) for t, b in REPLACED.items())),
     ]
     return "\n".join(parts)
 
@@ -71,7 +72,7 @@ def _matrix() -> str:
     minors = _minors()
     rows = [(f"[{p.id}](#{p.id})", *(_cell(p, group) for group in minors.values())) for p in PATCHES]
     rows += [(trap.id, *(_cell(trap, group) for group in minors.values())) for trap in TRAPS]
-    return _table(("", *minors), rows)
+    return table(("", *minors), rows)
 
 
 def _minors() -> dict[str, list[str]]:
@@ -125,12 +126,6 @@ def _trap(trap: Trap) -> tuple[str, ...]:
 
 def _code(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-    return "\n".join([*lines, ""])
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ import os
 import pytest
 
 from bundle.errors import UsageError
-from bundle.images import definition
-from bundle.images.fingerprint import files, fingerprint
-from bundle.images.targets import chosen, targets
-from tests.images.checkouts import change, copied
+from tests.tools.images.checkouts import change, copied
+from tools.images import definition
+from tools.images.definition import chosen, targets
+from tools.images.identity import files, fingerprint
 
 
 @pytest.fixture
