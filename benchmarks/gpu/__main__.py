@@ -21,9 +21,9 @@ from benchmarks.gpu.cases import CURVES, LAYOUTS, SPEEDS, Case, plan_of
 from benchmarks.gpu.run import Run, read
 from benchmarks.gpu.verdicts import judge
 from bundle.errors import BundleError
-from bundle.launchers import local
-from bundle.launchers.command import Command
-from bundle.rendezvous.discovery import discover
+from bundle.launch import torchrun
+from bundle.launch.rendezvous import discover
+from bundle.launch.torchrun import Command
 
 LIMIT_SECONDS = 240
 
@@ -72,7 +72,7 @@ def one(case: Case, backend: str, results: Path) -> Run | None:
     except BundleError as error:
         print(f"FAILED {name}: {error}", flush=True)
         return None
-    launch = local.Launch(
+    launch = torchrun.Launch(
         arguments=(case.name, backend, str(results)),
         rendezvous=discover({}),
         per_node=case.gpus,
@@ -82,7 +82,7 @@ def one(case: Case, backend: str, results: Path) -> Run | None:
     )
     inherited = os.environ | case.environment | ({"OMP_NUM_THREADS": "4"} if backend == "cpu" else {})
     shutil.rmtree(launch.logs, ignore_errors=True)
-    if (why := failure(local.command(launch, inherited), inherited)) is not None:
+    if (why := failure(torchrun.command(launch, inherited), inherited)) is not None:
         ends = [f"{path}:\n{path.read_text()[-2000:]}" for path in launch.logs.rglob("stderr.log")]
         print(f"FAILED {name}: {why}", *ends, sep="\n", flush=True)
         return None

@@ -20,10 +20,10 @@ import torch
 from benchmarks.gpu.arithmetic import flops
 from benchmarks.gpu.cases import CASES, Case, plan_of
 from benchmarks.gpu.run import Run
-from bundle.distributed import store, world
+from bundle.distributed import world
+from bundle.launch.rendezvous import discover
 from bundle.planning.planned import Planned
 from bundle.recipe import Recipe
-from bundle.rendezvous.discovery import discover
 from bundle.training.runtime import patched_runtime
 
 TIMEOUT = timedelta(seconds=120)
@@ -43,7 +43,7 @@ def prepared(plan: Planned) -> Iterator[tuple[Any, torch.device, int]]:
     """The planned backend's runtime, this rank's device and number, inside the process group of all ranks."""
     rendezvous = discover(os.environ)
     assert rendezvous.rank is not None and rendezvous.local_rank is not None, "started by torchrun only"
-    meeting = store.open_store(rendezvous, TIMEOUT)
+    meeting = world.open_store(rendezvous, TIMEOUT)
     runtime = patched_runtime(plan)
     device = runtime.device(rendezvous.local_rank)
     world.initialize(rendezvous, meeting, runtime.collectives, TIMEOUT, device)

@@ -10,12 +10,12 @@ import typer
 from bundle import hardware, planning
 from bundle.cli.arguments import job_words, rank_words
 from bundle.errors import ExitCode
-from bundle.launchers import local, outcomes
+from bundle.launch import outcomes, torchrun
+from bundle.launch.rendezvous import LOOPBACK, Rendezvous
 from bundle.planning.inputs import input_problems
 from bundle.planning.planned import planned
 from bundle.recipe import load
 from bundle.recipe.sections import MOST_PER_NODE, MOST_RANKS
-from bundle.rendezvous import LOOPBACK, Rendezvous
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -81,11 +81,11 @@ def _commands(
         source="plan",
         reason="planned",
     )
-    launch = local.Launch(
+    launch = torchrun.Launch(
         arguments=tuple(rank_words(words, directory, made.hardware.backend)),
         rendezvous=meeting,
         per_node=made.per_node,
         logs=outcomes.next_logs(directory, 0),
         environment={variable.name: variable.value for variable in made.environment},
     )
-    return shlex.join(["mcore-bundle", *words, *flags, *where]), local.command(launch, {}).shell()
+    return shlex.join(["mcore-bundle", *words, *flags, *where]), torchrun.command(launch, {}).shell()

@@ -15,14 +15,13 @@ from bundle.errors import UsageError
 from bundle.hardware.ascend import cann
 from bundle.health import Level
 from bundle.health.packages import package_findings
-from bundle.launchers import local, outcomes, process
+from bundle.launch import outcomes, process, torchrun
+from bundle.launch.rendezvous import Rendezvous, discover
 from bundle.planning import Plan
 from bundle.planning.inputs import input_problems
 from bundle.planning.planned import planned
 from bundle.planning.problem import Problem, hardware_problem, recipe_problem
 from bundle.recipe import Recipe, load
-from bundle.rendezvous import Rendezvous
-from bundle.rendezvous.discovery import discover
 from bundle.runs.directory import RunDirectory, starting_checkpoint
 from bundle.training.job import Job
 
@@ -47,7 +46,7 @@ def train(
     node_rank: int | None = typer.Option(None, help="Which of them this one is, from 0."),
     rendezvous: str | None = typer.Option(None, metavar="HOST:PORT", help="Where they meet: node 0."),
     wait: int = typer.Option(
-        local.WAIT_SECONDS, min=1, metavar="SECONDS", help="How long a node waits for the others."
+        torchrun.WAIT_SECONDS, min=1, metavar="SECONDS", help="How long a node waits for the others."
     ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print what would run on each node, and stop."),
 ) -> None:
@@ -87,7 +86,7 @@ def train(
     if dry_run:
         all_nodes = [replace(where, node_rank=node) for node in range(where.nodes)]
         launches = [_launch(made.plan, node, directory, words, wait) for node in all_nodes]
-        print(local.dry_run(launches, os.environ), end="")
+        print(torchrun.dry_run(launches, os.environ), end="")
         return
     run = RunDirectory(directory)
     goes_on = run.begin(job, fresh=fresh, resume=resume, start_from=start_from)
@@ -124,8 +123,10 @@ def _packages() -> list[Problem]:
     return [hardware_problem(f"{f.subject}: {f.cause}; {f.fix}") for f in without]
 
 
-def _launch(plan: Plan, where: Rendezvous, directory: Path, words: Sequence[str], wait: int) -> local.Launch:
-    return local.Launch(
+def _launch(
+    plan: Plan, where: Rendezvous, directory: Path, words: Sequence[str], wait: int
+) -> torchrun.Launch:
+    return torchrun.Launch(
         arguments=tuple(words),
         rendezvous=where,
         per_node=plan.per_node,

@@ -5,7 +5,7 @@ import signal
 import torch
 import torch.distributed as dist
 
-from bundle.launchers import outcomes
+from bundle.launch import outcomes
 
 
 class StopRequest:

@@ -15,7 +15,7 @@ from typing import Self
 import torch
 
 from bundle.errors import ExitCode
-from bundle.launchers import outcomes
+from bundle.launch import outcomes
 
 _LINGER_SECONDS = 3.0
 # From the end of a patience to the end of the process: looking, writing stacks and records, lingering.

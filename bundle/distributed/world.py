@@ -1,21 +1,56 @@
-"""The process group of all ranks: made from the rendezvous, ended in order."""
+"""Where the ranks meet: the store before a process group exists, and the group of all ranks itself."""
 
 import gc
+import os
+import socket
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore
 
-from bundle.rendezvous import Rendezvous
+from bundle.errors import LaunchUnavailable
+from bundle.launch.rendezvous import LOOPBACK, Rendezvous
+
+
+def open_store(rendezvous: Rendezvous, timeout: timedelta) -> Store:
+    """Returns the store of this job; torchrun's agent serves it, or else rank 0 does.
+
+    A one-node job's store listens on loopback only: whoever reaches a store can stop the job or worse.
+    Raises LaunchUnavailable when the meeting point cannot be reached within `timeout`.
+    """
+    assert rendezvous.is_rank and rendezvous.port is not None, "only a rank meets other ranks"
+    served_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = rendezvous.rank == 0 and not served_by_agent
+    address, port = rendezvous.address, rendezvous.port
+    listening = None
+    try:
+        if serves and address == LOOPBACK:
+            listening = _listen(port)
+        store = TCPStore(
+            address,
+            port,
+            rendezvous.world_size,
+            is_master=serves,
+            timeout=timeout,
+            wait_for_workers=False,
+            # The store closes it. Left to itself it would listen on every interface.
+            master_listen_fd=listening.detach() if listening else None,
+        )
+    except (OSError, RuntimeError) as error:
+        what = "serve" if serves else "reach"
+        raise LaunchUnavailable(f"rank {rendezvous.rank} cannot {what} {address}:{port}: {error}") from error
+    # A job that torchrun restarts meets in the same store again.
+    return PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def initialize(
-    rendezvous: Rendezvous, store: dist.Store, collectives: str, timeout: timedelta, device: torch.device
+    rendezvous: Rendezvous, store: Store, collectives: str, timeout: timedelta, device: torch.device
 ) -> None:
     """Makes the default process group; `collectives` is the backend's name for torch.distributed."""
     dist.init_process_group(
         collectives,
-        store=dist.PrefixStore("world", store),
+        store=PrefixStore("world", store),
         rank=rendezvous.rank,
         world_size=rendezvous.world_size,
         timeout=timeout,
@@ -24,7 +59,7 @@ def initialize(
     )
 
 
-def store() -> dist.Store:
+def store() -> Store:
     """Returns the store of the default process group, which has no time limit of a collective."""
     return dist.distributed_c10d._get_default_store()
 
@@ -39,3 +74,11 @@ def destroy() -> None:
     dist.barrier()
     gc.collect()
     dist.destroy_process_group()
+
+
+def _listen(port: int) -> socket.socket:
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.bind((LOOPBACK, port))
+    listening.listen(socket.SOMAXCONN)
+    return listening

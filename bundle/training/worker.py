@@ -5,17 +5,17 @@ from pathlib import Path
 
 from bundle import stack
 from bundle.digest import of_json
-from bundle.distributed import parent, store, watchdog, world
+from bundle.distributed import watchdog, world
 from bundle.distributed.agreement import agree
 from bundle.distributed.watchdog import Watchdog, collectives_seconds
 from bundle.errors import ExitCode, Preempted
 from bundle.health import image
-from bundle.launchers import outcomes
+from bundle.launch import outcomes, process
+from bundle.launch.rendezvous import Rendezvous
 from bundle.patches import plan as patch_plan
 from bundle.planning import document
 from bundle.planning.planned import Planned, planned
 from bundle.recipe import Recipe
-from bundle.rendezvous import Rendezvous
 from bundle.training.job import Job
 from bundle.training.runtime import patched_runtime
 
@@ -36,7 +36,7 @@ def work(job: Job, rendezvous: Rendezvous, backend: str | None, allow_drift: tup
         made.refuse()
         _train(job, made, rendezvous, rank, local_rank, size)
 
-    parent.die_with_parent()
+    process.die_with_parent()
     watchdog.show_stacks_on_request()
     return outcomes.report(rank, local_rank, body)
 
@@ -44,7 +44,7 @@ def work(job: Job, rendezvous: Rendezvous, backend: str | None, allow_drift: tup
 def _train(job: Job, made: Planned, rendezvous: Rendezvous, rank: int, local_rank: int, size: int) -> None:
     seconds = job.recipe.distributed.timeout_seconds
     timeout = timedelta(seconds=seconds)
-    meeting = store.open_store(rendezvous, timeout)
+    meeting = world.open_store(rendezvous, timeout)
     agree(meeting, rank, size, _identity(job.recipe, made), timeout)
     runtime = patched_runtime(made)
     device = runtime.device(local_rank)

@@ -4,8 +4,8 @@ import signal
 
 import pytest
 
-from bundle.launchers import outcomes
-from tests.launchers.launched import finish, gone, start, wait_until_ready
+from bundle.launch import outcomes
+from tests.launch.launched import finish, gone, start, wait_until_ready
 
 WORKER = "tests.distributed.worker"
 pytestmark = pytest.mark.world

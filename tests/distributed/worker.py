@@ -10,11 +10,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from bundle.distributed import parent, stopping, store, watchdog, world
+from bundle.distributed import stopping, watchdog, world
 from bundle.errors import Preempted
-from bundle.launchers import outcomes
-from bundle.rendezvous import Rendezvous
-from bundle.rendezvous.discovery import discover
+from bundle.launch import outcomes, process
+from bundle.launch.rendezvous import Rendezvous, discover
 
 
 def listeners() -> str:
@@ -73,11 +72,11 @@ def impatient(me: Rendezvous) -> None:
 def main() -> None:
     me, minute = discover(os.environ), timedelta(seconds=60)
     watchdog.show_stacks_on_request()
-    world.initialize(me, store.open_store(me, minute), "gloo", minute, torch.device("cpu"))
+    world.initialize(me, world.open_store(me, minute), "gloo", minute, torch.device("cpu"))
     globals()[sys.argv[1]](me)
     world.destroy()
 
 
 if __name__ == "__main__":
-    parent.die_with_parent()
+    process.die_with_parent()
     sys.exit(outcomes.report(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), main))

@@ -7,7 +7,7 @@ import pytest
 
 from bundle.errors import UsageError
 from bundle.hardware import NAMES, preset, tool
-from tests.launchers.launched import gone
+from tests.launch.launched import gone
 
 
 def test_output_of_a_command():

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from bundle.distributed import parent, store, world
+from bundle.distributed import world
 from bundle.distributed.watchdog import Watchdog
-from bundle.launchers import outcomes
+from bundle.launch import outcomes, process
+from bundle.launch.rendezvous import discover
 from bundle.recipe import load
-from bundle.rendezvous.discovery import discover
 from bundle.training import preparation
 from bundle.training.data import corpus
 from bundle.training.data import store as tokens
@@ -39,7 +39,7 @@ def slowly(written, seconds):
 def main() -> None:
     case, me, minute = sys.argv[1], discover(os.environ), timedelta(seconds=60)
     assert me.rank is not None and me.local_rank is not None
-    world.initialize(me, store.open_store(me, minute), "gloo", minute, torch.device("cpu"))
+    world.initialize(me, world.open_store(me, minute), "gloo", minute, torch.device("cpu"))
     written: list[Path] = []
     limit = 60.0
     seconds = 0.0
@@ -65,5 +65,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    parent.die_with_parent()
+    process.die_with_parent()
     sys.exit(outcomes.report(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), main))

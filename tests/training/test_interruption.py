@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from bundle.launchers import outcomes
-from tests.launchers.launched import ROOT, gone
+from bundle.launch import outcomes
+from tests.launch.launched import ROOT, gone
 
 pytestmark = pytest.mark.world
 

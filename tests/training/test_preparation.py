@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests.launchers.launched import finish, start
+from tests.launch.launched import finish, start
 from tests.training.test_interruption import finish as ended
 from tests.training.test_interruption import train
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.launchers.launched import ROOT
+from tests.launch.launched import ROOT
 
 pytestmark = pytest.mark.world
 

@@ -1,13 +1,25 @@
-"""One exit code and one message for a launch, out of what its ranks, its agent and its signals say."""
+"""How each rank of this node ended, and the one exit code and message that this makes of a launch.
 
+torchrun says 1 whatever happened, so the ranks write down how they end, and the launcher reads it.
+"""
+
+import json
+import os
 import re
 import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bundle.errors import ExitCode
-from bundle.frozen import frozen
-from bundle.launchers.outcomes import Outcome
+from bundle.errors import BundleError, ExitCode
 
+# The variable that names the folder of one launch on one node; unset where somebody else started the ranks.
+DIRECTORY = "BUNDLE_OUTCOMES"
+AGENT = "agent.pid"
+STOP = "stop"
 # What a rank says only when it knows the cause; a plain failure is often the echo of another rank's death.
 _CAUSES = (
     ExitCode.USAGE,
@@ -30,7 +42,89 @@ _KILLED_FOR_MEMORY = (
 )
 
 
-@frozen
+@dataclass(frozen=True)
+class Outcome:
+    """One rank: alive while `code` is None; `time` is when it said so, in seconds since the epoch.
+
+    `explained`: the message says what is wrong, rather than what broke.
+    """
+
+    rank: int
+    local_rank: int
+    pid: int
+    time: float
+    code: int | None = None
+    message: str = ""
+    explained: bool = False
+
+
+def next_logs(run: Path, node_rank: int) -> Path:
+    """Returns the log folder of the next launch of this node in a run directory; makes nothing."""
+    here = run / "logs" / f"node-{node_rank}"
+    taken = [int(path.name) for path in here.glob("*") if path.name.isdecimal()]
+    return here / str(max(taken, default=0) + 1)
+
+
+def directory() -> Path | None:
+    """Returns the folder of this launch, or None for a rank that somebody else started."""
+    named = os.environ.get(DIRECTORY)
+    return Path(named) if named else None
+
+
+def write(outcome: Outcome) -> None:
+    """Puts down how a rank stands, in one rename, where the launcher reads it."""
+    folder = directory()
+    if folder is None:
+        return
+    temporary = folder / f"rank-{outcome.rank}.{outcome.pid}"
+    temporary.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+    temporary.replace(folder / f"rank-{outcome.rank}.json")
+
+
+def read(folder: Path) -> list[Outcome]:
+    """Returns what the ranks of a launch put down, in the order of their ranks."""
+    found = [Outcome(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("rank-*.json")]
+    return sorted(found, key=lambda outcome: outcome.rank)
+
+
+def asked_to_stop() -> bool:
+    """Returns whether the launcher was told to stop, perhaps before this rank could take a signal."""
+    folder = directory()
+    return folder is not None and (folder / STOP).exists()
+
+
+def report(rank: int, local_rank: int, body: Callable[[], None]) -> ExitCode:
+    """Returns how `body`, the work of a rank, ended; the launcher and this rank's log learn why."""
+    # Our launcher starts ranks that ignore it; until the rank can save, it must end it.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    write(Outcome(rank, local_rank, os.getpid(), time.time()))
+    code, message, explained = ExitCode.OK, "", True
+    try:
+        body()
+    except BundleError as error:
+        code, message = ExitCode(error.code), str(error)
+    except KeyboardInterrupt:
+        code, message = ExitCode.INTERRUPTED, "interrupted"
+    except BaseException as error:  # noqa: BLE001  whatever ends a rank; torch has some that are no Exception
+        code, message, explained = ExitCode.JOB_FAILED, f"{type(error).__name__}: {error}", False
+        traceback.print_exc()
+    conclude(rank, local_rank, code, message, explained=explained)
+    return code
+
+
+def conclude(
+    rank: int, local_rank: int, code: ExitCode, message: str = "", *, explained: bool = True
+) -> None:
+    """Puts down the end of a rank; says it on stderr too, which is the rank's log."""
+    try:
+        write(Outcome(rank, local_rank, os.getpid(), time.time(), int(code), message, explained))
+    except OSError as error:  # a full disk must not hide why the rank ends
+        print(f"cannot write this rank's outcome: {error}", file=sys.stderr)
+    if message:
+        print(f"rank {rank}: {message}", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
 class Verdict:
     """How a launch ended on this node."""
 

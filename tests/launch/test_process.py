@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from bundle.launchers import outcomes
-from tests.launchers.launched import finish, gone, start, wait_until_ready
+from bundle.launch import outcomes
+from tests.launch.launched import finish, gone, start, wait_until_ready
 
-WORKER = "tests.launchers.worker"
+WORKER = "tests.launch.worker"
 pytestmark = pytest.mark.world
 
 

@@ -1,15 +1,42 @@
-"""The one answer made of what the environment and the flags say; anything that cannot be true is refused."""
+"""Where this process stands, made of what the environment and the flags say (the rendezvous).
+
+Anything that cannot be true is refused.
+"""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from bundle.errors import UsageError
-from bundle.rendezvous import hosts
-from bundle.rendezvous.claims import Claim, Fact, Variables
-from bundle.rendezvous.place import LOOPBACK, Rendezvous
-from bundle.rendezvous.starters import STARTERS
+from bundle.launch.claims import Claim, Fact, Variables, host_and_port
+from bundle.launch.starters import STARTERS
 
+LOOPBACK = "127.0.0.1"
 ALONE = "nobody set a rank or a node in the environment: one node, this machine"
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where this process stands, where the ranks meet, and who said so.
+
+    A process that stands for a node starts that node's ranks; its `rank`, `local_rank` and `world_size` are
+    None. `per_node` is None where nobody fixed the ranks of a node, `port` where a free one is to be taken.
+    """
+
+    nodes: int
+    node_rank: int
+    address: str
+    port: int | None
+    source: str
+    reason: str
+    per_node: int | None = None
+    rank: int | None = None
+    local_rank: int | None = None
+    world_size: int | None = None
+
+    @property
+    def is_rank(self) -> bool:
+        """Whether this process is one rank, rather than the starter of a node's ranks."""
+        return self.rank is not None
 
 
 def discover(
@@ -56,7 +83,7 @@ def _flags(env: Variables, nodes: int | None, node_rank: int | None, endpoint: s
         env.violations.append(f"--nodes {nodes} is not at least 1")
     if node_rank is not None and node_rank < 0:
         env.violations.append(f"--node-rank {node_rank} is below 0")
-    where = hosts.endpoint(endpoint) if endpoint is not None else None
+    where = host_and_port(endpoint) if endpoint is not None else None
     if endpoint is not None and where is None:
         env.violations.append(f"--rendezvous {endpoint[:80]!r} is not HOST:PORT")
     return Claim(

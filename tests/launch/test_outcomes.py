@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bundle.errors import ExitCode
-from bundle.launchers.outcomes import Outcome
-from bundle.launchers.verdict import Verdict, judge
+from bundle.launch.outcomes import Outcome, Verdict, judge
 
 CODES = [None, *(int(code) for code in ExitCode)]
 

@@ -6,14 +6,14 @@ import sys
 import time
 from pathlib import Path
 
-from bundle.launchers import outcomes
+from bundle.launch import outcomes
 
 ROOT = Path(__file__).parents[2]
 
 
 def start(folder: Path, module: str, *arguments: str) -> subprocess.Popen:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-m", "tests.launchers.starter", "logs", module, *arguments]
+    command = [sys.executable, "-m", "tests.launch.starter", "logs", module, *arguments]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
 

@@ -1,16 +1,72 @@
-"""What a starter says in the environment: facts, each with the variable that said it, and every violation."""
+"""What a starter says in the environment: facts, each with the variable that said it, and every violation.
 
+Host names, ports and endpoints are read here; what a shell or a parser could take for something else is
+refused.
+"""
+
+import ipaddress
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Generic, TypeVar
-
-from bundle.frozen import frozen
-from bundle.rendezvous import hosts
 
 T = TypeVar("T")
 
+# torchrun's own default, which is what PET_MASTER_PORT means when it is not set.
+DEFAULT_PORT = 29500
 
-@frozen
+_LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?", re.ASCII)
+_NUMBER = re.compile(r"[0-9]{1,9}", re.ASCII)
+_GROUP = re.compile(r"\[([0-9]+)[^][]*\]", re.ASCII)
+
+
+def number(text: str) -> int | None:
+    """Returns the plain decimal number that `text` is, or None: no sign, blank or foreign digit."""
+    return int(text) if _NUMBER.fullmatch(text) else None
+
+
+def port(text: str) -> int | None:
+    """Returns a TCP port that a client can connect to, or None."""
+    value = number(text)
+    return value if value is not None and 0 < value < 2**16 else None
+
+
+def host(text: str) -> str | None:
+    """Returns a host name, an IPv4 or an IPv6 address (brackets removed), or None."""
+    bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    try:
+        return str(ipaddress.ip_address(bare)) if "%" not in bare else None
+    except ValueError:
+        return text if len(text) <= 253 and _NAME.fullmatch(text) else None
+
+
+def host_and_port(text: str) -> tuple[str, int] | None:
+    """Returns (host, port) of `HOST:PORT` or `[IPv6]:PORT`, or None."""
+    name, colon, digits = text.rpartition(":")
+    where, at = host(name), port(digits)
+    if not colon or where is None or at is None or (":" in where) != name.startswith("["):
+        return None
+    return where, at
+
+
+def first_of(nodelist: str) -> str | None:
+    """Returns the first host of a SLURM node list such as `gpu[001-003,10],login1`, or None.
+
+    Only the first host of a list is ever needed, and `scontrol show hostnames` is fatal without a slurm.conf.
+    """
+    if len(nodelist) > 1_000_000:
+        return None
+    outside, depth = "", 0
+    for letter in nodelist:
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and depth == 0:
+            break
+        outside += letter
+    return host(_GROUP.sub(r"\1", outside))
+
+
+@dataclass(frozen=True)
 class Fact(Generic[T]):
     """A value and the variable or flag that said it."""
 
@@ -18,7 +74,7 @@ class Fact(Generic[T]):
     said_by: str
 
 
-@frozen
+@dataclass(frozen=True)
 class Claim:
     """Everything that one starter says about this process; None where it says nothing."""
 
@@ -93,18 +149,18 @@ class Variables:
         """Returns a whole number of at least `least`."""
 
         def parse(text: str) -> int | None:
-            value = hosts.number(text)
+            value = number(text)
             return value if value is not None and value >= least else None
 
         return self._read(name, parse, f"a whole number from {least}")
 
     def host(self, name: str) -> Fact[str] | None:
         """Returns a host name or an IP address."""
-        return self._read(name, hosts.host, "a host name or an IP address")
+        return self._read(name, host, "a host name or an IP address")
 
     def port(self, name: str) -> Fact[int] | None:
         """Returns a TCP port."""
-        return self._read(name, hosts.port, "a port from 1 to 65535")
+        return self._read(name, port, "a port from 1 to 65535")
 
     def refuse(self, name: str, expected: str) -> None:
         """Adds the violation that the value of `name` is not `expected`."""

@@ -6,9 +6,9 @@ import sys
 import time
 from pathlib import Path
 
-from bundle.distributed.parent import die_with_parent
 from bundle.errors import EnvironmentUnfit, Preempted
-from bundle.launchers import outcomes
+from bundle.launch import outcomes
+from bundle.launch.process import die_with_parent
 
 RANK, LOCAL_RANK = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
 

@@ -14,8 +14,8 @@ from typing import Any
 from bundle import hardware
 from bundle.errors import BundleError, EnvironmentUnfit, ExitCode
 from bundle.hardware.host import memory_kills
-from bundle.launchers import local, outcomes, verdict
-from bundle.launchers.waiting import Waiting
+from bundle.launch import outcomes, torchrun
+from bundle.launch.rendezvous import Rendezvous
 
 _PR_SET_PDEATHSIG = 1
 # The terminal went away or an orchestrator wants the node back: both are a request to save and stop.
@@ -24,17 +24,57 @@ _HEARD = (*_REQUESTS, signal.SIGINT)
 _LOOK_SECONDS = 0.5
 # How long the other ranks of a failed job may take to end by themselves; torchrun would give them 30.
 _GRACE_SECONDS = 5.0
+_FIRST_WORD_SECONDS = 10.0
 
 
 class Ended(BundleError):
     """A launch that did not end with 0, with the code that its ranks agree on."""
 
-    def __init__(self, ending: verdict.Verdict) -> None:
+    def __init__(self, ending: outcomes.Verdict) -> None:
         super().__init__(ending.message)
         self.code = ending.code
 
 
-def run(launch: local.Launch, inherited: Mapping[str, str]) -> None:
+class Waiting:
+    """The wait of one node of several for the others; a node that is alone waits for nobody."""
+
+    def __init__(self, meeting: Rendezvous, folder: Path, limit: float) -> None:
+        self._meeting, self._folder, self._limit = meeting, folder, limit
+        self._began = time.monotonic()
+        self._next_word = _FIRST_WORD_SECONDS
+        self._over = meeting.nodes == 1
+
+    @property
+    def over(self) -> bool:
+        """Whether this node's ranks have been started: torchrun makes their logs once all nodes have met."""
+        self._over = self._over or any(self._folder.glob("*/attempt_*"))
+        return self._over
+
+    @property
+    def too_long(self) -> bool:
+        """Whether the others had their time."""
+        return not self.over and self._seconds > self._limit
+
+    @property
+    def _seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    def look(self) -> None:
+        """Says on stderr what is waited for; every time after twice the time before."""
+        if not self.over and self._seconds > self._next_word:
+            print(f"mcore-bundle: {self}", file=sys.stderr, flush=True)
+            self._next_word *= 2
+
+    def __str__(self) -> str:
+        m, others = self._meeting, self._meeting.nodes - 1
+        return (
+            f"node {m.node_rank} of {m.nodes} waits for the other {others} at {m.address}:{m.port}, for "
+            f"{self._seconds:.0f} of at most {self._limit:.0f} s: start this command on each, with "
+            f"--node-rank 0 to {others}, and see that the port of node 0 can be reached"
+        )
+
+
+def run(launch: torchrun.Launch, inherited: Mapping[str, str]) -> None:
     """Starts this node's ranks and returns when all ended well.
 
     SIGTERM and SIGHUP reach the ranks, which save and end with 75; Ctrl-C ends them, twice at once. While the
@@ -50,7 +90,7 @@ def run(launch: local.Launch, inherited: Mapping[str, str]) -> None:
         ) from error
     kills = memory_kills(hardware.local())
     waiting = Waiting(launch.rendezvous, folder, launch.wait)
-    command = local.command(launch, inherited)
+    command = torchrun.command(launch, inherited)
     with (folder / "agent.log").open("wb") as log, ExitStack() as passed_on:
         with _held_back():
             agent = subprocess.Popen(
@@ -65,8 +105,8 @@ def run(launch: local.Launch, inherited: Mapping[str, str]) -> None:
             stopped = passed_on.enter_context(_signals(agent, folder, waiting))
         status = _watch(agent, folder, waiting)
     if waiting.too_long:
-        raise Ended(verdict.Verdict(ExitCode.LAUNCH_UNAVAILABLE, f"gave up: {waiting}"))
-    ending = verdict.judge(
+        raise Ended(outcomes.Verdict(ExitCode.LAUNCH_UNAVAILABLE, f"gave up: {waiting}"))
+    ending = outcomes.judge(
         folder,
         status,
         outcomes.read(folder),
@@ -175,3 +215,17 @@ def _request(folder: Path) -> None:
     for outcome in outcomes.read(folder):
         if outcome.code is None:
             _send(outcome.pid, signal.SIGTERM)
+
+
+def die_with_parent() -> None:
+    """Makes the kernel kill this process when its parent, torchrun's agent, dies: no rank stays as an orphan.
+
+    Does nothing for a rank that torchrun did not start: its parent may be a shell that is meant to go away.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    folder = outcomes.directory()
+    # The agent may have died before the line above: then nobody will send the signal any more.
+    if folder and os.getppid() != int((folder / outcomes.AGENT).read_text(encoding="utf-8")):
+        os._exit(ExitCode.TERMINATED)

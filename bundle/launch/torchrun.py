@@ -1,15 +1,16 @@
-"""The command that starts this node's ranks: torchrun, with the verb started again as each rank."""
+"""The command that starts this node's ranks, torchrun, and the text of it that a person can paste."""
 
+import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from bundle.frozen import frozen
-from bundle.launchers.command import Command
-from bundle.launchers.outcomes import DIRECTORY
-from bundle.rendezvous import LOOPBACK, Rendezvous
+from bundle.launch.outcomes import DIRECTORY
+from bundle.launch.rendezvous import LOOPBACK, Rendezvous
 
+_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|PRIVATE|(^|_)KEY($|_)", re.IGNORECASE)
 # Given as torchrun's defaults, not as options: torch before 2.13 does not know them and ignores them there.
 _TORCHRUN = (
     # Five seconds from Ctrl-C to SIGKILL. After a failure torchrun always waits 30: process.run does not.
@@ -21,7 +22,32 @@ _TORCHRUN = (
 WAIT_SECONDS = 1800  # machines of one job may be given at different times
 
 
-@frozen
+@dataclass(frozen=True)
+class Command:
+    """An argument vector, the variables set for it and the inherited variables kept from it."""
+
+    argv: tuple[str, ...]
+    sets: tuple[tuple[str, str], ...] = ()
+    unsets: tuple[str, ...] = ()
+
+    def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """Returns the whole environment of the command."""
+        kept = {name: value for name, value in inherited.items() if name not in self.unsets}
+        return kept | dict(self.sets)
+
+    def shell(self) -> str:
+        """Returns one line that a POSIX shell runs as this command; values of secrets are redacted."""
+        words = [f"--unset={name}" for name in self.unsets]
+        words += [f"{name}={redacted(name, value)}" for name, value in self.sets]
+        return shlex.join([*(["env", *words] if words else []), *self.argv])
+
+
+def redacted(name: str, value: str) -> str:
+    """Returns `value`, or stars where the variable's name says that nobody else may read it."""
+    return "***" if _SECRET.search(name) else value
+
+
+@dataclass(frozen=True)
 class Launch:
     """What is started on every node.
 

@@ -9,8 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bundle.launchers import local, process
-from bundle.rendezvous.discovery import discover
+from bundle.launch import process, torchrun
+from bundle.launch.rendezvous import discover
 
 
 class StoppedAtOnce(subprocess.Popen):
@@ -25,7 +25,7 @@ if __name__ == "__main__":
     logs, module, *arguments = sys.argv[1:]
     where = discover({name: value for name, value in os.environ.items() if name.startswith("PET_")})
     wait = int(os.environ.get("TEST_WAIT", "600"))
-    launch = local.Launch(tuple(arguments), where, 2, Path(logs).absolute(), wait=wait, module=module)
+    launch = torchrun.Launch(tuple(arguments), where, 2, Path(logs).absolute(), wait=wait, module=module)
     try:
         process.run(launch, os.environ)
     except process.Ended as ended:

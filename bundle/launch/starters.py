@@ -3,8 +3,7 @@
 import re
 from collections.abc import Callable
 
-from bundle.rendezvous import hosts
-from bundle.rendezvous.claims import Claim, Fact, Variables
+from bundle.launch.claims import DEFAULT_PORT, Claim, Fact, Variables, first_of, host_and_port, number
 
 _TASKS = re.compile(r"([0-9]{1,9})(?:\(x[0-9]{1,9}\))?", re.ASCII)
 # Below the ephemeral ports, so that no outgoing connection of the machine holds the one we derive.
@@ -62,12 +61,12 @@ def pet(env: Variables) -> Claim | None:
     if not env.has("PET_NNODES"):
         return None
     least, _, most = env.text("PET_NNODES").partition(":")
-    nodes = hosts.number(least) if most in ("", least) else None
+    nodes = number(least) if most in ("", least) else None
     if not nodes:
         env.refuse("PET_NNODES", "one fixed number of nodes (elastic ranges cannot hold a parallel layout)")
     address, port = env.host("PET_MASTER_ADDR"), env.port("PET_MASTER_PORT")
     if env.has("PET_RDZV_ENDPOINT"):
-        where = hosts.endpoint(env.text("PET_RDZV_ENDPOINT"))
+        where = host_and_port(env.text("PET_RDZV_ENDPOINT"))
         if where is None:
             env.refuse("PET_RDZV_ENDPOINT", "HOST:PORT")
         else:
@@ -81,7 +80,7 @@ def pet(env: Variables) -> Claim | None:
         env.count("PET_NODE_RANK"),
         env.count("PET_NPROC_PER_NODE", 1) if per_node else None,
         address=address,
-        port=port or (Fact(hosts.DEFAULT_PORT, "PET_MASTER_PORT's default") if address else None),
+        port=port or (Fact(DEFAULT_PORT, "PET_MASTER_PORT's default") if address else None),
     )
 
 
@@ -156,7 +155,7 @@ def _first_host(env: Variables) -> Fact[str] | None:
     name = "SLURM_STEP_NODELIST" if env.has("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
     if not env.has(name):
         return None
-    first = hosts.first_of(env.text(name))
+    first = first_of(env.text(name))
     if first is None:
         env.refuse(name, "a node list such as gpu[01-04]")
     return Fact(first, name) if first else None

@@ -3,9 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bundle.errors import UsageError
-from bundle.rendezvous import Rendezvous
-from bundle.rendezvous.discovery import discover
-from tests.rendezvous.environments import (
+from bundle.launch.rendezvous import Rendezvous, discover
+from tests.launch.environments import (
     ASCEND,
     INDEXED_JOB,
     KUBEFLOW,

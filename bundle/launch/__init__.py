@@ -1,0 +1,1 @@
+"""Who started us, what starts the ranks of this node, and how they ended."""

@@ -1,1 +1,0 @@
-"""What starts the ranks: pure renderers, and the one edge that really starts local processes."""
