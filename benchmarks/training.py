@@ -63,18 +63,19 @@ def main() -> None:
 
 def arms(recipe: Recipe, runtime: Any, directory: Path) -> tuple[Callable[[], None], Callable[[], None]]:
     """One block of each kind of training: (the bundle's, the bare one)."""
+    from bundle import data
     from bundle.distributed.stopping import StopRequest
     from bundle.engine import Engine
     from bundle.mcore import groups
     from bundle.runs.metrics import JsonLines, Metrics
-    from bundle.training import data, loop
+    from bundle.training import loop
     from bundle.training.batches import Batches
     from bundle.training.progress import Progress
 
     cpu = torch.device("cpu")
     with runtime.megatron():
         state = groups.initialize(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
-    feed = data.Feed(recipe, data.prepare(recipe, directory), 0, 1)
+    feed = data.Loader(recipe, data.prepare(recipe, directory), 0, 1)
     batches = Batches(recipe, feed, state, cpu)
     engine = Engine(recipe, runtime, state, cpu)
     metrics = Metrics([JsonLines(directory / "metrics.jsonl")])

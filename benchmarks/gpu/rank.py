@@ -63,13 +63,13 @@ def grouped(recipe: Recipe, runtime: Any) -> Any:
 
 def train(case: Case, backend: str, directory: Path, runtime: Any, device: torch.device) -> Run:
     """Trains `case` and says what happened in each step."""
+    from bundle import data
     from bundle.engine import Engine
-    from bundle.training import data
     from bundle.training.batches import Batches
 
     recipe = case.recipe(backend)
     state = grouped(recipe, runtime)
-    feed = data.Feed(recipe, data.prepare(recipe, directory / "data"), state.dp.rank, state.dp.size)
+    feed = data.Loader(recipe, data.prepare(recipe, directory / "data"), state.dp.rank, state.dp.size)
     batches = Batches(recipe, feed, state, device)
     engine = Engine(recipe, runtime, state, device)
     losses, norms, seconds = [], [], []

@@ -1,22 +1,22 @@
-"""What the feed gives, as the micro-batches of this rank: on its device, cut or packed for its layout."""
+"""What the loader gives, as the micro-batches of this rank: on its device, cut or packed for its layout."""
 
 from typing import Any
 
 import torch
 
+from bundle.data import Batch, Loader
 from bundle.engine import MicroBatch
 from bundle.engine.microbatch import from_packing, from_rows
 from bundle.mcore.groups import Groups
 from bundle.recipe import Recipe
 from bundle.sequences.packing import Packing
-from bundle.training.data import Batch, Feed
 
 
 class Batches:
     """The micro-batches of each step and of an evaluation."""
 
-    def __init__(self, recipe: Recipe, feed: Feed, groups: Groups, device: torch.device) -> None:
-        self._feed, self._groups, self._device = feed, groups, device
+    def __init__(self, recipe: Recipe, loader: Loader, groups: Groups, device: torch.device) -> None:
+        self._loader, self._groups, self._device = loader, groups, device
         self._options: dict[str, Any] = {
             "mtp_layers": recipe.architecture.mtp_layers,
             "mean": recipe.train.loss_mean,
@@ -27,11 +27,11 @@ class Batches:
 
     def training(self, consumed: int) -> list[MicroBatch]:
         """The micro-batches of the step that begins after `consumed` samples of the whole run."""
-        return [self._micro_batch(batch) for batch in self._feed.training(consumed)]
+        return [self._micro_batch(batch) for batch in self._loader.training(consumed)]
 
     def validation(self) -> list[MicroBatch]:
         """The held-out micro-batches, the same each time; empty when nothing is held out."""
-        return [self._micro_batch(batch) for batch in self._feed.validation()]
+        return [self._micro_batch(batch) for batch in self._loader.validation()]
 
     def _micro_batch(self, batch: Batch) -> MicroBatch:
         ids, labels, mask = (x.to(self._device) for x in (batch.ids, batch.labels, batch.loss_mask))

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bundle import files
+from bundle import data, files
 from bundle.checkpoints.checkpoints import Checkpoints
 from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.checkpoints.state import TrainState
+from bundle.data import preparation
 from bundle.digest import of_json
 from bundle.distributed.stopping import StopRequest
 from bundle.distributed.together import on_rank_0
@@ -24,7 +25,7 @@ from bundle.mcore.runtime import Runtime
 from bundle.recipe import Recipe
 from bundle.runs.directory import RunDirectory, starting_checkpoint
 from bundle.runs.metrics import JsonLines, Metrics, Sink, TensorBoard, finite, terminal
-from bundle.training import data, loop, preparation
+from bundle.training import loop
 from bundle.training.batches import Batches
 from bundle.training.job import Job
 from bundle.training.progress import Progress
@@ -72,7 +73,7 @@ def run(
         metrics = held.enter_context(_metrics(recipe, directory, progress, reports=rank == 0))
         if corpus.skipped_count and not goes_on:
             metrics.write(0, {"data/skipped": corpus.skipped_count})
-        feed = data.Feed(recipe, corpus, state.dp.rank, state.dp.size)
+        feed = data.Loader(recipe, corpus, state.dp.rank, state.dp.size)
         hooks = loop.Hooks(save=save, should_stop=stop.agreed, alive=alive)
         try:
             loop.train(engine, Batches(recipe, feed, state, device), progress, metrics, hooks)

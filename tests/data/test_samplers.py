@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bundle.training.data.order import Shuffle, drawn, held_out
+from bundle.data.samplers import Shuffle, drawn, held_out
 
 
 @given(st.integers(1, 3000), st.text(max_size=5))

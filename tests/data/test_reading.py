@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 
+from bundle.data import prepare
+from bundle.data.tokenizers import Bytes
 from bundle.errors import JobFailed, UsageError
 from bundle.recipe import load
 from bundle.recipe.sources import expand
-from bundle.training.data import prepare
-from bundle.training.data.tokenizers import Bytes
-from tests.training.data import chat
+from tests.data import chat
 
 GOOD = {"text": "def f():\n    return 1\n" * 10}
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from bundle.data.chat import messages_of, writer
+from bundle.data.tokenizers import Bytes, HuggingFace, tokenizer
 from bundle.errors import UsageError
 from bundle.recipe.sections import Data, Fields
-from bundle.training.data.conversations import messages_of, writer
-from bundle.training.data.tokenizers import Bytes, HuggingFace, tokenizer
-from tests.training.data import chat
+from tests.data import chat
 
 TALK = [
     {"role": "system", "content": "Be short."},

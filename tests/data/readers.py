@@ -8,14 +8,12 @@ from pathlib import Path
 
 import torch
 
+from bundle.data import corpus, preparation, tokenization
 from bundle.distributed import world
 from bundle.distributed.watchdog import Watchdog
 from bundle.launch import outcomes, process
 from bundle.launch.rendezvous import discover
 from bundle.recipe import load
-from bundle.training import preparation
-from bundle.training.data import corpus
-from bundle.training.data import store as tokens
 
 SLOW_SECONDS, LIMIT_SECONDS = 8.0, 4.0
 
@@ -32,7 +30,7 @@ def slowly(written, seconds):
         written.append(path)
         return original(path, late(), *rest)
 
-    original = tokens.write
+    original = tokenization.write
     return write
 
 

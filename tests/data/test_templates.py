@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from bundle.data import chat as chat_module
+from bundle.data.chat import ChatTemplate, writer
+from bundle.data.tokenizers import HuggingFace
 from bundle.errors import UsageError
 from bundle.recipe.sections import Data
-from bundle.training.data import templates
-from bundle.training.data.conversations import writer
-from bundle.training.data.templates import ChatTemplate
-from bundle.training.data.tokenizers import HuggingFace
-from tests.training.data import chat
+from tests.data import chat
 
 
 def said(*contents, system=None):
@@ -141,7 +140,7 @@ def test_marks_of_generation_are_read_as_transformers_reads_them(tmp_path):
 
 
 def test_a_template_that_comes_to_no_end_stops_the_job_in_seconds(learned, monkeypatch):
-    monkeypatch.setattr(templates, "RENDERING_SECONDS", 0.3)
+    monkeypatch.setattr(chat_module, "RENDERING_SECONDS", 0.3)
     before = time.process_time()
     with pytest.raises(UsageError, match=r"came to no end in 0\.3 s .* begins '1\+1\?'"):
         learned(chat.ENDLESS, QUESTIONS)

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from bundle import data
+from bundle.data import Corpus
 from bundle.distributed import world
 from bundle.distributed.agreement import disagreements
 from bundle.distributed.together import on_all_ranks
 from bundle.distributed.watchdog import PATIENCE_SECONDS, Watchdog
 from bundle.errors import EnvironmentUnfit
 from bundle.recipe import Recipe
-from bundle.training import data
-from bundle.training.data import Corpus
 
 # A reader that says nothing for so long hangs: one document may be as large as a file.
 PATIENCE = PATIENCE_SECONDS

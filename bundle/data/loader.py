@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from bundle.data.corpus import Corpus
+from bundle.data.samplers import Ints, Shuffle, drawn
+from bundle.data.samples import BLANK, Batch, Samples
 from bundle.recipe import Recipe
-from bundle.training.data.corpus import Corpus
-from bundle.training.data.order import Ints, Shuffle, drawn
-from bundle.training.data.samples import BLANK, Batch, Samples
 
 
-class Feed:
+class Loader:
     """The micro-batches of one data-parallel rank; a global batch is the same for any number of ranks."""
 
     def __init__(self, recipe: Recipe, corpus: Corpus, rank: int, dp: int) -> None:

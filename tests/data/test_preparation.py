@@ -10,7 +10,7 @@ from tests.training.test_interruption import finish as ended
 from tests.training.test_interruption import train
 
 pytestmark = pytest.mark.world
-WORKER = "tests.training.readers"
+WORKER = "tests.data.readers"
 
 
 @pytest.fixture

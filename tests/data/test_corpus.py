@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from bundle.data import Loader, changed, prepare
+from bundle.data import corpus as corpus_module
+from bundle.data.tokenization import open_store
 from bundle.errors import JobFailed
 from bundle.recipe import load
 from bundle.sequences.alignment import Alignment
-from bundle.training.data import Feed, changed, prepare
-from bundle.training.data import corpus as corpus_module
-from bundle.training.data.store import open_store
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs", "away"]
 
@@ -98,7 +98,7 @@ def test_a_step_is_the_same_at_any_number_of_ranks_and_whenever_it_is_reached(ro
     corpus = prepare(made, tmp_path)
 
     def step(consumed, dp):
-        ranks = [Feed(made, prepare(made, tmp_path), rank, dp).training(consumed) for rank in range(dp)]
+        ranks = [Loader(made, prepare(made, tmp_path), rank, dp).training(consumed) for rank in range(dp)]
         return sorted(tuple(b.ids.flatten().tolist()) for batches in ranks for b in batches)
 
     for consumed in (0, 8, 8 * 40):
@@ -113,11 +113,11 @@ def test_an_evaluation_takes_every_held_out_sample_once_on_any_number_of_ranks(r
     corpus = prepare(made, tmp_path)
     assert corpus.validation is not None
     for dp in (1, 2, 8):
-        shares = [Feed(made, corpus, rank, dp).validation() for rank in range(dp)]
+        shares = [Loader(made, corpus, rank, dp).validation() for rank in range(dp)]
         assert len({len(share) for share in shares}) == 1
         real = [row for share in shares for b in share for row in b.loss_mask if row.sum()]
         assert len(real) == len(corpus.validation) == 30
-    assert Feed(made, prepare(recipe(rows, "data.validation=0"), tmp_path), 0, 1).validation() == []
+    assert Loader(made, prepare(recipe(rows, "data.validation=0"), tmp_path), 0, 1).validation() == []
 
 
 def test_rows_are_filled_up_and_only_responses_count(rows, tmp_path):

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bundle.data.samples import Spans, best_fit
 from bundle.sequences.packing.runs import ramp
-from bundle.training.data.spans import Spans, best_fit
 
 LENGTHS = st.lists(st.integers(0, 60), max_size=20).map(lambda values: np.asarray(values, np.int64))
 

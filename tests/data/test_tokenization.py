@@ -7,8 +7,8 @@ import threading
 import numpy as np
 import pytest
 
+from bundle.data.tokenization import Document, key_of, open_store, write
 from bundle.errors import JobFailed
-from bundle.training.data.store import Document, key_of, open_store, write
 
 
 def documents(count=3):
@@ -90,7 +90,7 @@ def test_a_full_disk_is_a_failed_job_and_leaves_nothing(tmp_path):
 import resource, signal, sys, numpy as np
 from pathlib import Path
 from bundle.errors import JobFailed
-from bundle.training.data.store import Document, write
+from bundle.data.tokenization import Document, write
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:

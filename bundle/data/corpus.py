@@ -7,18 +7,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from bundle.data.samplers import held_out
+from bundle.data.samples import Ints, Packs, Rows, Samples, Spans, Windows, best_fit
+from bundle.data.sources import DataErrors
+from bundle.data.tokenization import Document, Store, documents, key_of, open_store, write
+from bundle.data.tokenizers import Tokenizer, tokenizer
 from bundle.errors import JobFailed
 from bundle.recipe import Recipe
 from bundle.recipe.section import plain
 from bundle.recipe.sources import STDLIB, Source, expand, interpreter
-from bundle.training.data import reading
-from bundle.training.data.entropy import bigram_entropy
-from bundle.training.data.order import held_out
-from bundle.training.data.problems import Problems
-from bundle.training.data.samples import Packs, Rows, Samples, Windows
-from bundle.training.data.spans import Ints, Spans, best_fit
-from bundle.training.data.store import Document, Store, key_of, open_store, write
-from bundle.training.data.tokenizers import Tokenizer, tokenizer
 
 Progress = Callable[[int], None]
 # Running text is held out in pieces of this many sequences: small enough for an even sample.
@@ -26,6 +26,8 @@ SEQUENCES_PER_PIECE = 16
 # Packed sequences are given room in these multiples, so that packs are the same at cp 1, 2, 4 and 8. At any
 # other cp they are not, and the corpus has another identity.
 ROOM_MULTIPLE = 16
+# Tokens whose pairs are counted at once.
+CHUNK = 2**22
 
 
 @dataclass(frozen=True)
@@ -97,17 +99,17 @@ def _written(
     room: int,
     progress: Progress,
 ) -> Store:
-    problems = Problems(recipe.data.on_error)
+    errors = DataErrors(recipe.data.on_error)
     identity = {"files": str(len(sources)), "tokenizer": made.identity}
     if STDLIB in recipe.data.path:
         identity["stdlib"] = interpreter()
 
     def conclude() -> dict[str, Any]:
-        problems.settle()
-        return {"identity": identity, "skipped": problems.first, "skipped_count": problems.count}
+        errors.settle()
+        return {"identity": identity, "skipped": errors.first, "skipped_count": errors.count}
 
-    documents = reading.documents(recipe.data, recipe.task, sources, made, room, problems)
-    write(path, _counted(documents, progress), made.vocab_size, conclude)
+    found = documents(recipe.data, recipe.task, sources, made, room, errors)
+    write(path, _counted(found, progress), made.vocab_size, conclude)
     store = open_store(path)
     if store is None:
         raise JobFailed(f"{path}: the tokens just written are gone; is another job deleting them?")
@@ -176,3 +178,18 @@ def _samples(recipe: Recipe, store: Store, spans: Spans, made: Tokenizer, purpos
 
 def _rounded(lengths: Ints, multiple: int) -> Ints:
     return -(-lengths // multiple) * multiple
+
+
+def bigram_entropy(ids: NDArray[Any], vocabulary: int) -> float:
+    """H(next | previous) of the text's own pair counts, in nats per token; for small vocabularies."""
+    counts = np.zeros(vocabulary * vocabulary, np.int64)
+    for start in range(0, max(0, len(ids) - 1), CHUNK):
+        part = ids[start : start + CHUNK + 1].astype(np.int64)
+        counts += np.bincount(part[:-1] * vocabulary + part[1:], minlength=len(counts))
+    pairs = counts.reshape(vocabulary, vocabulary)
+    return _entropy(pairs) - _entropy(pairs.sum(1))
+
+
+def _entropy(counts: NDArray[np.int64]) -> float:
+    shares = counts[counts > 0] / max(1, counts.sum())
+    return float(-(shares * np.log(shares)).sum())
