@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 BACKENDS = ("cpu", "cuda", "ascend")
 NOTHING = "nothing"  # Patch.assumes of a patch that is right whatever its caller does
+# Features that no recipe has: what the engine computes itself, and megatron in the jobs of others.
+MEGATRONS_BALANCING, MEGATRONS_MTP_LOSS = "megatron-balancing", "megatron-mtp-loss"
+LEFT_TO_MEGATRON = frozenset({MEGATRONS_BALANCING, MEGATRONS_MTP_LOSS})
 # Reads the source that an entry declares as its evidence.
 Predicate = Callable[["Evidence"], "Presence"]
 

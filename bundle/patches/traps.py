@@ -4,7 +4,7 @@ import ast
 from typing import TYPE_CHECKING
 
 from bundle.patches.catalogue import gated_delta, mla_ranks
-from bundle.patches.entry import Presence, Trap
+from bundle.patches.entry import MEGATRONS_BALANCING, Presence, Trap
 
 if TYPE_CHECKING:
     from bundle.patches.definitions import Evidence
@@ -120,7 +120,7 @@ def _every_row_is_counted(source: "Evidence") -> Presence:
     return Presence.UNKNOWN if told else Presence.PRESENT
 
 
-_LOSSES = frozenset({"moe", "megatron-balancing"})  # our engine has its own
+_LOSSES = frozenset({"moe", MEGATRONS_BALANCING})
 
 
 def _packs_refused_by_gated_delta(source: "Evidence") -> Presence:

@@ -8,11 +8,14 @@ import pytest
 
 from bundle.errors import PatchError, UsageError
 from bundle.patches import plan as planning
-from bundle.patches.entry import Patch, Presence, Replacement
+from bundle.patches.catalogue import PATCHES
+from bundle.patches.decision import Action
+from bundle.patches.entry import LEFT_TO_MEGATRON, Patch, Presence, Replacement
 from bundle.patches.plan import PatchPlan, load, make
 from bundle.patches.subject import named
 from bundle.patches.survey import Survey, survey
 from bundle.patches.table import load as load_table
+from bundle.recipe import load as load_recipe
 from bundle.stack import Stack, search_path
 from tests.patches.trees import Release, copied
 
@@ -20,7 +23,7 @@ EMPTY = Stack(search_path([], "", Path("/nonexistent")))
 FEATURES = frozenset({"mla", "packed", "unequal-head-dims", "attention-auto", "mtp", "cp"})
 
 
-def surveyed(mcore: Path | str, features: frozenset[str] = FEATURES) -> Survey:
+def surveyed(mcore: Path | str, features: frozenset[str] | None = FEATURES) -> Survey:
     return survey(named(str(mcore), load_table()), load_table(), EMPTY, backend="cuda", features=features)
 
 
@@ -119,3 +122,20 @@ def test_a_patch_whose_wrapper_is_missing_is_an_error(release: Release, monkeypa
 def test_a_file_that_is_no_plan_is_refused(document: dict[str, object]):
     with pytest.raises(PatchError, match="no plan of patches"):
         load(document)
+
+
+@pytest.mark.parametrize("version", ["0.12.3", "0.16.1", "0.19.2"])
+def test_what_the_engine_computes_is_patched_in_the_jobs_of_others_only(release: Release, version: str):
+    overrides = ["parallel.tp=2", "parallel.cp=2", "model.mtp.layers=1", "devices.per_node=4"]
+    ours = load_recipe("demo", overrides).features
+    assert {"moe", "mtp", "cp"} <= ours
+    own, others = (
+        {decision.id: decision for decision in surveyed(release(version), features).decisions}
+        for features in (ours, None)
+    )
+    about = {patch.id for patch in PATCHES if patch.when & LEFT_TO_MEGATRON}
+    theirs = {id for id in about if others[id].action is Action.APPLY}
+    assert any(id.startswith("mtp-") for id in theirs)
+    for id in about:
+        assert own[id].action is Action.SKIP
+        assert "the recipe does not use megatron-" in own[id].reason or id not in theirs

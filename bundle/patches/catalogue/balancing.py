@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from bundle.patches.entry import NOTHING, Patch, Presence, Replacement
+from bundle.patches.entry import MEGATRONS_BALANCING, NOTHING, Patch, Presence, Replacement
 
 if TYPE_CHECKING:
     from bundle.patches.definitions import Evidence
@@ -88,7 +88,7 @@ def _counts_in_bf16(source: "Evidence") -> Presence:
     return Presence.PRESENT if buffer and "expert_bias" in maintain.names else Presence.UNKNOWN
 
 
-_LOSSES = frozenset({"moe", "megatron-balancing"})  # our engine has its own
+_LOSSES = frozenset({"moe", MEGATRONS_BALANCING})
 
 PATCHES = (
     Patch(

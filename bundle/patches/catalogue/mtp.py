@@ -3,7 +3,7 @@
 import ast
 from typing import TYPE_CHECKING
 
-from bundle.patches.entry import NOTHING, Patch, Presence, Replacement
+from bundle.patches.entry import MEGATRONS_MTP_LOSS, NOTHING, Patch, Presence, Replacement
 from bundle.patches.pattern import found
 
 if TYPE_CHECKING:
@@ -147,6 +147,9 @@ def _words(node: ast.AST) -> tuple[str, ...]:
     return tuple(getattr(node, field) for field in ("id", "attr") if hasattr(node, field))
 
 
+_LOSS_OF_MEGATRON = frozenset({"mtp", MEGATRONS_MTP_LOSS})
+_LOSS_OVER_RANKS = _LOSS_OF_MEGATRON | {"cp"}
+
 PATCHES = (
     Patch(
         id="mtp-context-parallel-roll",
@@ -188,7 +191,7 @@ PATCHES = (
         upstream="not reported; found by comparing CP2 with CP1 (log off by 5e-3, gradients by 1e-1)",
         range=">=0.14,<0.17",
         fixed_in="0.17.0",  # where the code moved; mtp-loss-context-parallel-normalisation goes on there
-        when=frozenset({"mtp", "cp"}),
+        when=_LOSS_OVER_RANKS,
         assumes=(
             "no token count has been summed over context-parallel ranks, and gradients are averaged "
             "over them, or divided by all tokens under a loss per token"
@@ -208,7 +211,7 @@ PATCHES = (
         ),
         upstream="not reported; found by comparing CP2 with CP1 (gradients off by 2e-1)",
         range=">=0.17",
-        when=frozenset({"mtp", "cp"}),
+        when=_LOSS_OVER_RANKS,
         assumes=(
             "no token count has been summed over context-parallel ranks; under a loss per token the "
             "loss function returns three values"
@@ -227,7 +230,7 @@ PATCHES = (
         upstream="NVIDIA/Megatron-LM#2417, #1532; fixed by #3159 in 0.17",
         range="<0.17",
         fixed_in="0.17.0",
-        when=frozenset({"mtp"}),
+        when=_LOSS_OF_MEGATRON,
         assumes="the loss mask is of floats, and labels and mask arrive cut for context parallel",
         evidence=(_ROLL, _LOSS, _POSTPROCESS, _FORWARD, _BLOCK),
         defect=_rolled_sum,
