@@ -57,12 +57,6 @@ class LaunchUnavailable(BundleError):
     code = ExitCode.LAUNCH_UNAVAILABLE
 
 
-class Hang(BundleError):
-    """Ranks stopped making progress."""
-
-    code = ExitCode.HANG
-
-
 class Preempted(BundleError):
     """The job was told to stop and has written a checkpoint: start it again."""
 

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bundle.architectures import MoE
-from bundle.engine.losses import ratio
 from bundle.engine.microbatch import MicroBatch, packing_of
 from bundle.engine.replay.rows import seen
 from bundle.mcore import balancing, experts
@@ -50,16 +49,22 @@ class Balancing:
         for router in self._routers:
             balancing.attach(router, self)
 
+    def counted(self, micro_batches: Sequence[MicroBatch]) -> int | None:
+        """The balanced tokens that this rank counts; None where no term has a coefficient."""
+        if self._moe is None or not (self._moe.aux_loss_coeff or self._z_loss_coeff):
+            return None
+        if self._groups.cp.rank:
+            return 0
+        return sum(packing_of(one, self._groups.cp).padding.tokens for one in micro_batches)
+
     @contextmanager
-    def of_run(self, micro_batches: Sequence[MicroBatch], *, backward: bool) -> Iterator[None]:
-        """Around one run of a schedule; all ranks enter it with the same micro-batches of their replica."""
-        if self._moe is None or not backward:
+    def of_step(self, micro_batches: Sequence[MicroBatch], weight: Tensor | None) -> Iterator[None]:
+        """Around the run that trains on these micro-batches; `weight`: learned tokens by those `counted`."""
+        if self._moe is None:
             yield
             return
-        packings = [packing_of(one, self._groups.cp) for one in micro_batches]
-        self._rows = {id(one): self._of(each) for one, each in zip(micro_batches, packings, strict=True)}
-        if self._moe.aux_loss_coeff or self._z_loss_coeff:
-            self._weight = self._learned_by_tokens(micro_batches, packings)
+        self._rows = {id(one): self._of(packing_of(one, self._groups.cp)) for one in micro_batches}
+        self._weight = weight
         self._biases = [router.expert_bias.clone() for router in self._routers if self._moe.expert_bias]
         try:
             yield
@@ -119,12 +124,6 @@ class Balancing:
             torch.tensor(lengths, dtype=torch.float32).to(packing.device, non_blocking=True),
             seen(~packing.valid, part, parts) if padded else None,
         )
-
-    def _learned_by_tokens(self, micro_batches: Sequence[MicroBatch], packings: Sequence[Packing]) -> Tensor:
-        """Learned tokens of the step, by which megatron divides, over all its tokens, which are meant."""
-        here = sum(packing.padding.tokens for packing in packings) if self._groups.cp.rank == 0 else 0
-        learned = torch.stack([one.tokens for one in micro_batches]).sum()
-        return ratio(learned, torch.tensor(here).to(learned.device, non_blocking=True))
 
 
 def _unevenness(moe: MoE, rows: Rows, logits: Tensor) -> Tensor:

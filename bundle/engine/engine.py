@@ -1,7 +1,6 @@
 """The engine: forward and backward of a step, the optimizer's step, evaluation."""
 
 import functools
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ import torch
 
 from bundle.engine.balancing import Balancing
 from bundle.engine.collection import collect
-from bundle.engine.losses import Losses, LossTap, Objective, sequence_weight
+from bundle.engine.losses import Losses, LossTap, Objective, weights
 from bundle.engine.microbatch import MicroBatch
 from bundle.engine.replay.replay import RouterReplay
 from bundle.engine.scores import Scores
@@ -48,6 +47,8 @@ class Engine:
             self.models = gpt.build(recipe, self.config, runtime, groups)
             self.chunks = optimization.data_parallel(recipe, self.config, self.models)
             self.optimizer = optimization.optimizer(recipe, self.chunks)
+            if recipe.train.on_nan == "skip":
+                optimization.leave_out_what_is_not_finite(self.optimizer)
             self.scheduler = optimization.schedule(recipe, self.optimizer)
         self.replay = RouterReplay(recipe, self.models, groups)
         self._balancing = Balancing(recipe, self.models, groups)
@@ -76,8 +77,10 @@ class Engine:
                 chunk.train()
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            weight = sequence_weight(micro_batches)
-            self._run(micro_batches, functools.partial(self._train, objective, weight), forward_only=False)
+            of_sequences, of_tokens = weights(micro_batches, self._balancing.counted(micro_batches))
+            step = functools.partial(self._train, objective, of_sequences)
+            with self._balancing.of_step(micro_batches, of_tokens):
+                self._run(micro_batches, step, forward_only=False)
 
     def step(self) -> StepResult:
         """Clips, updates the weights and advances the learning rate.
@@ -87,14 +90,10 @@ class Engine:
         """
         learning_rate = self.optimizer.param_groups[0]["lr"]
         with self.runtime.megatron():
-            if self.recipe.train.on_nan == "skip":
-                # Megatron would clip by a norm that is not a number and write that into every weight.
-                self.optimizer.prepare_grads()
-                norm = float(self.optimizer.get_grad_norm())
-                if not math.isfinite(norm):
-                    self._balancing.forget_step()
-                    return StepResult(norm, float(learning_rate), False)
             updated, grad_norm, _ = self.optimizer.step()
+            if grad_norm is None:  # left out
+                self._balancing.forget_step()
+                grad_norm = self.optimizer.get_grad_norm()
         if updated:
             self.scheduler.step(increment=1)
         return StepResult(float(grad_norm), float(learning_rate), bool(updated))
@@ -150,11 +149,7 @@ class Engine:
                 f"Pipeline stages exchange activations of one shape, these micro-batches have {len(shapes)}:"
                 " pad them to one length (the `length` of Packing.of)."
             )
-        backward = not forward_only
-        with (
-            self.replay.of_run(micro_batches, backward=backward),
-            self._balancing.of_run(micro_batches, backward=backward),
-        ):
+        with self.replay.of_run(micro_batches, backward=not forward_only):
             schedules.run(
                 step,
                 micro_batches,

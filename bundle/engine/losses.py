@@ -38,23 +38,26 @@ class Losses:
     tokens: int
 
 
-def sequence_weight(micro_batches: Sequence[MicroBatch]) -> Tensor | None:
-    """What a mean over sequences is multiplied by before it is divided by tokens; None for one over tokens.
+def weights(micro_batches: Sequence[MicroBatch], balanced: int | None) -> tuple[Tensor | None, Tensor | None]:
+    """What sums are multiplied by that megatron divides by the learned tokens of the step; float32.
 
-    Megatron divides by the learned tokens of the step.
+    For a mean over its sequences, and for one over its `balanced` tokens, of which this rank counts so many;
+    None where there is none. One exchange among data- and context-parallel ranks for both.
     """
     sequences = [one.sequences for one in micro_batches if one.sequences is not None]
-    if not sequences:
-        return None
-    tokens = [one.tokens for one in micro_batches]
-    return ratio(torch.stack(tokens).sum(), torch.stack(sequences).sum())
-
-
-def ratio(count: Tensor, by: Tensor) -> Tensor:
-    """One number over another, each added up over data-parallel and context-parallel ranks; float32."""
-    counts = torch.stack([count, by]).float()
+    learned = torch.stack([one.tokens for one in micro_batches]).sum()
+    means = (
+        torch.stack(sequences).sum() if sequences else None,
+        None if balanced is None else torch.tensor(balanced).to(learned.device, non_blocking=True),
+    )
+    asked = [count for count in means if count is not None]
+    if not asked:
+        return None, None
+    counts = torch.stack([learned, *asked]).float()
     dist.all_reduce(counts, group=data_parallel_with_context())
-    return counts[0] / counts[1].clamp(min=1)
+    found = iter(counts[0] / counts[1:].clamp(min=1))
+    of_sequences, of_tokens = (None if count is None else next(found) for count in means)
+    return of_sequences, of_tokens
 
 
 class LossTap:

@@ -1,5 +1,6 @@
 """Megatron's data-parallel wrapper, distributed optimizer and learning-rate schedule for a recipe."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,6 +75,20 @@ def optimizer(
         **megatrons,
     )
     return get_megatron_optimizer(config, list(chunks))
+
+
+def leave_out_what_is_not_finite(optimizer: MegatronOptimizer) -> None:
+    """Has the optimizer leave a step out, (False, None, None), where the gradient norm is not finite.
+
+    As it does when a scaled loss overflows. By itself it would clip by that norm and write it into every
+    weight.
+    """
+    prepare = optimizer.prepare_grads
+
+    def prepare_grads() -> bool:
+        return prepare() or not math.isfinite(optimizer.get_grad_norm())
+
+    optimizer.prepare_grads = prepare_grads
 
 
 def schedule(recipe: Recipe, of: MegatronOptimizer) -> OptimizerParamScheduler:

@@ -91,11 +91,19 @@ class Train:
     eval_batches: Count = key(default=8, description="Global batches of one evaluation.")
     log_interval: Count = key(default=10, description="Steps between reports.")
     loss_mean: Literal["token", "sequence"] = key(
-        default="token", description="What counts alike in the loss: every learned token, or every sequence."
+        default="token",
+        description=(
+            "What counts alike in the loss: every learned token, or every sequence. A step in which no token "
+            "is learned has no gradient, of balancing losses either; the rest of its update is made: weight "
+            "decay, momentum, the learning rate."
+        ),
     )
     on_nan: Literal["stop", "skip"] = key(
         default="stop",
-        description="A gradient that is not finite: stop, or skip that update; such a loss: stop, or go on.",
+        description=(
+            "A gradient that is not finite: stop, or skip that update; such a loss, as that of a report "
+            "about no learned token: stop, or go on."
+        ),
     )
 
 

@@ -6,9 +6,9 @@ from typing import Literal
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
-from bundle.engine import Engine, balancing
-from bundle.engine.losses import ratio
+from bundle.engine import Engine
 from bundle.mcore import experts
 from bundle.verification.bench import Bench
 from bundle.verification.numbers import worst
@@ -52,18 +52,17 @@ def left_out(bench: Bench) -> float:
         return float(moved) if not torch.equal(_biases(made), before) else float("inf")
 
 
-def alone(bench: Bench) -> float:
-    """How often ranks exchange numbers for a balancing loss in a step that has none, but moves the biases."""
-    asked = []
-
-    def counted(*counts: torch.Tensor) -> torch.Tensor:
-        asked.append(counts)
-        return ratio(*counts)
-
-    with _engine(bench, "", balanced=False) as made, mock.patch.object(balancing, "ratio", counted):
-        before = _biases(made)
-        made.forward_backward(micro_batches(made, texts(UNEVEN), "thd", "token"))
-        return float(len(asked)) if not torch.equal(_biases(made), before) else float("inf")
+def exchanges(bench: Bench) -> float:
+    """Infinite if ranks exchange more than they must for the weights of a step's means, or biases stay."""
+    seen, exchange = [], dist.all_reduce
+    for balanced, mean in ((False, "token"), (True, "token"), (False, "sequence"), (True, "sequence")):
+        with _engine(bench, "", balanced=balanced) as made:
+            (batch,), before = micro_batches(made, texts(UNEVEN), "thd", mean), _biases(made)
+            with mock.patch.object(dist, "all_reduce", wraps=exchange) as asked:
+                made.models[0].register_forward_pre_hook(lambda *_, of=asked: seen.append(of.call_count))
+                made.forward_backward([batch])
+            assert not torch.equal(_biases(made), before)
+    return 0.0 if seen == [0, 1, 1, 1] else float("inf")
 
 
 def _engine(

@@ -3,9 +3,11 @@
 import math
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from bundle.engine.scores import score
 from bundle.recipe import Recipe
@@ -13,7 +15,7 @@ from bundle.recipe.validation import validated
 from bundle.verification.bench import Bench
 from bundle.verification.numbers import worst
 from bundle.verification.tiny import DENSE
-from tests.engine.experiments import EVEN, engine, gradients, micro_batches
+from tests.engine.experiments import EVEN, MODELS, engine, gradients, micro_batches, recipe
 from tests.engine.reference import texts
 
 LIMIT = 0.01
@@ -51,8 +53,14 @@ def clipped(bench: Bench) -> float:
 
 
 def left_out(bench: Bench) -> float:
-    """Infinite if an update whose gradient is not finite on one rank changes anything, or says nothing."""
-    with engine(bench, _job("skip")) as made:
+    """Infinite if an update whose gradient is not finite on one rank changes anything, or says nothing.
+
+    Or if gradients are made ready for an update more than once.
+    """
+    prepare = DistributedOptimizer.prepare_grads
+    counted = mock.patch.object(DistributedOptimizer, "prepare_grads", autospec=True, side_effect=prepare)
+    with counted as ready, engine(bench, _job("skip")) as made:
+        optimizers = len(getattr(made.optimizer, "chained_optimizers", [made.optimizer]))
         batches = micro_batches(made, texts(EVEN), "rows", "token")
         before = [p.detach().clone() for p in made.models[0].parameters()]
         poison = math.nan if dist.get_rank() == 1 else 1.0
@@ -61,7 +69,7 @@ def left_out(bench: Bench) -> float:
         still = all(torch.equal(a, b) for a, b in zip(before, made.models[0].parameters(), strict=True))
         told = not math.isfinite(result.grad_norm) and not result.updated and rate == result.learning_rate
         made.forward_backward(batches)
-        goes_on = made.step().updated
+        goes_on = made.step().updated and ready.call_count == 2 * optimizers
         return 0.0 if still and told and goes_on else math.inf
 
 
@@ -81,11 +89,18 @@ def apart(bench: Bench) -> float:
 def unlearned(bench: Bench) -> float:
     """Infinite if a step without a learned token anywhere has a gradient, or a loss that is a number.
 
-    It counts as an update: what the optimizer does without a gradient, weight decay above all, is done.
+    Of experts that are balanced neither, whatever the mean is over. It counts as an update: what the
+    optimizer does without a gradient, weight decay above all, is done.
     """
-    with engine(bench, _job()) as made:
+    jobs = (_job(), recipe(MODELS["balanced"], {}, packed=False))
+    return max(_unlearned(bench, job, mean) for job in jobs for mean in ("token", "sequence"))
+
+
+def _unlearned(bench: Bench, job: Recipe, mean: str) -> float:
+    job = replace(job, optimizer=replace(job.optimizer, weight_decay=0.0))
+    with engine(bench, job) as made:
         silent = [replace(text, mask=torch.zeros_like(text.mask)) for text in texts(EVEN)]
-        nothing, something = (micro_batches(made, each, "rows", "token") for each in (silent, texts(EVEN)))
+        nothing, something = (micro_batches(made, each, "rows", mean) for each in (silent, texts(EVEN)))
         before = [p.detach().clone() for p in made.models[0].parameters()]
         made.forward_backward(nothing)
         result, losses = made.step(), made.take_losses()

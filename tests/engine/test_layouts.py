@@ -19,7 +19,7 @@ CELLS, DETACHING, STEERING = "tests.engine.experiments", "tests.engine.detaching
 DEFAULT = (
     *(f"{CELLS}:{name}" for name in GROUPS if "pairs" not in name and name != "crossed"),
     *(f"{DETACHING}:{name}" for name in ("everything", "tied", "recomputed")),
-    *(f"{STEERING}:{name}" for name in ("moved", "left_out", "alone")),
+    *(f"{STEERING}:{name}" for name in ("moved", "left_out", "exchanges")),
 )
 OTHERS = (
     *(
