@@ -69,7 +69,7 @@ MaskForm = Literal["none", "valid"]
 class Mask:
     """The mask that a model is given: none, or valid: bool [b, s] over whole sequences, True = token.
 
-    What post-processing reads is another matter (sequences.packing.Masks), and so is what a kernel is given.
+    What post-processing reads is another matter (sequences.masks.Masks), and so is what a kernel is given.
     """
 
     model: Literal["text", "vlm"]

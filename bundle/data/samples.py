@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bundle.data.tokenization import Store
-from bundle.sequences.packing.runs import ramp
+from bundle.sequences.rows import ramp
 
 Ints = NDArray[np.int64]
 BLANK = -1  # a sample without loss, so that every rank has as many

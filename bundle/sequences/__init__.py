@@ -1,1 +1,1 @@
-"""Sequences: `alignment` decides every padding on ints, `packing` carries it out on tensors."""
+"""Sequences of a micro-batch as the tensors that a model takes on one rank, and the way back."""

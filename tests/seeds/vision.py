@@ -16,7 +16,8 @@ from bundle.capabilities import ASCEND
 from bundle.errors import BundleError
 from bundle.planning.planned import planned
 from bundle.sequences.alignment import Alignment
-from bundle.sequences.packing import Packing, masks
+from bundle.sequences.masks import masks
+from bundle.sequences.packing import Packing
 from bundle.training.runtime import patched_runtime
 from tests import world
 from tests.backends.ascend.contract import registered

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from bundle.capabilities import ASCEND, CPU, CUDA
 from bundle.sequences.alignment import Alignment
-from bundle.sequences.packing import Packing, masks
+from bundle.sequences.masks import masks
+from bundle.sequences.packing import Packing
 from tests.sequences.strategies import ALIGNMENTS
 
 LENGTHS = [5, 3, 9]

@@ -9,7 +9,8 @@ import torch
 
 from bundle.capabilities import ASCEND, CUDA
 from bundle.sequences.alignment import Alignment
-from bundle.sequences.packing import Packing, masks
+from bundle.sequences.masks import masks
+from bundle.sequences.packing import Packing
 
 LENGTHS = [38, 21]
 

@@ -100,7 +100,7 @@ def _mask_mistakes(mask: Tensor | None, rows: Rows) -> list[str]:
     if mask.dim() == 2:
         return [
             f"{_shown(mask)}: a mask of valid tokens must not reach the kernel. Give none where padding is"
-            " at the end, and keep that mask for post-processing (sequences.packing.Masks); else give"
+            " at the end, and keep that mask for post-processing (sequences.masks.Masks); else give"
             f" {wanted}"
         ]
     fits = mask.dim() == 4 and mask.shape[0] in (1, rows.batch)
@@ -114,7 +114,7 @@ def _packed_mask_mistakes(mask: Tensor | None) -> list[str]:
         return []
     return [
         f"{_shown(mask)}: packed attention goes by its boundaries alone. A mask of valid tokens belongs to"
-        " the model that packs by itself and to post-processing (sequences.packing.Masks)"
+        " the model that packs by itself and to post-processing (sequences.masks.Masks)"
     ]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bundle.errors import JobFailed
 from bundle.sequences.alignment import Alignment
-from bundle.sequences.packing.runs import ramp, runs_of, starts
+from bundle.sequences.rows import ramp, runs_of, starts
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""`Packing`: where every token of a micro-batch goes on one context-parallel rank, and the way back."""
+"""Packing sequences for one context-parallel rank, and the way back; shards of what is not packed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +10,7 @@ from torch import Tensor
 
 from bundle.errors import JobFailed
 from bundle.sequences.alignment import Alignment, Layout, Padding
-from bundle.sequences.packing.index import pack_index, unpack_index
-from bundle.sequences.packing.runs import Ints, Runs, runs_of
+from bundle.sequences.rows import Ints, Runs, pack_index, runs_of, unpack_index
 
 
 @dataclass(frozen=True)
@@ -210,3 +209,33 @@ class Packing:
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.device, non_blocking=True)
+
+
+def shard(x: Tensor, cp: int, rank: int, *, dim: int = 1) -> Tensor:
+    """The chunks rank and 2·cp-1-rank of the 2·cp of a tensor [b, s, ...]: [b, s/cp, ...].
+
+    A causal mask makes late rows dearer than early ones; pairing them gives every rank the same work. It is
+    the order that Megatron's attention expects (megatron.core.utils.get_batch_on_this_cp_rank).
+    """
+    if cp == 1:
+        return x
+    chunks = _chunks(x, cp, dim)
+    return torch.cat((chunks[rank], chunks[-1 - rank]), dim)
+
+
+def join(x: Tensor, cp: int, *, dim: int = 1) -> Tensor:
+    """The whole [b, s, ...] from the shards of ranks 0, 1, ... concatenated along `dim`."""
+    if cp == 1:
+        return x
+    chunks = _chunks(x, cp, dim)
+    return torch.cat((*chunks[0::2], *chunks[::-2]), dim)
+
+
+def _chunks(x: Tensor, cp: int, dim: int) -> tuple[Tensor, ...]:
+    if x.shape[dim] % (2 * cp):
+        raise JobFailed(
+            f"{x.shape[dim]} rows do not split over {cp} context-parallel ranks:"
+            f" pad them to a multiple of {2 * cp} (sequences.alignment)."
+        )
+    chunks: tuple[Tensor, ...] = x.chunk(2 * cp, dim)
+    return chunks

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from bundle.capabilities import Mask
-from bundle.sequences.packing.packing import Packing
+from bundle.sequences.packing import Packing
 
 
 @dataclass(frozen=True)
