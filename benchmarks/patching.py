@@ -24,11 +24,11 @@ CHILD = """
 import importlib, sys, time
 import torch
 from bundle.patches import applying, plan
-from bundle.planning.planned import planned
+from bundle.planning import plan_for
 from bundle.recipe import load
 
 recipe, patched, *modules = sys.argv[1:]
-found = plan.make(planned(load(recipe), backend="cpu").survey)
+found = plan.make(plan_for(load(recipe), backend="cpu").survey)
 begin = time.process_time()
 if patched == "patched":
     applying.apply(found)

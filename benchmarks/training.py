@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bundle.planning.planned import planned
+from bundle.planning import plan_for
 from bundle.recipe import Recipe, load
 from bundle.training.runtime import patched_runtime
 
@@ -51,7 +51,7 @@ def main() -> None:
         parser.error("--blocks: the bound needs at least 20")
     torch.set_num_threads(1)
     recipe = load("demo", (*OVERRIDES, f"train.steps={chosen.steps}", f"train.log_interval={chosen.steps}"))
-    runtime = patched_runtime(planned(recipe, per_node=1))
+    runtime = patched_runtime(plan_for(recipe, per_node=1))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory() as directory:
         bundle, bare = arms(recipe, runtime, Path(directory))

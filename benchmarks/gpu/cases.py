@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from bundle.planning.planned import Planned, planned
+from bundle.planning import Plan, plan_for
 from bundle.recipe import Recipe, load
 
 _HERE = Path(__file__).parent
@@ -67,9 +67,9 @@ class Case:
         return self.cuda if backend == "cuda" else self.cpu
 
 
-def plan_of(case: Case, backend: str) -> Planned:
+def plan_of(case: Case, backend: str) -> Plan:
     """The plan of a case on this machine. Raises what says that it cannot run here."""
-    made = planned(case.recipe(backend), per_node=case.gpus)
+    made = plan_for(case.recipe(backend), per_node=case.gpus)
     made.refuse()
     return made
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.rank import grouped, prepared
-from bundle.planning.planned import planned
+from bundle.planning import plan_for
 from bundle.recipe import load
 
 RECIPE = str(Path(__file__).parent / "latent.yaml")
@@ -138,7 +138,7 @@ def main() -> int:
     parser.add_argument("--where", action="store_true", help="name the lines that wait")
     options = parser.parse_args()
     recipe = load(RECIPE, (*PACKED, *options.set))
-    plan = planned(recipe, per_node=1)
+    plan = plan_for(recipe, per_node=1)
     with prepared(plan) as (runtime, device, _):
         steps, wrong = Steps(recipe, runtime, device), 0
         rows = steps.waits([TOKENS // 4] * 4, packed=False)

@@ -22,7 +22,7 @@ from benchmarks.gpu.cases import CASES, Case, plan_of
 from benchmarks.gpu.run import Run
 from bundle.distributed import world
 from bundle.launch.rendezvous import discover
-from bundle.planning.planned import Planned
+from bundle.planning import Plan
 from bundle.recipe import Recipe
 from bundle.training.runtime import patched_runtime
 
@@ -39,7 +39,7 @@ def main(case: Case, backend: str, directory: Path) -> None:
 
 
 @contextmanager
-def prepared(plan: Planned) -> Iterator[tuple[Any, torch.device, int]]:
+def prepared(plan: Plan) -> Iterator[tuple[Any, torch.device, int]]:
     """The planned backend's runtime, this rank's device and number, inside the process group of all ranks."""
     rendezvous = discover(os.environ)
     assert rendezvous.rank is not None and rendezvous.local_rank is not None, "started by torchrun only"

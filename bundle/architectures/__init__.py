@@ -6,12 +6,28 @@ from pathlib import Path
 from typing import Any
 
 from bundle import files
-from bundle.architectures.architecture import MLA, Architecture, MoE, RopeScaling, contradictions
+from bundle.architectures.architecture import (
+    MLA,
+    Architecture,
+    MoE,
+    RopeScaling,
+    contradictions,
+    padded_vocabulary,
+)
 from bundle.architectures.families import FAMILIES
 from bundle.architectures.keys import Keys, closest
 from bundle.errors import UsageError
 
-__all__ = ["MLA", "SUPPORTED", "Architecture", "MoE", "RopeScaling", "from_config", "read_config"]
+__all__ = [
+    "MLA",
+    "SUPPORTED",
+    "Architecture",
+    "MoE",
+    "RopeScaling",
+    "from_config",
+    "padded_vocabulary",
+    "read_config",
+]
 
 SUPPORTED = tuple(sorted(FAMILIES))
 LARGEST_FILE = 4 * 2**20

@@ -1,9 +1,14 @@
 """What a model is, as data: the numbers that decide its tensors, its layout and its arithmetic."""
 
-from bundle.frozen import frozen
+import math
+from dataclasses import dataclass
+
+# Rows of the embedding are a multiple that does not follow tp: a padding that followed tp (Megatron-LM's own
+# rule) would make another tensor of it, and another checkpoint, in every layout.
+VOCABULARY_MULTIPLE = 128
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class RopeScaling:
     """How rotary positions are stretched beyond the length of pre-training, as `transformers` computes it."""
 
@@ -19,7 +24,7 @@ class RopeScaling:
     softmax_mscale: float = 0.0  # latent attention: logits grow by (0.1 x this x ln(factor) + 1)²
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class MLA:
     """Multi-head latent attention: ranks of the two compressions and the widths of one head."""
 
@@ -36,7 +41,7 @@ class MLA:
         return self.qk_head_dim + self.qk_pos_emb_head_dim
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class MoE:
     """The experts, where they stand, and how a token chooses among them."""
 
@@ -56,7 +61,7 @@ class MoE:
     unused_aux_loss_coeff: float = 0.0  # stands in the config, which does not ask for the loss
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """One decoder-only transformer with gated SiLU feed-forward layers and RMS norms."""
 
@@ -93,6 +98,12 @@ class Architecture:
     def layer_pattern(self) -> tuple[int, ...]:
         """Per decoder layer: 1 experts, 0 dense. MTP layers are of the last decoder layer's kind."""
         return self.moe.layer_pattern if self.moe else (0,) * self.num_layers
+
+
+def padded_vocabulary(vocab_size: int, tp: int) -> int:
+    """The rows of the embedding: the next multiple of 128 (of lcm(128, tp) where tp does not divide 128)."""
+    multiple = math.lcm(VOCABULARY_MULTIPLE, tp)
+    return -(-vocab_size // multiple) * multiple
 
 
 def contradictions(a: Architecture) -> list[str]:

@@ -4,15 +4,15 @@ What each number means is said by `transformers.modeling_rope_utils`: defaults, 
 """
 
 import math
+from dataclasses import dataclass
 
 from bundle.architectures.architecture import RopeScaling
 from bundle.architectures.keys import Keys
-from bundle.frozen import frozen
 
 KINDS = ("default", "linear", "llama3", "yarn")
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Rope:
     """Base frequency, rotated fraction of a head, and stretching."""
 

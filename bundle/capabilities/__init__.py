@@ -4,18 +4,17 @@ Everything that may be known about a backend without torch; `backends` holds wha
 """
 
 from bundle.capabilities.ascend import ASCEND
-from bundle.capabilities.attention import AttentionKernel
 from bundle.capabilities.capabilities import (
-    LOCAL,
-    TRANSFORMER_ENGINE,
+    AttentionKernel,
     Capabilities,
     Choice,
     LayerTraits,
     Mask,
     Variable,
 )
-from bundle.capabilities.cpu import CPU
+from bundle.capabilities.cpu import CPU, LOCAL
 from bundle.capabilities.cuda import CUDA
+from bundle.capabilities.transformer_engine import TRANSFORMER_ENGINE
 
 __all__ = [
     "ASCEND",

@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
-from bundle.capabilities.attention import AttentionKernel
 from bundle.capabilities.capabilities import (
-    TRANSFORMER_ENGINE,
+    AttentionKernel,
     Capabilities,
     Choice,
     Fp8Scaling,
@@ -12,6 +11,7 @@ from bundle.capabilities.capabilities import (
     Variable,
     connections,
 )
+from bundle.capabilities.transformer_engine import TRANSFORMER_ENGINE
 from bundle.fp8 import FORMATS, SCALINGS
 
 _NOTES = "MindSpeed 26.1.0 release notes; op-plugin has int8 and int4 products only on A2 and A3"

@@ -4,9 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from bundle.capabilities.attention import AttentionKernel
 from bundle.fp8 import Format, Scaling
 from bundle.recipe import Recipe
+
+HeadDims = Literal["equal", "v<=qk", "any"]
+MaskForm = Literal["none", "valid"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,29 +18,57 @@ class LayerTraits:
     fused_norms: bool  # the norm before a projection is part of that projection
     grouped_experts: bool  # one module for the first matrices of all local experts, one for the second
     fused_kernels: bool  # norms, the gate and attention keep only what their own backward kernel reads
-    fused_loss: (
-        bool  # the loss as one kernel: it makes an fp32 copy of the logits, where torch works in place
-    )
+    fused_loss: bool  # one kernel, which makes an fp32 copy of the logits, where torch works in place
     adam_counters: bool  # the optimizer keeps a step count with every tensor
     source: str
 
 
-LOCAL = LayerTraits(
-    fused_norms=False,
-    grouped_experts=False,
-    fused_kernels=False,
-    fused_loss=False,
-    adam_counters=True,
-    source="megatron-core's local layers on torch's own kernels; torch.optim.AdamW",
-)
-TRANSFORMER_ENGINE = LayerTraits(
-    fused_norms=True,
-    grouped_experts=True,
-    fused_kernels=True,
-    fused_loss=True,
-    adam_counters=False,
-    source="Transformer Engine's layers and FusedAdam, bias_activation_fusion; measured on an H200, 2.14.1",
-)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionKernel:
+    """One value of the recipe's `attention`, and its contract."""
+
+    name: str  # flash, fused or unfused
+    what: str  # the code that runs
+    layouts: tuple[str, ...] = ("thd", "bshd")
+    head_dims: dict[str, HeadDims]  # by layout: how the head dims of query-key and value may differ
+    max_head_dim: int | None = None
+    masks: tuple[str, ...] = ("causal", "padding_causal", "padding", "no_mask")
+    dtypes: tuple[str, ...] = ("bf16",)
+    context_parallel: bool = True
+    source: str
+
+    def against(self, recipe: Recipe) -> list[str]:
+        """Why this kernel does not take the attention of a job, all reasons; empty if it does."""
+        width, value_width = recipe.architecture.head_dims
+        layout = "thd" if recipe.data.packed else "bshd"
+        if layout == "thd" and self.head_dims.get(layout) == "equal":
+            value_width = width  # megatron-core pads the values from 0.18, and a patch does before
+        reasons = self.refusals(layout=layout, mask="causal", qk_head_dim=width, v_head_dim=value_width)
+        found = [f"{why} ({self.source})" for why in reasons]
+        if recipe.model.dtype not in self.dtypes:
+            offered = ", ".join(self.dtypes)
+            found.append(f"{self.name} takes {offered}, and model.dtype is {recipe.model.dtype}")
+        if recipe.parallel.cp > 1 and not self.context_parallel:
+            found.append(f"{self.name} has no context parallelism, and parallel.cp is {recipe.parallel.cp}")
+        return found
+
+    def refusals(self, *, layout: str, mask: str, qk_head_dim: int, v_head_dim: int) -> tuple[str, ...]:
+        """Why this kernel does not take such an attention, all reasons; empty if it does."""
+        dims = f"query and key heads of {qk_head_dim} and value heads of {v_head_dim}"
+        if layout not in self.layouts:
+            return (
+                f"{self.name} attention does not take {layout} input; it takes {' and '.join(self.layouts)}",
+            )
+        found = []
+        if mask not in self.masks:
+            found.append(f"{self.name} attention takes no {mask} mask; it takes {', '.join(self.masks)}")
+        rule = self.head_dims[layout]
+        if (rule == "equal" and qk_head_dim != v_head_dim) or (rule == "v<=qk" and v_head_dim > qk_head_dim):
+            need = "of one size" if rule == "equal" else "with values no wider than keys"
+            found.append(f"{self.name} attention wants {layout} heads {need}, but got {dims}")
+        if self.max_head_dim is not None and max(qk_head_dim, v_head_dim) > self.max_head_dim:
+            found.append(f"{self.name} attention takes heads up to {self.max_head_dim}, but got {dims}")
+        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +90,6 @@ class Variable:
     value: str
     why: str
     when: frozenset[str] = frozenset()  # features of the recipe, all of them
-
-
-MaskForm = Literal["none", "valid"]
 
 
 @dataclass(frozen=True, slots=True)

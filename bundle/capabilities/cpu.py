@@ -2,20 +2,29 @@
 
 from dataclasses import dataclass, replace
 
-from bundle.capabilities.attention import FLASH, FUSED, UNFUSED
 from bundle.capabilities.capabilities import (
-    LOCAL,
     Capabilities,
     Choice,
     Fp8Scaling,
+    LayerTraits,
     Mask,
     Variable,
     connections,
 )
+from bundle.capabilities.transformer_engine import FLASH, FUSED, UNFUSED
 from bundle.fp8 import FORMATS, SCALINGS
 
 _RUNS = "torch's cpu kernels, with the refusals of {}"
 _EMULATED = "Transformer Engine's recipe in torch's own 8-bit numbers, with the refusals of its layers"
+
+LOCAL = LayerTraits(
+    fused_norms=False,
+    grouped_experts=False,
+    fused_kernels=False,
+    fused_loss=False,
+    adam_counters=True,
+    source="megatron-core's local layers on torch's own kernels; torch.optim.AdamW",
+)
 
 CPU = Capabilities(
     backend="cpu",

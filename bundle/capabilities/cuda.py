@@ -2,9 +2,7 @@
 
 from collections.abc import Callable
 
-from bundle.capabilities.attention import FLASH, FUSED, UNFUSED
 from bundle.capabilities.capabilities import (
-    TRANSFORMER_ENGINE,
     Capabilities,
     Choice,
     Fp8Scaling,
@@ -13,6 +11,7 @@ from bundle.capabilities.capabilities import (
     Variable,
     connections,
 )
+from bundle.capabilities.transformer_engine import FLASH, FUSED, TRANSFORMER_ENGINE, UNFUSED
 from bundle.fp8 import FORMATS
 from bundle.recipe import Recipe
 

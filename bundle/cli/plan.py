@@ -7,13 +7,13 @@ from pathlib import Path
 
 import typer
 
-from bundle import hardware, planning
+from bundle import hardware
 from bundle.cli.arguments import job_words, rank_words
 from bundle.errors import ExitCode
 from bundle.launch import outcomes, torchrun
 from bundle.launch.rendezvous import LOOPBACK, Rendezvous
+from bundle.planning import Plan, plan_for, to_json, to_text
 from bundle.planning.inputs import input_problems
-from bundle.planning.planned import planned
 from bundle.recipe import load
 from bundle.recipe.sections import MOST_PER_NODE, MOST_RANKS
 
@@ -43,7 +43,7 @@ def plan(
         raise typer.BadParameter(f"choose one of {', '.join(hardware.BACKENDS)}", param_hint="--backend")
     job = load(recipe, overrides)
     directory = Path("runs") / job.name
-    made = planned(
+    made = plan_for(
         job,
         backend=backend or None,
         named=named or None,
@@ -52,21 +52,19 @@ def plan(
         nodes=nodes or None,
         per_node=per_node or None,
         beside=() if named else tuple(input_problems(job, directory)),
-    ).plan
+    )
     words = job_words(recipe, overrides, allow_drift)
     words += ["--set", f"devices.per_node={per_node}"] if per_node else []
     chosen = backend or named or job.backend not in ("auto", made.hardware.backend)
     run, starts = _commands(made, words, ["--backend", made.hardware.backend] if chosen else [], directory)
     if as_json:
-        print(json.dumps(planning.document(made, run, starts), indent=2))
+        print(json.dumps(to_json(made, run, starts), indent=2))
     else:
-        print(planning.text(made, run, starts))
+        print(to_text(made, run, starts))
     raise typer.Exit(int(made.code))
 
 
-def _commands(
-    made: planning.Plan, words: Sequence[str], flags: Sequence[str], directory: Path
-) -> tuple[str, str]:
+def _commands(made: Plan, words: Sequence[str], flags: Sequence[str], directory: Path) -> tuple[str, str]:
     """The command that runs the job, and what it starts on the first node; none of a job that cannot run."""
     if made.code is not ExitCode.OK:
         return "", ""

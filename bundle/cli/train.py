@@ -17,10 +17,8 @@ from bundle.health import Level
 from bundle.health.packages import package_findings
 from bundle.launch import outcomes, process, torchrun
 from bundle.launch.rendezvous import Rendezvous, discover
-from bundle.planning import Plan
+from bundle.planning import Plan, Problem, hardware_problem, plan_for, recipe_problem
 from bundle.planning.inputs import input_problems
-from bundle.planning.planned import planned
-from bundle.planning.problem import Problem, hardware_problem, recipe_problem
 from bundle.recipe import Recipe, load
 from bundle.runs.directory import RunDirectory, starting_checkpoint
 from bundle.training.job import Job
@@ -66,7 +64,7 @@ def train(
 
         told = Job(job, RunDirectory(directory), fresh, resume, start_from)
         raise typer.Exit(int(work(told, where, backend or None, tuple(allow_drift))))
-    made = planned(
+    made = plan_for(
         job,
         backend=backend or None,
         allow_drift=allow_drift,
@@ -80,12 +78,12 @@ def train(
         ],
     )
     made.refuse()
-    words = rank_words(job_words(recipe, overrides, allow_drift), directory, made.plan.hardware.backend)
+    words = rank_words(job_words(recipe, overrides, allow_drift), directory, made.hardware.backend)
     words += [*(["--fresh"] if fresh else []), *(["--resume"] if resume else [])]
     words += [f"--from={start_from}"] if start_from else []
     if dry_run:
         all_nodes = [replace(where, node_rank=node) for node in range(where.nodes)]
-        launches = [_launch(made.plan, node, directory, words, wait) for node in all_nodes]
+        launches = [_launch(made, node, directory, words, wait) for node in all_nodes]
         print(torchrun.dry_run(launches, os.environ), end="")
         return
     run = RunDirectory(directory)
@@ -93,7 +91,7 @@ def train(
     if goes_on and run.finished(job):
         print(run.nothing_left())
         return
-    process.run(_launch(made.plan, where, directory, words, wait), os.environ)
+    process.run(_launch(made, where, directory, words, wait), os.environ)
 
 
 def _has_checkpoints(directory: Path) -> bool:

@@ -10,11 +10,10 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from bundle.architectures import Architecture
+from bundle.architectures import Architecture, padded_vocabulary
 from bundle.mcore import latent, rotary
 from bundle.mcore.groups import Groups
 from bundle.mcore.signatures import known
-from bundle.planning.parameters import padded_vocabulary
 
 
 @dataclass(frozen=True)

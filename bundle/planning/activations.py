@@ -1,23 +1,24 @@
-"""Bytes of activations that a rank holds, over its chunks and the micro-batches in flight.
+"""Activations: bytes that a rank has saved for backward, over its chunks and the micro-batches in flight.
 
 Counted tensor by tensor as Korthikanti et al. do ("Reducing Activation Recomputation in Large Transformer
-Models", 2022, section 4), for the layers that are really built.
+Models", 2022, section 4), for the layers that are really built: from what one operation saves of a token
+(`SavedForBackward`) to one layer, recomputed modules taken out (`LayerBytes`), to a stage (`activations`).
 """
 
+from dataclasses import dataclass
+
+from bundle.architectures import MLA, padded_vocabulary
 from bundle.capabilities import LayerTraits
-from bundle.frozen import frozen
-from bundle.planning.code import Code
-from bundle.planning.layers import LayerBytes
-from bundle.planning.parameters import padded_vocabulary
-from bundle.planning.placement import Chunk, Placement
+from bundle.planning.code import SHIFTED_GATE, MegatronCode
+from bundle.planning.layout import Chunk, RankLayout
 from bundle.recipe import Recipe
 
-ID = 8  # bytes of a token id
 FP32 = 4
+ID = 8  # bytes of a token's id, and of an expert's number
 
 
-@frozen
-class Activations:
+@dataclass(frozen=True, slots=True)
+class ActivationBytes:
     """Bytes of one rank of a stage.
 
     `microbatch`: what one leaves in all chunks together. `held`: all that waits for its backward pass, at
@@ -36,15 +37,174 @@ class Activations:
         return self.held + self.passing
 
 
+@dataclass(frozen=True, slots=True)
+class SavedForBackward:
+    """What the operations of one family of layers save of one token, in bytes.
+
+    `size` is the bytes of an element in the model's arithmetic. Torch's own operations: read off the tensors
+    that autograd saves (torch.autograd.graph.saved_tensors_hooks). Fused kernels: memory allocated by a
+    forward pass of Transformer Engine's layers on an H200, within 1 % of these. The input of a matrix product
+    is not in here: every family saves it, and what stands before decides its width.
+    """
+
+    size: int
+    fused: bool
+    shifted_gate: bool  # an unfused gate adds an offset to b, which makes a copy
+
+    def norm(self, width: int) -> int:
+        """An RMS norm: fused, the input as it is; else the input and the normalised input in fp32."""
+        return width * self.size + FP32 if self.fused else 2 * width * FP32 + FP32
+
+    def gate(self, width: int) -> int:
+        """silu(a) * b of two halves of `width`: fused, the halves alone; else silu(a) too, and b shifted."""
+        unfused = 4 if self.shifted_gate else 3
+        return (2 if self.fused else unfused) * width * self.size
+
+    def weighted(self, width: int) -> int:
+        """The product with a router weight: part of the gate where that is fused."""
+        return FP32 if self.fused else width * self.size
+
+    def attention(self, heads: int, groups: int, width: int, value_width: int, cp: int) -> int:
+        """Queries, keys, values and a logarithm for each head; the output belongs to the projection after it.
+
+        Unfused it is torch's cpu kernel: fp32, one width, a key head for each query head, an output of its
+        own, and the keys and values of all `cp` ranks that share a sequence.
+        """
+        if self.fused:
+            return (heads * width + groups * (width + value_width)) * self.size + heads * FP32
+        return heads * ((2 + 2 * cp) * max(width, value_width) + 1) * FP32
+
+    def mask(self, rows: int, cp: int) -> int:
+        """The masks of a sequence of which this rank has two chunks, `rows` in all: unfused, in fp32.
+
+        Chunk c of 2·cp sees the c + 1 chunks that end with it; a rank has one from each end.
+        """
+        return 0 if self.fused or cp == 1 else (rows // 2) ** 2 * (2 * cp + 1) * FP32
+
+    def attention_without_inputs(self, heads: int, width: int, value_width: int, cp: int) -> int:
+        """The same where queries, keys and values are discarded after it and computed again.
+
+        Unfused only what was not copied can be: queries and keys of a model in fp32.
+        """
+        if self.fused:
+            return heads * FP32
+        shared = 2 * heads * width * FP32 if self.size == FP32 and cp == 1 else 0
+        return self.attention(heads, heads, width, value_width, cp) - shared
+
+
+class LayerBytes:
+    """Counts layers for one recipe; experts are taken to be chosen evenly.
+
+    `tokens` are those of this rank's micro-batch, `stream` the ones of them that it holds between the tensor
+    parallel regions: fewer with sequence parallelism.
+    """
+
+    def __init__(self, recipe: Recipe, traits: LayerTraits, code: MegatronCode) -> None:
+        self.recipe, self.traits = recipe, traits
+        parallel, recompute = recipe.parallel, recipe.model.recompute
+        size = 2 if recipe.model.dtype == "bf16" else 4
+        self.saved = SavedForBackward(size, traits.fused_kernels, shifted_gate=code.has(SHIFTED_GATE))
+        self.cp = parallel.cp
+        self.rows = recipe.data.sequence_length // parallel.cp
+        self.tokens = self.rows * recipe.train.micro_batch_size
+        self.stream = self.tokens // (parallel.tp if parallel.sequence_parallel else 1)
+        self.stream_input = self.stream * recipe.architecture.hidden_size * self.saved.size
+        selective = recompute is not None and recompute.granularity == "selective"
+        self.again = frozenset(recompute.modules if recompute is not None and selective else ())
+
+    def layer(self, experts: bool) -> int:
+        """One layer, dense or with experts."""
+        latent, fused = self.recipe.architecture.mla, self.traits.fused_norms
+        first = self._norm(part_of_projection=fused and latent is None)
+        attention = self._latent_attention(latent) if latent else self._attention()
+        second = self._norm(part_of_projection=fused and not experts)
+        return first + attention + second + (self._experts() if experts else self._dense())
+
+    def _norm(self, *, part_of_projection: bool) -> int:
+        """A norm over the residual stream, and its output as the input of what follows."""
+        whole = self.stream * self.saved.norm(self.recipe.architecture.hidden_size)
+        if "layernorm" in self.again and not part_of_projection:
+            return min(whole, self.stream_input)
+        return whole + self.stream_input
+
+    def _attention(self) -> int:
+        a, tp, size = self.recipe.architecture, self.recipe.parallel.tp, self.saved.size
+        heads, groups, width = a.num_attention_heads // tp, a.num_query_groups // tp, a.kv_channels
+        total = self._rotation(round(width * a.rotary_fraction))
+        if a.qk_layernorm:
+            total += self.tokens * (heads + groups) * self.saved.norm(width)
+        out = heads * width * size
+        if "core_attn" in self.again:
+            # The values are a view of queries, keys and values together, which therefore stay.
+            return total + self.tokens * ((2 * heads + 3 * groups) * width * size + out)
+        total += self.saved.mask(self.rows, self.cp)
+        return total + self.tokens * (self.saved.attention(heads, groups, width, width, self.cp) + out)
+
+    def _latent_attention(self, mla: MLA) -> int:
+        heads, size = self.recipe.architecture.num_attention_heads // self.recipe.parallel.tp, self.saved.size
+        width, value = mla.q_head_dim, mla.v_head_dim
+        up_again = "mla_up_proj" in self.again
+        total = self._rotation(mla.qk_pos_emb_head_dim)
+        for rank in filter(None, (mla.q_lora_rank, mla.kv_lora_rank)):
+            # Recomputed from its compressed input, a projection keeps that alone (its norm's, where that is
+            # part).
+            product = 0 if up_again and self.traits.fused_norms else rank * size
+            total += self.stream * (self.saved.norm(rank) + product)
+        out = heads * value * size
+        if "core_attn" in self.again:
+            kept = heads * (2 * width + value) * size
+        elif up_again:
+            kept = self.saved.attention_without_inputs(heads, width, value, self.cp)
+        else:
+            kept = self.saved.attention(heads, heads, width, value, self.cp)
+        mask = 0 if "core_attn" in self.again else self.saved.mask(self.rows, self.cp)
+        return total + mask + self.tokens * (kept + out)
+
+    def _rotation(self, width: int) -> int:
+        """Cosines and sines for queries and for keys, of every position once."""
+        return self.rows * 4 * width * self.saved.size
+
+    def _dense(self) -> int:
+        a = self.recipe.architecture
+        if "mlp" in self.again:
+            # Its input is the norm's output, or the norm's own input where the norm is part of it.
+            return -self.stream_input if self.traits.fused_norms else 0
+        return self._gated(self.tokens, a.ffn_hidden_size // self.recipe.parallel.tp)
+
+    def _gated(self, rows: int, width: int) -> int:
+        """A gate and the input of the product after it."""
+        return rows * (self.saved.gate(width) + width * self.saved.size)
+
+    def _experts(self) -> int:
+        """Router, dispatched tokens, experts and shared experts."""
+        moe, parallel = self.recipe.architecture.moe, self.recipe.parallel
+        assert moe is not None
+        if "moe" in self.again:
+            return 0
+        routing = self.stream * (moe.num_experts * 2 * FP32 + moe.topk * 2 * ID)
+        # A rank gets as many copies as it sends, and those of the ranks that hold parts of the same experts.
+        copies = self.stream * moe.topk * parallel.etp
+        width = moe.ffn_hidden_size // parallel.etp
+        if "moe_act" in self.again:
+            inner = copies * 2 * width * self.saved.size
+        else:
+            inner = self._gated(copies, width) + copies * self.saved.weighted(width)
+        shared = 0
+        if moe.shared_ffn_hidden_size and "shared_experts" not in self.again:
+            shared = self._gated(self.tokens, moe.shared_ffn_hidden_size // parallel.tp)
+        dispatched = copies * self.recipe.architecture.hidden_size * self.saved.size
+        return routing + dispatched + inner + shared
+
+
 def activations(
-    recipe: Recipe, placement: Placement, stage: int, layers: LayerTraits, code: Code
-) -> Activations:
+    recipe: Recipe, layout: RankLayout, stage: int, traits: LayerTraits, code: MegatronCode
+) -> ActivationBytes:
     """The activations of a rank of a pipeline stage."""
-    each = LayerBytes(recipe, layers, code)
-    chunks = placement.stages[stage]
-    flying = in_flight(len(placement.stages), stage, len(chunks), placement.microbatches)
+    each = LayerBytes(recipe, traits, code)
+    chunks = layout.stages[stage]
+    flying = in_flight(len(layout.stages), stage, len(chunks), layout.microbatches)
     sizes = [_chunk(each, chunk) for chunk in chunks]
-    return Activations(
+    return ActivationBytes(
         microbatch=sum(sizes),
         held=sum(size * count for size, count in zip(sizes, flying, strict=True)),
         passing=max(max(_recomputed(each, chunk), _logits(each, chunk)) for chunk in chunks),
@@ -104,22 +264,22 @@ def _mtp(each: LayerBytes) -> int:
     hidden = architecture.hidden_size
     if recompute is not None and recompute.granularity == "full":
         return each.tokens * ID + 2 * each.stream_input + _head(each)
-    joined = 2 * each.stream * each.kept.norm(hidden) + 2 * each.stream_input
+    joined = 2 * each.stream * each.saved.norm(hidden) + 2 * each.stream_input
     return each.tokens * ID + joined + each.layer(bool(architecture.layer_pattern[-1])) + _head(each)
 
 
 def _head(each: LayerBytes) -> int:
     """The last norm, the output layer's input, and the softmax over the vocabulary, in fp32."""
     hidden, rows = each.recipe.architecture.hidden_size, _vocabulary(each)
-    return each.stream * each.kept.norm(hidden) + each.stream_input + each.tokens * (rows * FP32 + ID)
+    return each.stream * each.saved.norm(hidden) + each.stream_input + each.tokens * (rows * FP32 + ID)
 
 
 def _logits(each: LayerBytes, chunk: Chunk) -> int:
     """The logits of every loss beside their softmax, and the fp32 copy of a fused loss."""
     if not chunk.head:
         return 0
-    copies = 0 if each.kept.size == FP32 else (1 + chunk.mtp_layers) * each.kept.size
-    return each.tokens * _vocabulary(each) * (copies + (FP32 if each.layers.fused_loss else 0))
+    copies = 0 if each.saved.size == FP32 else (1 + chunk.mtp_layers) * each.saved.size
+    return each.tokens * _vocabulary(each) * (copies + (FP32 if each.traits.fused_loss else 0))
 
 
 def _vocabulary(each: LayerBytes) -> int:

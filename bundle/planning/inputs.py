@@ -9,7 +9,7 @@ from typing import Any
 
 from bundle import files
 from bundle.errors import UsageError
-from bundle.planning.problem import Problem, hardware_problem, recipe_problem
+from bundle.planning.problems import Problem, hardware_problem, recipe_problem
 from bundle.recipe import Recipe
 from bundle.recipe.sources import STDLIB, expand
 

@@ -7,26 +7,15 @@ Read off GPTModel.named_parameters() in all eight minors from 0.12 to 0.19, whic
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from bundle.architectures import MLA, Architecture
+from bundle.architectures import MLA, Architecture, padded_vocabulary
 from bundle.capabilities import LayerTraits
-from bundle.frozen import frozen
-from bundle.planning.placement import Chunk
+from bundle.planning.layout import Chunk
 from bundle.recipe import Parallel
 
-# Rows of the embedding are a multiple that does not follow tp: a padding that followed tp (Megatron-LM's own
-# rule) would make another tensor of it, and another checkpoint, in every layout.
-VOCABULARY_MULTIPLE = 128
 
-
-def padded_vocabulary(vocab_size: int, tp: int) -> int:
-    """The rows of the embedding: the next multiple of 128 (of lcm(128, tp) where tp does not divide 128)."""
-    multiple = math.lcm(VOCABULARY_MULTIPLE, tp)
-    return -(-vocab_size // multiple) * multiple
-
-
-@frozen
+@dataclass(frozen=True, slots=True)
 class Parameter:
     """One tensor of one rank. `shape` is local; `cut` names the axis (tp or etp) and the dimension it was cut
     along.
@@ -36,9 +25,7 @@ class Parameter:
     shape: tuple[int, ...]
     cut: tuple[str, int] | None = None
     expert: bool = False
-    shared_embedding: bool = (
-        False  # reduced between the first and the last stage, hence in a bucket of its own
-    )
+    shared_embedding: bool = False  # of the first and the last stage, hence in a bucket of its own
 
     @property
     def elements(self) -> int:
@@ -47,18 +34,18 @@ class Parameter:
 
 
 def parameters(
-    architecture: Architecture, parallel: Parallel, chunk: Chunk, layers: LayerTraits
+    architecture: Architecture, parallel: Parallel, chunk: Chunk, traits: LayerTraits
 ) -> tuple[Parameter, ...]:
     """The parameters of one rank's model chunk, in the order in which megatron-core registers them."""
-    writer = _Writer(architecture, parallel, layers)
+    writer = _Writer(architecture, parallel, traits)
     return tuple(writer.chunk(chunk))
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class _Writer:
     architecture: Architecture
     parallel: Parallel
-    layers: LayerTraits
+    traits: LayerTraits
 
     def chunk(self, chunk: Chunk) -> Iterator[Parameter]:
         architecture, parallel = self.architecture, self.parallel
@@ -88,7 +75,7 @@ class _Writer:
         yield Parameter(f"{at}.final_layernorm.weight", (hidden,))
 
     def layer(self, at: str, experts: bool) -> Iterator[Parameter]:
-        hidden, fused = self.architecture.hidden_size, self.layers.fused_norms
+        hidden, fused = self.architecture.hidden_size, self.traits.fused_norms
         latent = self.architecture.mla
         # Latent attention starts with projections that are not fused with a norm.
         if latent or not fused:
@@ -110,7 +97,7 @@ class _Writer:
         width = a.kv_channels
         yield self.matrix(f"{at}.linear_proj", a.hidden_size, a.num_attention_heads * width, rows=False)
         rows = (a.num_attention_heads + 2 * a.num_query_groups) * width
-        yield from self.normed(f"{at}.linear_qkv", rows, a.hidden_size, norm=self.layers.fused_norms)
+        yield from self.normed(f"{at}.linear_qkv", rows, a.hidden_size, norm=self.traits.fused_norms)
         if a.qkv_bias:
             yield Parameter(f"{at}.linear_qkv.bias", (rows // self.parallel.tp,), ("tp", 0))
         if a.qk_layernorm:
@@ -118,7 +105,7 @@ class _Writer:
             yield Parameter(f"{at}.k_layernorm.weight", (width,))
 
     def latent_attention(self, at: str, mla: MLA) -> Iterator[Parameter]:
-        a, fused = self.architecture, self.layers.fused_norms
+        a, fused = self.architecture, self.traits.fused_norms
         heads, hidden = a.num_attention_heads, a.hidden_size
         yield self.matrix(f"{at}.linear_proj", hidden, heads * mla.v_head_dim, rows=False)
         queries = heads * mla.q_head_dim
@@ -149,7 +136,7 @@ class _Writer:
         first = Parameter("", (2 * moe.ffn_hidden_size // etp, hidden), ("etp", 0), expert=True)
         second = Parameter("", (hidden, moe.ffn_hidden_size // etp), ("etp", 1), expert=True)
         local = range(moe.num_experts // self.parallel.ep)
-        if self.layers.grouped_experts:
+        if self.traits.grouped_experts:
             yield from (replace(first, name=f"{at}.experts.linear_fc1.weight{i}") for i in local)
             yield from (replace(second, name=f"{at}.experts.linear_fc2.weight{i}") for i in local)
         else:

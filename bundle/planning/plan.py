@@ -1,29 +1,43 @@
-"""The plan: everything that a job will be, and every reason why it cannot be that."""
+"""The plan: everything that a job will be on a machine with a megatron-core, and every reason against it."""
 
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
 
 from packaging.version import Version
 
-from bundle.capabilities import Capabilities, Choice, Variable
-from bundle.errors import ExitCode
-from bundle.frozen import frozen
-from bundle.hardware import Hardware
-from bundle.patches import Action, Decision
-from bundle.planning.activations import activations
-from bundle.planning.capacity import Stage, devices_problems, memory_note, memory_problems
-from bundle.planning.code import Code
-from bundle.planning.placement import Placement, place
-from bundle.planning.problem import Problem, recipe_problem
-from bundle.planning.refusals import refusals
-from bundle.planning.states import Ledger
+from bundle import capabilities, stack
+from bundle.capabilities import Choice, Variable
+from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, PatchError, UsageError
+from bundle.hardware import NAMES, Hardware, detect, preset
+from bundle.patches import subject, survey, table
+from bundle.patches.subject import DEFAULT, Subject
+from bundle.patches.survey import Survey
+from bundle.patches.table import Table
+from bundle.planning.code import MegatronCode
+from bundle.planning.layout import RankLayout, can_lay_out, rank_layout
+from bundle.planning.memory import MemoryEstimate, estimates, memory_note
+from bundle.planning.problems import (
+    Problem,
+    backend_problems,
+    devices_problems,
+    layout_problems,
+    memory_problems,
+    patch_problems,
+    recipe_problem,
+)
 from bundle.recipe import Recipe
+from bundle.stack import versions
 
 # The gravest first: a recipe has to be changed before a machine is worth looking for.
-_ORDER = (ExitCode.USAGE, ExitCode.ENVIRONMENT_UNFIT, ExitCode.PATCHES)
+_ERRORS: dict[ExitCode, type[BundleError]] = {
+    ExitCode.USAGE: UsageError,
+    ExitCode.ENVIRONMENT_UNFIT: EnvironmentUnfit,
+    ExitCode.PATCHES: PatchError,
+}
+_ORDER = tuple(_ERRORS)
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Target:
     """The megatron-core that is planned for: its version, and where that was read."""
 
@@ -36,19 +50,19 @@ class Target:
         return Version(Version(self.version).base_version)
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All that will happen. `placement` is None, and `stages` empty, where the ranks cannot be laid out."""
+    """All that will happen. `layout` is None, and `memory` empty, where the ranks cannot be laid out."""
 
     recipe: Recipe
     hardware: Hardware
     target: Target
     nodes: int
     per_node: int
-    placement: Placement | None
-    stages: tuple[Stage, ...]
+    layout: RankLayout | None
+    memory: tuple[MemoryEstimate, ...]  # of every pipeline stage
     attention: Choice
-    decisions: tuple[Decision, ...]
+    patches: Survey
     environment: tuple[Variable, ...]
     notes: tuple[str, ...]
     problems: tuple[Problem, ...]
@@ -64,36 +78,67 @@ class Plan:
         codes = {problem.code for problem in self.problems}
         return next((code for code in _ORDER if code in codes), ExitCode.OK)
 
+    def refuse(self) -> None:
+        """Raises the gravest problem's error with all problems in it; does nothing when there is none."""
+        if self.code is not ExitCode.OK:
+            reasons = [problem.text for problem in self.problems]
+            raise _ERRORS[self.code](f"recipe {self.recipe.name} cannot run here", reasons)
 
-def make(
+
+def plan_for(
+    recipe: Recipe,
+    *,
+    backend: str | None = None,
+    named: str | None = None,
+    mcore: str = "",
+    allow_drift: Sequence[str] = (),
+    nodes: int | None = None,
+    per_node: int | None = None,
+    beside: Sequence[Problem] = (),
+) -> Plan:
+    """The plan of a recipe; what is None comes from the recipe and from this machine.
+
+    `named` is a machine to plan for instead of this one, `mcore` a version or a tree instead of what is
+    installed, `beside` problems that were found elsewhere. Raises UsageError and EnvironmentUnfit where there
+    is nothing to plan with.
+    """
+    hardware, notes = machine(recipe.backend, backend, named)
+    kernel = capabilities.of(hardware.backend).attention(recipe, hardware.generation.value).value
+    features = recipe.features - {"attention-auto"} | {f"attention-{kernel}"}
+    target, decided = _megatron(features, hardware, mcore, allow_drift)
+    return plan_on(
+        recipe, hardware, target, decided, nodes=nodes, per_node=per_node, notes=notes, beside=beside
+    )
+
+
+def plan_on(
     recipe: Recipe,
     hardware: Hardware,
-    can: Capabilities,
     target: Target,
-    decisions: Sequence[Decision],
+    decided: Survey,
     *,
     nodes: int | None = None,
     per_node: int | None = None,
     notes: Sequence[str] = (),
     beside: Sequence[Problem] = (),
-    root: Path | None = None,
 ) -> Plan:
-    """The plan for a recipe on a machine, with every problem in it; `nodes` and `per_node` override the
-    recipe, `beside` are problems that somebody else found, `root` is the tree of the target, if there is one.
+    """The plan for a machine and a megatron-core that are known, with every problem in it.
+
+    `nodes` and `per_node` override the recipe, `beside` are problems that somebody else found.
     """
-    code = Code(target.release, root)
+    can, code = capabilities.of(hardware.backend), MegatronCode(target.release, decided.subject.root)
     nodes = nodes or recipe.devices.nodes
     per_node = per_node or recipe.devices.per_node or _all_devices(recipe, hardware, nodes)
-    violations = recipe.layout_violations(nodes * per_node)
-    placement = None if violations else place(recipe, nodes * per_node)
-    stages = () if placement is None else _stages(recipe, placement, can, code)
-    patches = {decision.id for decision in decisions if decision.action is Action.APPLY}
-    tight = memory_note(stages, hardware.device_memory)
+    world = nodes * per_node
+    layout = rank_layout(recipe, world) if can_lay_out(recipe, world) else None
+    stages = () if layout is None else estimates(recipe, layout, can.layers, code)
+    note = memory_note(stages, hardware.device_memory)
     problems = (
         *beside,
-        *map(recipe_problem, violations),
-        *refusals(recipe, can, hardware, code, placement, patches),
-        *_stopping(decisions),
+        *map(recipe_problem, recipe.layout_violations(world)),
+        *backend_problems(recipe, can, hardware, code),
+        *(() if layout is None else layout_problems(recipe, can, layout, decided.decisions)),
+        *patch_problems(decided.decisions),
         *devices_problems(hardware, per_node),
         *memory_problems(stages, hardware, per_node),
     )
@@ -103,14 +148,37 @@ def make(
         target=target,
         nodes=nodes,
         per_node=per_node,
-        placement=placement,
-        stages=stages,
+        layout=layout,
+        memory=stages,
         attention=can.attention(recipe, hardware.generation.value),
-        decisions=tuple(decisions),
+        patches=decided,
         environment=can.variables(recipe.features),
-        notes=(*notes, *hardware.notes, *([tight] if tight else [])),
+        notes=(*notes, *hardware.notes, *([note] if note else [])),
         problems=tuple(sorted(problems, key=lambda problem: _ORDER.index(problem.code))),
     )
+
+
+def machine(asked: str, backend: str | None, named: str | None) -> tuple[Hardware, tuple[str, ...]]:
+    """The hardware to plan for and what is odd about it.
+
+    `asked` is the recipe's backend, `backend` and `named` are the flags --backend and --hardware. A named
+    machine wins over the recipe's backend, since the question is then what would happen there. Raises
+    UsageError for flags that contradict each other, EnvironmentUnfit where this machine does not have the
+    backend.
+    """
+    if named is None:
+        try:
+            return detect(backend or asked), ()
+        except EnvironmentUnfit as error:
+            hint = f"to plan for another machine: --hardware {'|'.join(NAMES)}"
+            raise EnvironmentUnfit(f"{error}\n{hint}") from error
+    hardware = preset(named)
+    notes = [f"for {named}: neither this machine nor the files of the job were looked at"]
+    if backend not in (None, "auto", hardware.backend):
+        raise UsageError(f"--hardware {named} is a machine for {hardware.backend}, --backend says {backend}")
+    if backend is None and asked not in ("auto", hardware.backend):
+        notes.append(f"the recipe says backend: {asked}; on {named} the command says otherwise")
+    return hardware, tuple(notes)
 
 
 def _all_devices(recipe: Recipe, hardware: Hardware, nodes: int) -> int:
@@ -120,25 +188,29 @@ def _all_devices(recipe: Recipe, hardware: Hardware, nodes: int) -> int:
     return len(hardware.devices)
 
 
-def _stages(recipe: Recipe, placement: Placement, can: Capabilities, code: Code) -> tuple[Stage, ...]:
-    ledger = Ledger.of(recipe, placement, code, can.layers)
-    return tuple(
-        Stage(
-            index=index,
-            chunks=chunks,
-            states=ledger.largest(index),
-            activations=activations(recipe, placement, index, can.layers, code),
+def _megatron(
+    features: frozenset[str], on: Hardware, mcore: str, allowed: Sequence[str]
+) -> tuple[Target, Survey]:
+    """The megatron-core that is named, installed or else the default, and the decisions about it."""
+    here, reviewed = stack.detect(), table.load()
+    if mcore:
+        of, origin = subject.named(mcore, reviewed), "--mcore"
+        _check_minor(of, reviewed)
+    else:
+        of = subject.installed(here, reviewed)
+        origin = f"{of.root}, {of.origin}" if of.root else of.origin
+    decided = survey.survey(of, reviewed, here, backend=on.backend, features=features, allowed=allowed)
+    known = of.version is not None and stack.base(of.version) is not None
+    unread = "" if known else f"; its version cannot be read, taken for {DEFAULT}"
+    return Target(of.version if known and of.version else DEFAULT, origin + unread), decided
+
+
+def _check_minor(of: Subject, reviewed: Table) -> None:
+    """Raises UsageError for a mere version of a minor that nobody has reviewed: there may be none such."""
+    known = [minor for reference in reviewed.references if (minor := versions.minor(reference))]
+    if of.root is None and of.version is not None and versions.minor(of.version) not in known:
+        first, last = (".".join(map(str, minor)) for minor in (known[0], known[-1]))
+        raise UsageError(
+            f"--mcore {of.version}: no megatron-core of that number is known, only {first} to {last}; for "
+            "another one give the directory of its source"
         )
-        for index, chunks in enumerate(placement.stages)
-    )
-
-
-def _stopping(decisions: Sequence[Decision]) -> list[Problem]:
-    """A known trap is the recipe's problem, a patch that cannot be applied is its own."""
-    return [
-        recipe_problem(f"{decision.id}: {decision.reason}")
-        if decision.action is Action.TRAP
-        else Problem(ExitCode.PATCHES, f"{decision.id}: {decision.action}: {decision.reason}")
-        for decision in decisions
-        if decision.stops
-    ]

@@ -4,16 +4,16 @@ from typing import TYPE_CHECKING
 
 from bundle import backends
 from bundle.patches import applying, plan
-from bundle.planning.planned import Planned
+from bundle.planning import Plan
 
 if TYPE_CHECKING:
     from bundle.mcore.runtime import Runtime
 
 
-def patched_runtime(of: Planned) -> "Runtime":
+def patched_runtime(of: Plan) -> "Runtime":
     """The runtime of the planned backend; the planned patches stay in force for the life of this process.
 
     Raises PatchError where megatron-core is not the planned one.
     """
-    applying.apply(plan.make(of.survey))
-    return backends.prepare(of.plan.hardware.backend)
+    applying.apply(plan.make(of.patches))
+    return backends.prepare(of.hardware.backend)

@@ -13,8 +13,7 @@ from bundle.health import image
 from bundle.launch import outcomes, process
 from bundle.launch.rendezvous import Rendezvous
 from bundle.patches import plan as patch_plan
-from bundle.planning import document
-from bundle.planning.planned import Planned, planned
+from bundle.planning import Plan, plan_for, to_json
 from bundle.recipe import Recipe
 from bundle.training.job import Job
 from bundle.training.runtime import patched_runtime
@@ -26,7 +25,7 @@ def work(job: Job, rendezvous: Rendezvous, backend: str | None, allow_drift: tup
     assert rank is not None and local_rank is not None and size is not None, "only a rank works"
 
     def body() -> None:
-        made = planned(
+        made = plan_for(
             job.recipe,
             backend=backend,
             allow_drift=allow_drift,
@@ -41,7 +40,7 @@ def work(job: Job, rendezvous: Rendezvous, backend: str | None, allow_drift: tup
     return outcomes.report(rank, local_rank, body)
 
 
-def _train(job: Job, made: Planned, rendezvous: Rendezvous, rank: int, local_rank: int, size: int) -> None:
+def _train(job: Job, made: Plan, rendezvous: Rendezvous, rank: int, local_rank: int, size: int) -> None:
     seconds = job.recipe.distributed.timeout_seconds
     timeout = timedelta(seconds=seconds)
     meeting = world.open_store(rendezvous, timeout)
@@ -54,7 +53,7 @@ def _train(job: Job, made: Planned, rendezvous: Rendezvous, rank: int, local_ran
         with dog.patience("importing megatron"):
             # Only now: it must meet the patches.
             from bundle.training import session
-        described = document(made.plan, "", "")
+        described = to_json(made, "", "")
         try:
             session.run(job, described, _versions(), runtime, device, dog)
         except Preempted:
@@ -68,9 +67,9 @@ def _versions() -> dict[str, dict[str, str | None]]:
     return {p.name: {"version": p.version, "commit": p.commit} for p in stack.detect().packages()}
 
 
-def _identity(recipe: Recipe, made: Planned) -> dict[str, str]:
+def _identity(recipe: Recipe, made: Plan) -> dict[str, str]:
     """What all ranks must have in common: a name and a short value each; no paths, no host names."""
     digest = of_json(recipe.dump())
-    backend = made.plan.hardware.backend
+    backend = made.hardware.backend
     inputs = image.inputs_of(Path(image.RECORD))
-    return {"recipe": digest, "backend": backend, "image": inputs, **patch_plan.make(made.survey).fields()}
+    return {"recipe": digest, "backend": backend, "image": inputs, **patch_plan.make(made.patches).fields()}

@@ -16,11 +16,10 @@ from packaging.version import Version
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bundle.capabilities import LOCAL
-from bundle.planning.buffers import breaks_before_0_13
-from bundle.planning.code import Code
+from bundle.planning.code import MegatronCode
+from bundle.planning.layout import RankLayout, rank_layout
+from bundle.planning.memory import StateBuffers, StateBytes, splits_shared_embedding
 from bundle.planning.parameters import parameters
-from bundle.planning.placement import Placement, place
-from bundle.planning.states import Ledger, States
 from bundle.recipe import Recipe
 from tests.planning.jobs import DEEPSEEK, QWEN2_TIED, QWEN3, job
 from tests.planning.megatron import ready
@@ -56,16 +55,16 @@ def main() -> None:
         for dtype in ("bf16", "fp32"):
             model = {"model": {"config": config, "dtype": dtype}}
             recipe = job(config, **model, train={"steps": 1, "global_batch_size": 12}, **sections)
-            placement = place(recipe, world)
-            if release < Version("0.13") and _breaks(recipe, placement):
+            layout = rank_layout(recipe, world)
+            if release < Version("0.13") and _breaks(recipe, layout):
                 continue
-            ledger = Ledger.of(recipe, placement, Code(release), LOCAL)
+            buffers = StateBuffers.of(recipe, layout, LOCAL, MegatronCode(release))
             for rank in range(world):
                 dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
                 try:
                     wrong += [
                         f"{config['model_type']} {sections} {dtype} rank {rank}: {what}"
-                        for what in compare(recipe, placement, ledger, rank, runtime)
+                        for what in compare(recipe, layout, buffers, rank, runtime)
                     ]
                 finally:
                     dist.destroy_process_group()
@@ -73,7 +72,7 @@ def main() -> None:
     print(json.dumps({"release": str(release), "ranks": seen, "wrong": wrong}))
 
 
-def compare(recipe: Recipe, placement: Placement, ledger: Ledger, rank: int, runtime: Any) -> list[str]:
+def compare(recipe: Recipe, layout: RankLayout, buffers: StateBuffers, rank: int, runtime: Any) -> list[str]:
     """Every difference between one rank and its prediction."""
     from bundle.mcore import groups, optimization
     from bundle.mcore.config import transformer_config
@@ -90,7 +89,7 @@ def compare(recipe: Recipe, placement: Placement, ledger: Ledger, rank: int, run
         finally:
             groups.destroy()
     wrong = []
-    for chunk, model in zip(placement.chunks(rank), models, strict=True):
+    for chunk, model in zip(layout.chunks(rank), models, strict=True):
         expected = [
             (tensor.name, tensor.shape)
             for tensor in parameters(recipe.architecture, recipe.parallel, chunk, LOCAL)
@@ -107,13 +106,13 @@ def compare(recipe: Recipe, placement: Placement, ledger: Ledger, rank: int, run
         wrong += (
             [] if len(expected) == len(found) else [f"{len(expected)} tensors predicted, {len(found)} found"]
         )
-    predicted, measured = ledger.rank(rank), allocated(chunks, optimizer)
+    predicted, measured = buffers.rank(rank), allocated(chunks, optimizer)
     if predicted != measured:
         wrong.append(f"{predicted} predicted, {measured} found")
     return wrong
 
 
-def allocated(chunks: list[Any], optimizer: Any) -> States:
+def allocated(chunks: list[Any], optimizer: Any) -> StateBytes:
     """What megatron's wrapper and optimizer really hold."""
     buffers = [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
@@ -124,7 +123,7 @@ def allocated(chunks: list[Any], optimizer: Any) -> States:
         for state in part.optimizer.state.values()
         for name, tensor in state.items()
     ]
-    return States(
+    return StateBytes(
         parameters=sum(buffer.param_data.nbytes for buffer in buffers),
         gradients=sum(buffer.grad_data.nbytes for buffer in buffers),
         master=sum(
@@ -135,10 +134,10 @@ def allocated(chunks: list[Any], optimizer: Any) -> States:
     )
 
 
-def _breaks(recipe: Recipe, placement: Placement) -> bool:
-    ranks = placement.size("dp") * placement.size("cp")
-    of = functools.partial(parameters, recipe.architecture, recipe.parallel, layers=LOCAL)
-    return any(breaks_before_0_13(of(chunk=chunk), ranks) for stage in placement.stages for chunk in stage)
+def _breaks(recipe: Recipe, layout: RankLayout) -> bool:
+    ranks = layout.size("dp") * layout.size("cp")
+    of = functools.partial(parameters, recipe.architecture, recipe.parallel, traits=LOCAL)
+    return any(splits_shared_embedding(of(chunk=chunk), ranks) for stage in layout.stages for chunk in stage)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,13 @@
 """Recipes for planning tests: small models of every kind in any layout."""
 
+from collections.abc import Sequence
 from typing import Any
 
+from bundle.hardware import Hardware
+from bundle.patches import Decision
+from bundle.patches.subject import Subject
+from bundle.patches.survey import Survey
+from bundle.planning import Plan, Target, plan_on
 from bundle.recipe import Recipe, from_mapping
 
 _BASE = {
@@ -44,3 +50,15 @@ def job(config: dict[str, Any], **sections: Any) -> Recipe:
     }
     merged = {name: values | sections.pop(name, {}) for name, values in defaults.items()}
     return from_mapping({"name": "job", **merged, **sections})
+
+
+def plan(
+    recipe: Recipe,
+    on: Hardware,
+    version: str = "0.16.1",
+    decisions: Sequence[Decision] = (),
+    **options: Any,
+) -> Plan:
+    """The plan for a megatron-core without a tree, about which just these decisions were made."""
+    decided = Survey(Subject(version, None, None, "a test", None), tuple(decisions))
+    return plan_on(recipe, on, Target(version, "a test"), decided, **options)

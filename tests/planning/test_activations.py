@@ -8,8 +8,8 @@ from packaging.version import Version
 
 from bundle.capabilities import LOCAL
 from bundle.planning.activations import activations
-from bundle.planning.code import Code
-from bundle.planning.placement import place
+from bundle.planning.code import MegatronCode
+from bundle.planning.layout import rank_layout
 from bundle.recipe import load
 from tests import world
 
@@ -34,18 +34,18 @@ CASES = [
 @pytest.mark.world
 def test_what_ranks_keep_and_how_many_wait():
     pytest.importorskip("megatron.core")
-    release = Code(Version(Version(importlib.metadata.version("megatron-core")).base_version))
+    release = MegatronCode(Version(Version(importlib.metadata.version("megatron-core")).base_version))
     ranks = world.run("tests.planning.rank", 2, *map(json.dumps, CASES), timeout=300)
     measured = [json.loads(said.splitlines()[-1]) for said in ranks]
     for index, (name, *overrides) in enumerate(CASES):
         recipe = load(name, overrides)
-        placement = place(recipe, 2)
+        layout = rank_layout(recipe, 2)
         for rank in range(2):
-            stage = placement.axis("pp").index(rank)
-            expected = activations(recipe, placement, stage, LOCAL, release)
+            stage = layout.axis("pp").index(rank)
+            expected = activations(recipe, layout, stage, LOCAL, release)
             found = measured[rank][index]
-            chunks = len(placement.stages[stage])
-            assert found["microbatches"] == placement.microbatches * chunks
+            chunks = len(layout.stages[stage])
+            assert found["microbatches"] == layout.microbatches * chunks
             assert found["in_flight"] == sum(expected.in_flight), (name, overrides, rank)
-            kept = found["kept"] / placement.microbatches
+            kept = found["kept"] / layout.microbatches
             assert expected.microbatch == pytest.approx(kept, rel=0.1), (name, overrides, rank)

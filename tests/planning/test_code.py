@@ -5,20 +5,19 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from bundle.planning import code
-from bundle.planning.code import Code, Sign
-from bundle.planning.planned import planned
+from bundle.planning import code, plan_for
+from bundle.planning.code import MegatronCode, SourcePredicate
 from bundle.recipe import load
 
-SIGNS = [sign for sign in vars(code).values() if isinstance(sign, Sign)]
+SIGNS = [sign for sign in vars(code).values() if isinstance(sign, SourcePredicate)]
 KEY = "model.recompute.modules: megatron-core"
 
 
 @pytest.mark.parametrize("sign", SIGNS, ids=lambda sign: sign.text)
-def test_releases_show_a_sign_from_the_one_that_it_came_with(sign: Sign, release_trees) -> None:
+def test_releases_show_a_sign_from_the_one_that_it_came_with(sign: SourcePredicate, release_trees) -> None:
     for number, root in release_trees.items():
         version = Version(number)
-        assert Code(version, root).has(sign) == Code(version).has(sign), number
+        assert MegatronCode(version, root).has(sign) == MegatronCode(version).has(sign), number
 
 
 def test_a_tree_is_believed_before_its_number(tmp_path: Path) -> None:
@@ -26,12 +25,12 @@ def test_a_tree_is_believed_before_its_number(tmp_path: Path) -> None:
     file = tmp_path / "megatron/core" / sign.file
     file.parent.mkdir(parents=True)
     file.write_text(f"allowed = {{{sign.text}}}")
-    backported, number = Code(Version("0.12.3"), tmp_path), Code(Version("0.12.3"))
+    backported, number = MegatronCode(Version("0.12.3"), tmp_path), MegatronCode(Version("0.12.3"))
     assert (backported.has(sign), number.has(sign)) == (True, False)
     assert backported.said_by(sign) == f"read in {sign.file}"
     assert number.said_by(sign) == "by the number 0.12.3 alone"
     file.write_text("")
-    assert not Code(Version("0.19.2"), tmp_path).has(sign)
+    assert not MegatronCode(Version("0.19.2"), tmp_path).has(sign)
 
 
 def test_a_refusal_says_what_decided_it(release_trees: dict[str, Path]) -> None:
@@ -39,6 +38,6 @@ def test_a_refusal_says_what_decided_it(release_trees: dict[str, Path]) -> None:
     old = next((tree for number, tree in release_trees.items() if Version(number) < Version("0.14")), None)
     assert old is not None, "no release before 0.14 among the trees"
     for mcore, decided in (("0.13.1", "by the number 0.13.1 alone"), (old, "read in transformer/")):
-        made = planned(recipe, backend="cpu", mcore=str(mcore)).plan
+        made = plan_for(recipe, backend="cpu", mcore=str(mcore))
         (said,) = [problem.text for problem in made.problems if problem.text.startswith(KEY)]
         assert decided in said

@@ -2,12 +2,10 @@
 
 import pytest
 
-from bundle import capabilities
 from bundle.errors import ExitCode
 from bundle.hardware import detect, preset
-from bundle.planning import Target, make
 from tests.hardware.machines import recorded
-from tests.planning.jobs import DEEPSEEK, QWEN3, job
+from tests.planning.jobs import DEEPSEEK, QWEN3, job, plan
 
 # DEEPSEEK's sizes are odd on purpose; these are multiples of 32 on one rank.
 EVEN = DEEPSEEK | {
@@ -30,15 +28,7 @@ def refused(config, machine, fp8, **parallel):
         train={"global_batch_size": 16},
     )
     hardware = detect("cpu", recorded("cgroup-v1")) if machine == "cpu" else preset(machine)
-    made = make(
-        recipe,
-        hardware,
-        capabilities.of(hardware.backend),
-        Target("0.16.1", "a test"),
-        [],
-        nodes=1,
-        per_node=world,
-    )
+    made = plan(recipe, hardware, nodes=1, per_node=world)
     found = [p for p in made.problems if "on each rank" in p.text]
     assert all(p.code is ExitCode.USAGE and p.text.startswith("model.fp8: ") for p in found)
     return [p.text.partition("on each rank ")[2].partition(":")[0] for p in found]
@@ -112,7 +102,7 @@ def test_rows_of_equal_length_fill_the_products_of_every_rank(
         train={"micro_batch_size": rows, "global_batch_size": 16},
     )
     hardware = detect("cpu", recorded("cgroup-v1"))
-    made = make(recipe, hardware, capabilities.of("cpu"), Target("0.16.1", "a test"), [])
+    made = plan(recipe, hardware)
     found = [problem.text.partition(": change")[0] for problem in made.problems]
     if multiple is None:
         assert found == []

@@ -8,14 +8,14 @@ from packaging.version import Version
 
 from bundle.capabilities import TRANSFORMER_ENGINE
 from bundle.planning.activations import activations
-from bundle.planning.code import Code
+from bundle.planning.code import MegatronCode
+from bundle.planning.layout import rank_layout
+from bundle.planning.memory import StateBuffers
 from bundle.planning.parameters import parameters
-from bundle.planning.placement import place
-from bundle.planning.states import Ledger
 from tests.planning.jobs import job
 
 RECORDED = json.loads((Path(__file__).parent / "fixtures/h200.json").read_text())
-RELEASE = Code(Version("0.16.1"))
+RELEASE = MegatronCode(Version("0.16.1"))
 
 _BASE = {
     "vocab_size": 32000,
@@ -62,7 +62,7 @@ def recipe(model, layers, recompute=None):
 @pytest.mark.parametrize("model", ["gqa", "mla", "moe"])
 def test_names_and_shapes_of_transformer_engine_layers(model):
     of = recipe(model, 4)
-    (chunk,) = place(of, 1).stages[0]
+    (chunk,) = rank_layout(of, 1).stages[0]
     expected = [
         (tensor.name.replace("mtp_model_layer", "transformer_layer"), list(tensor.shape))
         for tensor in parameters(of.architecture, of.parallel, chunk, TRANSFORMER_ENGINE)
@@ -75,12 +75,12 @@ def test_names_and_shapes_of_transformer_engine_layers(model):
 )
 def test_bytes(case):
     of = recipe(case["model"], case["layers"], case["recompute"])
-    placement = place(of, 1)
-    states = Ledger.of(of, placement, RELEASE, TRANSFORMER_ENGINE).rank(0)
+    layout = rank_layout(of, 1)
+    states = StateBuffers.of(of, layout, TRANSFORMER_ENGINE, RELEASE).rank(0)
     for name in ("parameters", "gradients", "master", "moments"):
         assert getattr(states, name) == case[name]
     assert states.counters == 0
-    predicted = activations(of, placement, 0, TRANSFORMER_ENGINE, RELEASE)
+    predicted = activations(of, layout, 0, TRANSFORMER_ENGINE, RELEASE)
     # A recomputed MoE layer frees a little more than its own modules; all else agrees to a per mille.
     tolerance = 0.07 if case["recompute"] == {"granularity": "selective", "modules": ["moe"]} else 0.002
     assert predicted.held == pytest.approx(case["held"], rel=tolerance)

@@ -3,15 +3,15 @@
 from packaging.version import Version
 
 from bundle.capabilities import LOCAL
-from bundle.planning.code import Code
-from bundle.planning.layers import LayerBytes
+from bundle.planning.activations import LayerBytes
+from bundle.planning.code import MegatronCode
 from tests.planning.jobs import DEEPSEEK, QWEN3, job
 
 TOKENS, HIDDEN, BF16, FP32 = 64, 64, 2, 4
 
 
 def counted(config, *, experts=False, **parallel):
-    return LayerBytes(job(config, parallel=parallel), LOCAL, Code(Version("0.16.1"))).layer(experts)
+    return LayerBytes(job(config, parallel=parallel), LOCAL, MegatronCode(Version("0.16.1"))).layer(experts)
 
 
 def test_sequence_parallelism_cuts_the_residual_stream_and_nothing_else():

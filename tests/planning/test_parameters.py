@@ -5,9 +5,10 @@ import math
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from bundle.architectures import padded_vocabulary
 from bundle.capabilities import LOCAL, TRANSFORMER_ENGINE
-from bundle.planning.parameters import padded_vocabulary, parameters
-from bundle.planning.placement import place
+from bundle.planning.layout import rank_layout
+from bundle.planning.parameters import parameters
 from tests.planning.jobs import DEEPSEEK, QWEN2_TIED, QWEN3, job
 
 configs = st.sampled_from([QWEN3, QWEN2_TIED, DEEPSEEK, DEEPSEEK | {"q_lora_rank": None}])
@@ -18,9 +19,9 @@ def whole(config, layers, **parallel):
     recipe = job(config, parallel=parallel, train={"steps": 1, "global_batch_size": 64})
     if recipe.layout_violations(recipe.parallel.minimal_world):
         return None
-    placement = place(recipe, recipe.parallel.minimal_world)
+    layout = rank_layout(recipe, recipe.parallel.minimal_world)
     total = 0
-    for chunk in (chunk for stage in placement.stages for chunk in stage):
+    for chunk in (chunk for stage in layout.stages for chunk in stage):
         for tensor in parameters(recipe.architecture, recipe.parallel, chunk, layers):
             if tensor.name.startswith("embedding") and not chunk.embedding:
                 continue
@@ -72,7 +73,7 @@ def test_vocabulary_rows_do_not_follow_tp_where_it_divides_128(size, tp):
 
 def test_names_say_what_is_shared_and_what_is_an_expert():
     recipe = job(DEEPSEEK, parallel={"pp": 2}, train={"steps": 1, "global_batch_size": 16})
-    first, last = (stage[0] for stage in place(recipe, 2).stages)
+    first, last = (stage[0] for stage in rank_layout(recipe, 2).stages)
     shared = [
         tensor.name
         for chunk in (first, last)
@@ -86,7 +87,7 @@ def test_names_say_what_is_shared_and_what_is_an_expert():
 
 def test_a_tied_head_on_a_later_stage_is_a_shared_copy():
     recipe = job(QWEN2_TIED, parallel={"pp": 2}, train={"steps": 1, "global_batch_size": 16})
-    last = place(recipe, 2).stages[1][0]
+    last = rank_layout(recipe, 2).stages[1][0]
     (head,) = [
         tensor
         for tensor in parameters(recipe.architecture, recipe.parallel, last, LOCAL)
@@ -96,7 +97,7 @@ def test_a_tied_head_on_a_later_stage_is_a_shared_copy():
     assert not [
         tensor
         for tensor in parameters(
-            job(QWEN2_TIED).architecture, recipe.parallel, place(job(QWEN2_TIED), 1).stages[0][0], LOCAL
+            job(QWEN2_TIED).architecture, recipe.parallel, rank_layout(job(QWEN2_TIED), 1).stages[0][0], LOCAL
         )
         if tensor.name == "output_layer.weight"
     ]

@@ -7,16 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
 
-from bundle import capabilities
 from bundle.capabilities import LOCAL
 from bundle.errors import ExitCode, UsageError
 from bundle.hardware import preset
-from bundle.planning import Target, make
-from bundle.planning.code import Code
-from bundle.planning.placement import place
-from bundle.planning.states import Ledger
+from bundle.planning.code import MegatronCode
+from bundle.planning.layout import rank_layout
+from bundle.planning.memory import StateBuffers
 from bundle.recipe import Recipe, load
-from tests.planning.jobs import DEEPSEEK, job
+from tests.planning.jobs import DEEPSEEK, job, plan
 
 RELEASE = "0.16.1"
 SECONDS = 5  # a hundred times what it takes; without bounds there was no end
@@ -24,7 +22,7 @@ SECONDS = 5  # a hundred times what it takes; without bounds there was no end
 
 def planned(recipe, named="h200", **options):
     on = preset(named)
-    return make(recipe, on, capabilities.of(on.backend), Target(RELEASE, "a test"), (), **options)
+    return plan(recipe, on, RELEASE, **options)
 
 
 @pytest.mark.parametrize("ranks", [2**17, 2**20])
@@ -33,7 +31,7 @@ def test_a_hundred_thousand_ranks_are_planned_at_once(ranks):
     begun = time.process_time()
     made = planned(recipe, nodes=ranks // 8, per_node=8)
     assert time.process_time() - begun < SECONDS
-    assert made.placement and made.world == ranks and made.stages[0].states.moments
+    assert made.layout and made.world == ranks and made.memory[0].states.moments
 
 
 ABSURD = [
@@ -103,12 +101,12 @@ def test_any_sizes_are_planned_or_refused_at_once(sizes, named):
     assert time.process_time() - begun < SECONDS
 
 
-def bytes_by_hand(recipe: Recipe, ledger: Ledger, rank: int) -> int:
+def bytes_by_hand(recipe: Recipe, buffers: StateBuffers, rank: int) -> int:
     """All states of a rank in bf16 with torch's Adam, tensor by tensor of each bucket."""
     sizes, total = recipe.parallel, 0
-    world = ledger.placement.world
+    world = buffers.layout.world
     stage, inside = divmod(rank, world // sizes.pp)
-    for dense, expert in ledger.stages[stage]:
+    for dense, expert in buffers.stages[stage]:
         for buffer, tp, ranks in (
             (dense, sizes.tp, world // sizes.pp // sizes.tp),
             (expert, sizes.etp * sizes.ep, world // sizes.pp // sizes.etp // sizes.ep),
@@ -139,10 +137,10 @@ def test_the_fullest_rank_is_the_fullest_of_all(parallel, world, overlap):
         train={"steps": 3, "global_batch_size": 240},
         distributed={"overlap_grad_reduce": overlap, "bucket_size": 3001},
     )
-    ledger = Ledger.of(recipe, place(recipe, world), Code(Version(RELEASE)), LOCAL)
-    by_hand = [bytes_by_hand(recipe, ledger, rank) for rank in range(world)]
-    assert [ledger.rank(rank).total for rank in range(world)] == by_hand
+    buffers = StateBuffers.of(recipe, rank_layout(recipe, world), LOCAL, MegatronCode(Version(RELEASE)))
+    by_hand = [bytes_by_hand(recipe, buffers, rank) for rank in range(world)]
+    assert [buffers.rank(rank).total for rank in range(world)] == by_hand
     for stage in range(recipe.parallel.pp):
         inside = by_hand[stage * world // recipe.parallel.pp : (stage + 1) * world // recipe.parallel.pp]
-        assert ledger.largest(stage).total == max(inside)
+        assert buffers.largest(stage).total == max(inside)
     assert len(set(by_hand)) > 2

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bundle.capabilities import ASCEND
 from bundle.errors import BundleError
-from bundle.planning.planned import planned
+from bundle.planning import plan_for
 from bundle.sequences.alignment import Alignment
 from bundle.sequences.masks import masks
 from bundle.sequences.packing import Packing
@@ -110,7 +110,7 @@ def ours(model: Vision, reached: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     job = recipe("dense")
-    runtime = patched_runtime(planned(job, backend="cpu"))
+    runtime = patched_runtime(plan_for(job, backend="cpu"))
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     from bundle.backends.ascend.runtime import attention, fusion

@@ -9,7 +9,7 @@ from itertools import product
 import torch
 import torch.distributed as dist
 
-from bundle.planning.planned import planned
+from bundle.planning import plan_for
 from bundle.sequences.alignment import Alignment
 from bundle.sequences.packing import Packing
 from bundle.training.runtime import patched_runtime
@@ -50,7 +50,7 @@ def step(model: str, packed: bool, runtime) -> list[float]:
 
 
 def main() -> None:
-    runtime = patched_runtime(planned(recipe("latent"), backend="cpu"))
+    runtime = patched_runtime(plan_for(recipe("latent"), backend="cpu"))
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     from bundle.backends.ascend.runtime.attention import CoreAttention

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bundle.planning.planned import planned
+from bundle.planning import plan_for
 from bundle.recipe import Recipe, from_mapping
 from bundle.training.runtime import patched_runtime
 from tests import world
@@ -100,7 +100,7 @@ def _step(engine: Any, batches: list[Any]) -> list[float]:
 
 def main() -> None:
     jobs = {model: recipe(model) for model in MODELS}
-    runtime = patched_runtime(planned(jobs["latent"], backend="cpu"))
+    runtime = patched_runtime(plan_for(jobs["latent"], backend="cpu"))
     rank = world.join()
     seen = {model: train(job, runtime) for model, job in jobs.items()}
     if rank == 0:

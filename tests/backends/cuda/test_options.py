@@ -11,13 +11,12 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from bundle.backends.cuda.runtime import options as module
 from bundle.backends.cuda.runtime.options import options
-from bundle.capabilities import CUDA
 from bundle.errors import EnvironmentUnfit, UsageError
 from bundle.hardware import preset
 from bundle.patches.decision import Action
-from bundle.planning.plan import Target, make
-from bundle.planning.planned import planned
+from bundle.planning import plan_for
 from bundle.recipe import load
+from tests.planning.jobs import plan
 
 HOPPER = "9.0"
 YARN = "model.config.rope_scaling={type: yarn, factor: 4, original_max_position_embeddings: 64}"
@@ -89,8 +88,7 @@ def test_attention_has_megatrons_name(name):
 )
 def test_the_run_gets_the_kernel_that_its_plan_names(dtype, asked, given):
     job = recipe(f"model.dtype={dtype}", f"model.attention={asked}")
-    on = Target("0.16.1", "a test")
-    assert make(job, preset("h200"), CUDA, on, ()).attention.value == given
+    assert plan(job, preset("h200")).attention.value == given
     assert options(job, generation=HOPPER)["attention_backend"] is AttnBackend[given]
 
 
@@ -116,8 +114,8 @@ def test_narrow_values_of_packs_are_given_to_the_kernel_that_takes_them(override
 
 @pytest.mark.parametrize(("overrides", "padded"), [(("parallel.cp=1",), False), (("parallel.cp=2",), True)])
 def test_values_are_padded_for_the_planned_kernel_only(overrides, padded):
-    made = planned(recipe(*PACKED, *overrides), named="h200", mcore="0.16.1").plan
-    (found,) = (decision for decision in made.decisions if decision.id == "mla-thd-value-padding")
+    made = plan_for(recipe(*PACKED, *overrides), named="h200", mcore="0.16.1")
+    (found,) = (decision for decision in made.patches.decisions if decision.id == "mla-thd-value-padding")
     assert made.attention.value == ("auto" if padded else "fused")
     assert found.action is (Action.APPLY if padded else Action.SKIP), found.reason
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bundle.errors import JobFailed
 from bundle.fp8 import Scaling
-from bundle.planning.planned import planned
+from bundle.planning import plan_for
 from bundle.recipe import Recipe
 from bundle.sequences.alignment import Alignment
 from bundle.sequences.packing import Packing
@@ -101,7 +101,7 @@ def train(case: str, job: Recipe, runtime: Any) -> dict[str, Any]:
 
 def main(cases: list[str]) -> None:
     jobs = {case: recipe(case) for case in cases}
-    runtime = patched_runtime(planned(max(jobs.values(), key=lambda job: len(job.features)), backend="cpu"))
+    runtime = patched_runtime(plan_for(max(jobs.values(), key=lambda job: len(job.features)), backend="cpu"))
     rank = world.join()
     seen = {case: train(case, job, runtime) for case, job in jobs.items()}
     if rank == 0:

@@ -1,17 +1,91 @@
-"""The plan as text, for people."""
+"""A plan as it is shown: JSON values for programs, text for people."""
 
 from collections.abc import Iterator
+from typing import Any
 
+from bundle.hardware import plain
 from bundle.patches import Action
-from bundle.planning.capacity import Stage, shown
-from bundle.planning.placement import Chunk
+from bundle.planning.layout import Chunk, RankLayout
+from bundle.planning.memory import MemoryEstimate, shown
 from bundle.planning.plan import Plan
 from bundle.recipe import Recipe
 
+SCHEMA = 1
 _WIDTH = 13
 
 
-def text(plan: Plan, run: str, starts: str) -> str:
+def to_json(plan: Plan, run: str, starts: str) -> dict[str, Any]:
+    """The plan, with the command that runs it and what that starts on the first node."""
+    return {
+        "schema": SCHEMA,
+        "recipe": plan.recipe.dump(),
+        "hardware": plain(plan.hardware),
+        "megatron": plain(plan.target),
+        "layout": {
+            "nodes": plan.nodes,
+            "per_node": plan.per_node,
+            "world": plan.world,
+            **(_axes(plan.layout) if plan.layout else {}),
+        },
+        "balancing": _balancing_json(plan.recipe),
+        "stages": [_stage(chunks, memory) for chunks, memory in _stages(plan)],
+        "attention": plain(plan.attention),
+        "patches": [plain(decision) for decision in plan.patches.decisions],
+        "environment": [
+            {"name": variable.name, "value": variable.value, "why": variable.why}
+            for variable in plan.environment
+        ],
+        "run": run,
+        "starts": starts,
+        "notes": list(plan.notes),
+        "problems": [{"code": int(problem.code), "text": problem.text} for problem in plan.problems],
+        "exit_code": int(plan.code),
+    }
+
+
+def _axes(layout: RankLayout) -> dict[str, Any]:
+    return {
+        "microbatches": layout.microbatches,
+        "axes": {
+            axis.name: {"size": axis.size, "stride": axis.stride, "first_group": list(axis.group(0))}
+            for axis in layout.axes
+        },
+    }
+
+
+def _balancing_json(recipe: Recipe) -> dict[str, Any] | None:
+    """How experts are balanced; None where there are none."""
+    moe, chosen = recipe.architecture.moe, recipe.model.moe
+    if moe is None:
+        return None
+    return {
+        "aux_loss_coeff": moe.aux_loss_coeff,
+        "over": "sequence" if moe.aux_loss_per_sequence else "micro-batch",
+        "z_loss_coeff": chosen.z_loss_coeff,
+        "bias_update_rate": chosen.bias_update_rate if moe.expert_bias else None,
+    }
+
+
+def _stages(plan: Plan) -> Iterator[tuple[tuple[Chunk, ...], MemoryEstimate]]:
+    """What each pipeline stage holds, and its memory."""
+    return zip(plan.layout.stages if plan.layout else (), plan.memory, strict=True)
+
+
+def _stage(chunks: tuple[Chunk, ...], memory: MemoryEstimate) -> dict[str, Any]:
+    return {
+        "index": memory.stage,
+        "chunks": plain(chunks),
+        "bytes": {
+            **plain(memory.states),
+            "activations_held": memory.activations.held,
+            "activations_passing": memory.activations.passing,
+            "total": memory.total,
+        },
+        "in_flight": list(memory.activations.in_flight),
+    }
+
+
+def to_text(plan: Plan, run: str, starts: str) -> str:
     """The plan in sections; the problems come last, where they are read."""
     sections: list[tuple[str, list[str]]] = [
         ("job", [f"{plan.recipe.name}: {plan.recipe.task} on {plan.hardware.backend}"]),
@@ -20,7 +94,7 @@ def text(plan: Plan, run: str, starts: str) -> str:
         ("attention", [f"{plan.attention.value}: {plan.attention.why}"]),
         ("layout", list(_layout(plan))),
         ("experts", list(_experts(plan.recipe))),
-        ("stages", [_holds(stage) for stage in plan.stages]),
+        ("stages", [_holds(memory.stage, chunks) for chunks, memory in _stages(plan)]),
         ("memory", list(_memory(plan))),
         ("patches", list(_patches(plan))),
         ("environment", [f"{each.name}={each.value or repr('')}  {each.why}" for each in plan.environment]),
@@ -40,14 +114,15 @@ def text(plan: Plan, run: str, starts: str) -> str:
 def _layout(plan: Plan) -> Iterator[str]:
     nodes = "1 node" if plan.nodes == 1 else f"{plan.nodes} nodes x {plan.per_node}"
     yield f"{plan.world} ranks on {nodes}"
-    if plan.placement is None:
+    if plan.layout is None:
         return
     train, data = plan.recipe.train, plan.recipe.data
-    count, rows = plan.placement.microbatches, train.micro_batch_size
-    batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
-    yield f"{batches} a step of {rows} x {data.sequence_length} tokens on every data-parallel rank"
+    count, rows = plan.layout.microbatches, train.micro_batch_size
+    if count * rows * plan.layout.size("dp") == train.global_batch_size:
+        batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
+        yield f"{batches} a step of {rows} x {data.sequence_length} tokens on every data-parallel rank"
     experts = plan.recipe.architecture.moe is not None
-    for axis in plan.placement.axes:
+    for axis in plan.layout.axes:
         if axis.size > 1 and (experts or axis.name in ("tp", "cp", "dp", "pp")):
             group = axis.group(0)
             ranks = " ".join(map(str, group[:8])) + (" ..." if len(group) > 8 else "")
@@ -75,8 +150,8 @@ def _experts(recipe: Recipe) -> Iterator[str]:
         yield f"steering bias moves by {chosen.bias_update_rate:g} a step"
 
 
-def _holds(stage: Stage) -> str:
-    return f"{stage.index}: " + "; ".join(_chunk(chunk) for chunk in stage.chunks)
+def _holds(stage: int, chunks: tuple[Chunk, ...]) -> str:
+    return f"{stage}: " + "; ".join(_chunk(chunk) for chunk in chunks)
 
 
 def _chunk(chunk: Chunk) -> str:
@@ -90,7 +165,7 @@ def _chunk(chunk: Chunk) -> str:
 
 def _memory(plan: Plan) -> Iterator[str]:
     """One line per stage: what its fullest rank needs."""
-    for stage in plan.stages:
+    for stage in plan.memory:
         states, flying = stage.states, stage.activations
         parts = [
             f"weights {shown(states.parameters)}",
@@ -99,19 +174,19 @@ def _memory(plan: Plan) -> Iterator[str]:
             f"activations {shown(flying.held)} ({max(flying.in_flight)} in flight)",
             f"passing {shown(flying.passing)}",
         ]
-        yield f"{stage.index}: {shown(stage.total)} = {', '.join(parts)}"
+        yield f"{stage.stage}: {shown(stage.total)} = {', '.join(parts)}"
     size = plan.hardware.device_memory
-    if plan.stages and size.value is not None:
-        worst = max(stage.total for stage in plan.stages)
+    if plan.memory and size.value is not None:
+        worst = max(stage.total for stage in plan.memory)
         yield f"fullest rank: {worst / size.value:.0%} of {shown(size.value)} ({size.reason})"
 
 
 def _patches(plan: Plan) -> Iterator[str]:
     silent = (Action.SKIP,)
-    for decision in plan.decisions:
+    for decision in plan.patches.decisions:
         if decision.action not in silent:
             unproven = "" if decision.proven else " (unproven)"
             yield f"{decision.action} {decision.id}{unproven}: {decision.reason}"
-    skipped = sum(decision.action in silent for decision in plan.decisions)
+    skipped = sum(decision.action in silent for decision in plan.patches.decisions)
     if skipped:
         yield f"{skipped} not needed"

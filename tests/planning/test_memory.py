@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bundle.planning.buffers import breaks_before_0_13, lay_out
+from bundle.planning.memory import Buffer, splits_shared_embedding
 from bundle.planning.parameters import Parameter
 
 parameters = st.lists(
@@ -31,7 +31,7 @@ def owned(buffer):
 
 @given(parameters, st.integers(1, 9), st.none() | st.integers(1, 900))
 def test_every_element_has_one_place_and_one_owner(tensors, ranks, bucket_size):
-    buffer = lay_out(tensors, ranks, bucket_size)
+    buffer = Buffer.of(tensors, ranks, bucket_size)
     assert [span.parameter for span in buffer.spans] == tensors[::-1], "the last parameter comes first"
     assert all(span.end - span.start == span.parameter.elements for span in buffer.spans)
     assert all(span.start % 64 == 0 for span in buffer.spans)
@@ -42,7 +42,7 @@ def test_every_element_has_one_place_and_one_owner(tensors, ranks, bucket_size):
 
 @given(parameters, st.integers(1, 9), st.none() | st.integers(1, 900))
 def test_buckets_are_adjacent_and_divide_between_ranks(tensors, ranks, bucket_size):
-    buffer = lay_out(tensors, ranks, bucket_size)
+    buffer = Buffer.of(tensors, ranks, bucket_size)
     edges = [0, *(end for _, end in buffer.buckets)]
     assert [start for start, _ in buffer.buckets] == edges[:-1]
     assert all(end % math.lcm(ranks, 128) == 0 for end in edges)
@@ -55,7 +55,7 @@ def test_buckets_are_adjacent_and_divide_between_ranks(tensors, ranks, bucket_si
 
 @given(parameters, st.integers(1, 9))
 def test_each_share_is_what_lies_in_its_range(tensors, ranks):
-    buffer = lay_out(tensors, ranks)
+    buffer = Buffer.of(tensors, ranks)
     for rank, (elements, pieces) in enumerate(owned(buffer)):
         mine = [
             len(range(max(span.start, first + rank * share), min(span.end, first + (rank + 1) * share)))
@@ -71,20 +71,20 @@ def test_each_share_is_what_lies_in_its_range(tensors, ranks):
 @given(parameters, st.integers(1, 9))
 def test_one_bucket_unless_a_size_or_a_shared_embedding_asks_for_more(tensors, ranks):
     plain = [Parameter(p.name, p.shape) for p in tensors]
-    assert len(lay_out(plain, ranks).buckets) == 1
-    assert len(lay_out(plain, ranks, 1).buckets) == len(plain)
+    assert len(Buffer.of(plain, ranks).buckets) == 1
+    assert len(Buffer.of(plain, ranks, 1).buckets) == len(plain)
 
 
 def test_no_parameters_no_buffer():
-    assert lay_out([], 4).elements == 0
+    assert Buffer.of([], 4).elements == 0
 
 
 def test_where_0_12_cuts_the_shared_embedding():
     shared = Parameter("embedding", (1000,), shared_embedding=True)
-    assert breaks_before_0_13([shared, Parameter("p", (192,))], 2)
-    assert not breaks_before_0_13([shared, Parameter("p", (256,))], 2)
-    assert not breaks_before_0_13([shared, Parameter("p", (192,))], 5), (
+    assert splits_shared_embedding([shared, Parameter("p", (192,))], 2)
+    assert not splits_shared_embedding([shared, Parameter("p", (256,))], 2)
+    assert not splits_shared_embedding([shared, Parameter("p", (192,))], 5), (
         "then 0.12 rounds the start up as well"
     )
-    assert not breaks_before_0_13([Parameter("p", (192,)), shared], 2), "nothing stands before it"
-    assert not breaks_before_0_13([Parameter("p", (192,))], 2)
+    assert not splits_shared_embedding([Parameter("p", (192,)), shared], 2), "nothing stands before it"
+    assert not splits_shared_embedding([Parameter("p", (192,))], 2)

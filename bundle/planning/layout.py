@@ -1,14 +1,19 @@
-"""Where everything stands: which ranks form which group, and which stage holds which layers.
+"""The layout of a job over its ranks: which of them form which group, and which stage holds which layers.
 
 The order of ranks is megatron-core's default in every release from 0.12 to 0.19, tp-cp-ep-dp-pp
 (parallel_state.RankGenerator), the layers of a stage as in transformer_block.get_num_layers_to_build.
 """
 
-from bundle.frozen import frozen
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from bundle.architectures import Architecture
+from bundle.errors import UsageError
 from bundle.recipe import Recipe
+from bundle.recipe.sections import MOST_RANKS
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """One model chunk of a pipeline stage: without interleaving each stage has one."""
 
@@ -25,7 +30,7 @@ class Chunk:
         return self.mtp_layers > 0 and not self.embedding
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Axis:
     """One kind of process group: `size` ranks, each `stride` after the one before."""
 
@@ -43,8 +48,8 @@ class Axis:
         return rank // self.stride % self.size
 
 
-@frozen
-class Placement:
+@dataclass(frozen=True, slots=True)
+class RankLayout:
     """The layout of a job on `world` ranks. Dense tensors see tp, cp, dp and pp; experts etp, ep, expert dp
     and pp.
     """
@@ -52,7 +57,7 @@ class Placement:
     world: int
     axes: tuple[Axis, ...]
     stages: tuple[tuple[Chunk, ...], ...]
-    microbatches: int  # of one step, on every data-parallel rank
+    microbatches: int  # of one step, on every data-parallel rank; rounded up where the batch does not divide
 
     def axis(self, name: str) -> Axis:
         """The axis called `name`: tp, cp, dp, pp, etp, ep or expert-dp."""
@@ -66,13 +71,33 @@ class Placement:
         """The model chunks that `rank` holds."""
         return self.stages[self.axis("pp").index(rank)]
 
+    def all_chunks(self) -> Iterator[Chunk]:
+        """The chunks of every stage."""
+        return (chunk for chunks in self.stages for chunk in chunks)
 
-def place(recipe: Recipe, world: int) -> Placement:
-    """The placement of a recipe on `world` ranks. Raises UsageError with every reason why it does not fit."""
-    layout, parallel = recipe.layout(world), recipe.parallel
-    dense = _axes(("tp", parallel.tp), ("cp", parallel.cp), ("dp", layout.dp), ("pp", parallel.pp))
-    expert = _axes(("etp", parallel.etp), ("ep", parallel.ep), ("expert-dp", layout.expert_dp))
-    return Placement(world, (*dense, *expert), _stages(recipe), layout.microbatches)
+
+def can_lay_out(recipe: Recipe, world: int) -> bool:
+    """Whether `world` ranks have a layout, be it one that the batch does not divide by."""
+    return world <= MOST_RANKS and recipe.parallel.fits(world)
+
+
+def rank_layout(recipe: Recipe, world: int) -> RankLayout:
+    """The layout of a recipe on `world` ranks. Raises UsageError with every reason why there is none."""
+    parallel = recipe.parallel
+    if not can_lay_out(recipe, world):
+        raise UsageError(f"recipe {recipe.name} does not fit {world} ranks", recipe.layout_violations(world))
+    dp = parallel.dp(world)
+    dense = _axes(("tp", parallel.tp), ("cp", parallel.cp), ("dp", dp), ("pp", parallel.pp))
+    expert = _axes(("etp", parallel.etp), ("ep", parallel.ep), ("expert-dp", parallel.expert_dp(world)))
+    microbatches = -(-recipe.train.global_batch_size // (recipe.train.micro_batch_size * dp))
+    stages = _stages(recipe.architecture, parallel.pp, parallel.vpp or 1)
+    return RankLayout(world, (*dense, *expert), stages, microbatches)
+
+
+def whole_model(architecture: Architecture) -> Chunk:
+    """All of a model as one chunk."""
+    ((chunk,),) = _stages(architecture, 1, 1)
+    return chunk
 
 
 def _axes(*sizes: tuple[str, int]) -> list[Axis]:
@@ -83,9 +108,7 @@ def _axes(*sizes: tuple[str, int]) -> list[Axis]:
     return axes
 
 
-def _stages(recipe: Recipe) -> tuple[tuple[Chunk, ...], ...]:
-    architecture, pp = recipe.architecture, recipe.parallel.pp
-    rounds = recipe.parallel.vpp or 1
+def _stages(architecture: Architecture, pp: int, rounds: int) -> tuple[tuple[Chunk, ...], ...]:
     each = architecture.num_layers // (pp * rounds)
 
     def chunk(stage: int, index: int) -> Chunk:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from bundle.errors import UsageError
 from bundle.planning.activations import in_flight
-from bundle.planning.placement import place
+from bundle.planning.layout import rank_layout
 from tests.planning.jobs import DEEPSEEK, QWEN3, job
 
 sizes = st.sampled_from([1, 2, 4])
@@ -21,39 +21,39 @@ def test_groups_of_every_axis_partition_the_ranks(tp, cp, pp, ep, etp, more):
     )
     world = recipe.parallel.minimal_world * more
     assume(not recipe.layout_violations(world))
-    placement = place(recipe, world)
-    for axis in placement.axes:
+    layout = rank_layout(recipe, world)
+    for axis in layout.axes:
         groups = {axis.group(rank) for rank in range(world)}
         assert sorted(rank for group in groups for rank in group) == list(range(world))
         assert all(axis.group(rank)[axis.index(rank)] == rank for rank in range(world))
-    assert tp * cp * pp * placement.size("dp") == world
-    assert etp * ep * pp * placement.size("expert-dp") == world
+    assert tp * cp * pp * layout.size("dp") == world
+    assert etp * ep * pp * layout.size("expert-dp") == world
 
 
 @pytest.mark.parametrize(("pp", "vpp"), [(1, None), (2, None), (4, None), (2, 2)])
 def test_layers_are_dealt_in_rounds(pp, vpp):
     recipe = job(QWEN3, parallel={"pp": pp, "vpp": vpp}, train={"steps": 1, "global_batch_size": 16})
-    placement = place(recipe, pp)
-    rounds = range(len(placement.stages[0]))
-    order = [layer for index in rounds for stage in placement.stages for layer in stage[index].layers]
+    layout = rank_layout(recipe, pp)
+    rounds = range(len(layout.stages[0]))
+    order = [layer for index in rounds for stage in layout.stages for layer in stage[index].layers]
     assert order == list(range(4))
-    held = [chunk for stage in placement.stages for chunk in stage]
+    held = [chunk for stage in layout.stages for chunk in stage]
     assert [chunk.embedding for chunk in held].count(True) == 1
     assert [chunk.head for chunk in held].count(True) == 1
-    assert placement.stages[0][0].embedding
-    assert placement.stages[-1][-1].head
+    assert layout.stages[0][0].embedding
+    assert layout.stages[-1][-1].head
 
 
 def test_the_head_and_mtp_stand_together_with_a_copy_of_the_embedding():
     recipe = job(DEEPSEEK, parallel={"pp": 2, "vpp": 2}, train={"steps": 1, "global_batch_size": 16})
-    last = place(recipe, 2).stages[1][1]
+    last = rank_layout(recipe, 2).stages[1][1]
     assert (last.head, last.mtp_layers, last.embedding_copy) == (True, 1, True)
-    assert not place(job(DEEPSEEK), 1).stages[0][0].embedding_copy
+    assert not rank_layout(job(DEEPSEEK), 1).stages[0][0].embedding_copy
 
 
 def test_ranks_that_do_not_fit_are_refused():
     with pytest.raises(UsageError, match="does not fit 3 ranks"):
-        place(job(QWEN3, parallel={"tp": 2}), 3)
+        rank_layout(job(QWEN3, parallel={"tp": 2}), 3)
 
 
 @pytest.mark.parametrize(

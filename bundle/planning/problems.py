@@ -1,0 +1,180 @@
+"""Every reason why a job cannot run as it is asked for, with what to change and the exit code it deserves."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from bundle.capabilities import Capabilities
+from bundle.errors import ExitCode
+from bundle.fp8 import SCALINGS, Scaling
+from bundle.hardware import Hardware
+from bundle.patches import Action, Decision
+from bundle.planning.code import DISCARD_ASKS_FP8, SHARED_EXPERTS_AGAIN, MegatronCode
+from bundle.planning.layout import RankLayout
+from bundle.planning.memory import MemoryEstimate, shown, splits_shared_embedding
+from bundle.planning.parameters import parameters
+from bundle.recipe import Recipe
+from bundle.recipe.sections import MOST_PER_NODE
+
+SHARED_EMBEDDING = "shared-embedding-bucket"  # the patch; MindSpeed may own what it wraps
+BF16_FROM = (8, 0)  # Transformer Engine's support matrix
+# Weights of the layers that multiply in FP8: not the embedding, the output layer, routers and norms.
+_MULTIPLIED = r"(linear_\w+|eh_proj)\.weight\d*$"
+_NUMBERS = r"\.\d+|\d+$"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One violation: the recipe's (2), the machine's (3) or the patches' (4)."""
+
+    code: ExitCode
+    text: str
+
+
+def recipe_problem(text: str) -> Problem:
+    """The recipe asks for something that cannot be done, wherever it runs."""
+    return Problem(ExitCode.USAGE, text)
+
+
+def hardware_problem(text: str) -> Problem:
+    """This machine cannot run it; another one could."""
+    return Problem(ExitCode.ENVIRONMENT_UNFIT, text)
+
+
+def backend_problems(
+    recipe: Recipe, can: Capabilities, hardware: Hardware, code: MegatronCode
+) -> Iterator[Problem]:
+    """What this backend, these devices and this code of megatron-core cannot do for a recipe."""
+    if can.refusal:
+        yield hardware_problem(can.refusal)
+    yield from (recipe_problem(f"model.attention: {why}") for why in can.attention_refusals(recipe))
+    model, capability = recipe.model, hardware.capability
+    if model.dtype == "bf16" and capability is not None and capability < BF16_FROM:
+        has = ".".join(map(str, capability))
+        yield hardware_problem(f"bf16 needs compute capability 8.0; this device has {has}: use dtype fp32")
+    if model.fp8 is not None:
+        why = can.fp8_refusal(model.fp8.scaling, model.fp8.format, hardware.generation.value)
+        if why is not None:
+            yield hardware_problem(f"model.fp8: {why}")
+    yield from _recomputation(recipe, can, code)
+
+
+def layout_problems(
+    recipe: Recipe, can: Capabilities, layout: RankLayout, decisions: Sequence[Decision]
+) -> Iterator[Problem]:
+    """What does not fit where the layout puts it: FP8's multiples, and buckets where no patch mends them."""
+    if recipe.model.fp8 is not None:
+        yield from _fp8_weights(recipe, can, layout, recipe.model.fp8.scaling)
+        if not recipe.data.packed:  # a pack is padded
+            yield from _fp8_rows(recipe, recipe.model.fp8.scaling)
+    unmended = (Action.OWNED, Action.DRIFT, Action.CONFLICT)
+    if any(decision.id == SHARED_EMBEDDING and decision.action in unmended for decision in decisions):
+        yield from _shared_embedding(recipe, can, layout)
+
+
+def patch_problems(decisions: Sequence[Decision]) -> Iterator[Problem]:
+    """A known trap is the recipe's problem, a patch that cannot be applied is its own."""
+    for decision in decisions:
+        if decision.stops and decision.action is Action.TRAP:
+            yield recipe_problem(f"{decision.id}: {decision.reason}")
+        elif decision.stops:
+            yield Problem(ExitCode.PATCHES, f"{decision.id}: {decision.action}: {decision.reason}")
+
+
+def devices_problems(hardware: Hardware, per_node: int) -> Iterator[Problem]:
+    """Too few devices, ones that are not for training, or more ranks than a machine can start."""
+    present = len(hardware.devices)
+    if per_node > MOST_PER_NODE:
+        yield recipe_problem(f"devices.per_node: {per_node} ranks on one machine, {MOST_PER_NODE} at most")
+    if hardware.backend != "cpu" and per_node > present:
+        yield hardware_problem(
+            f"devices.per_node: {per_node} wanted, {present} visible here ({hardware.reason}): "
+            "lower devices.per_node, or use a machine that has them"
+        )
+    if hardware.unfit:
+        yield hardware_problem(hardware.unfit)
+
+
+def memory_problems(stages: Sequence[MemoryEstimate], hardware: Hardware, per_node: int) -> Iterator[Problem]:
+    """Every stage that does not fit its devices; on the cpu, ranks that do not fit the host together."""
+    if not stages:
+        return
+    worst = max(stages, key=lambda stage: stage.total)
+    if hardware.backend == "cpu":
+        host = hardware.host.memory.value
+        if host is not None and worst.total * per_node > host:
+            needed = f"{per_node} ranks of {shown(worst.total)}"
+            yield hardware_problem(f"memory: {needed} do not fit this host's {shown(host)} ({_less(worst)})")
+        return
+    size = hardware.device_memory.value
+    for stage in stages:
+        if size is not None and stage.total > size:
+            yield hardware_problem(
+                f"memory: a rank of stage {stage.stage} needs {shown(stage.total)}, "
+                f"a device has {shown(size)} ({_less(stage)})"
+            )
+
+
+def _less(stage: MemoryEstimate) -> str:
+    """What would shrink the larger part of a stage."""
+    if stage.activations.total > stage.states.total:
+        return "mostly activations: smaller train.micro_batch_size, model.recompute, more tp, cp or pp"
+    return "mostly weights and optimizer: more tp, pp or ep, or more data-parallel ranks"
+
+
+def _recomputation(recipe: Recipe, can: Capabilities, code: MegatronCode) -> Iterator[Problem]:
+    """Modules that megatron-core recomputes only with other layers, or only from some release on."""
+    recompute = recipe.model.recompute
+    modules = set(recompute.modules) if recompute is not None else set()
+    key = "model.recompute.modules"
+    if "moe_act" in modules and not can.layers.grouped_experts:
+        yield recipe_problem(f"{key}: moe_act needs grouped experts, which {can.backend} does not have")
+    if "layernorm" in modules and not can.layers.fused_norms and code.has(DISCARD_ASKS_FP8):
+        why = "without Transformer Engine megatron-core fails by NameError (FP8GlobalStateManager)"
+        why += f" ({code.said_by(DISCARD_ASKS_FP8)})"
+        yield recipe_problem(f"{key}: layernorm: {why}; recompute another module on {can.backend}")
+    if "shared_experts" in modules and not code.has(SHARED_EXPERTS_AGAIN):
+        who = f"megatron-core {code.release} does not know shared_experts"
+        yield recipe_problem(f"{key}: {who} ({code.said_by(SHARED_EXPERTS_AGAIN)}); 0.14 does")
+
+
+def _fp8_weights(
+    recipe: Recipe, can: Capabilities, layout: RankLayout, scaling: Scaling
+) -> Iterator[Problem]:
+    """Weights whose sizes FP8 products do not take; one of several layers is named once."""
+    multiple = SCALINGS[scaling]
+    refused = {
+        (re.sub(_NUMBERS, "", tensor.name), tensor.shape)
+        for chunk in layout.all_chunks()
+        for tensor in parameters(recipe.architecture, recipe.parallel, chunk, can.layers)
+        if re.search(_MULTIPLIED, tensor.name) and any(size % multiple.rows for size in tensor.shape)
+    }
+    for name, shape in sorted(refused):
+        yield recipe_problem(
+            f"model.fp8: {scaling} FP8 multiplies in multiples of {multiple.rows}, and on each rank {name} is"
+            f" {list(shape)}: change that size of the model, or tp and etp ({multiple.source})"
+        )
+
+
+def _fp8_rows(recipe: Recipe, scaling: Scaling) -> Iterator[Problem]:
+    rows, length = recipe.train.micro_batch_size, recipe.data.sequence_length
+    multiple = recipe.alignment.total
+    if rows * length % multiple:
+        yield recipe_problem(
+            f"data.sequence_length: {scaling} FP8 takes multiples of {SCALINGS[scaling].rows} tokens on every"
+            f" rank, so a micro-batch of {rows} x {length} must be a multiple of {multiple}: change"
+            " the length or train.micro_batch_size, or pack (data.packed)"
+        )
+
+
+def _shared_embedding(recipe: Recipe, can: Capabilities, layout: RankLayout) -> Iterator[Problem]:
+    ranks = layout.size("dp") * layout.size("cp")
+    for chunk in layout.all_chunks():
+        tensors = parameters(recipe.architecture, recipe.parallel, chunk, can.layers)
+        if splits_shared_embedding(tensors, ranks):
+            yield recipe_problem(
+                "parallel.pp: this megatron-core lays the embedding that the first and the last stage share "
+                f"across two buckets of stage {chunk.stage}, which then fails or trains it wrongly, and the "
+                f"patch {SHARED_EMBEDDING} is not applied: use megatron-core 0.13 or newer, or pp 1"
+            )
+            return
