@@ -1,4 +1,4 @@
-"""How long the verbs take to answer: a fresh process each, beside Python itself and the import of typer.
+"""How long the verbs take to answer: a fresh process each, beside Python and what every verb imports.
 
 python -m benchmarks.cli [--runs N] [--python PATH] [--json]
 
@@ -18,7 +18,7 @@ import time
 
 COMMANDS = {
     "python -c pass": ("-c", "pass"),
-    "import typer": ("-c", "import typer"),
+    "import typer, pydantic": ("-c", "import typer, pydantic"),
     **{
         f"mcore-bundle {words}": ("-m", "bundle", *words.split())
         for words in ("--help", "recipes list", "doctor", "patches list", "patches plan", "plan demo")

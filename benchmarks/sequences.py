@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import per_sequence
-from bundle.sequences.alignment import Alignment
+from bundle.recipe.alignment import Alignment
 from bundle.sequences.packing import Packing
 
 ALIGNMENT = Alignment(cp=2, tp=2, sequence_parallel=True, scaling="blockwise")

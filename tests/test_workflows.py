@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
+from ruamel.yaml import YAML
 
 FILES = sorted((Path(__file__).parents[1] / ".github/workflows").glob("*.yml"))
 READING = {"contents": "read"}
@@ -21,7 +21,7 @@ def tool(name):
 
 def jobs():
     for file in FILES:
-        for name, job in yaml.safe_load(file.read_text())["jobs"].items():
+        for name, job in YAML(typ="safe", pure=True).load(file)["jobs"].items():
             yield pytest.param(job, id=f"{file.stem}-{name}")
 
 
@@ -51,7 +51,7 @@ def test_every_action_is_pinned_by_commit_and_says_its_version(file):
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_nothing_is_permitted_that_no_job_asks_for(file):
-    assert yaml.safe_load(file.read_text())["permissions"] == {}
+    assert YAML(typ="safe", pure=True).load(file)["permissions"] == {}
 
 
 @pytest.mark.parametrize("job", list(jobs()))

@@ -1,12 +1,10 @@
-"""docs/recipe.md, made from the schema: `python -m tools.recipe > docs/recipe.md`."""
+"""docs/recipe.md, made from the JSON schema: `python -m tools.recipe > docs/recipe.md`."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import MISSING
-from typing import Any, Literal, get_args, get_origin
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from bundle.recipe.recipe import Recipe
-from bundle.recipe.section import Key, keys_of
+from bundle.recipe import Recipe
 
 ABOUT = """# The recipe
 
@@ -15,49 +13,60 @@ A job is one YAML file. `mcore-bundle recipes list` names those that come with t
 a key; values are YAML.
 
 Unknown keys, impossible values and sections that contradict each other are refused together, each with its
-line. This page is made from the schema (`python -m tools.recipe`).
+line. `mcore-bundle recipes schema` prints a recipe's JSON schema, with which editors complete keys and show
+what they mean; this page is made from it (`python -m tools.recipe`).
 """
+
+_KINDS = {
+    "boolean": "boolean",
+    "integer": "integer",
+    "number": "number",
+    "string": "text",
+    "object": "mapping",
+    "array": "list",
+}
+_BOUNDS = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "exclusiveMaximum": "below"}
 
 
 def markdown() -> str:
     """The whole page."""
-    return "\n".join([ABOUT, *_section("", Recipe)])
+    schema = Recipe.model_json_schema()
+    return "\n".join([ABOUT, *_section("", schema, schema["$defs"])])
 
 
-def _section(path: str, schema: type[Any]) -> Iterator[str]:
+def _section(path: str, section: Mapping[str, Any], sections: Mapping[str, Any]) -> Iterator[str]:
     yield f"## {path or 'Top level'}\n"
     if path:
-        yield f"{(schema.__doc__ or '').strip()}\n"
+        yield f"{section['description']}\n"
     yield "| key | value | default | meaning |\n|---|---|---|---|"
-    keys = keys_of(schema)
-    for key in keys:
-        value = "section" if key.section else _value(key)
-        default = "**required**" if key.required else _default(key)
-        yield f"| `{key.name}` | {value} | {default} | {key.description} |"
+    below = []
+    for name, key in section["properties"].items():
+        options = [option for option in key.get("anyOf", [key]) if option.get("type") != "null"]
+        inner = [sections[o["$ref"].rpartition("/")[2]] for o in options if "$ref" in o]
+        below += [(f"{path}.{name}" if path else name, each) for each in inner]
+        null = " or null" if len(options) < len(key.get("anyOf", [key])) else ""
+        value = "section" if inner else " or ".join(map(_value, options)) + null
+        default = f"`{json.dumps(key['default'])}`" if "default" in key and not inner else ""
+        if name in section.get("required", ()):
+            default = "**required**"
+        # pydantic leaves out a description that the section itself has.
+        yield f"| `{name}` | {value} | {default} | {key.get('description') or inner[0]['description']} |"
     yield ""
-    for key in keys:
-        if key.section:
-            yield from _section(f"{path}.{key.name}" if path else key.name, key.section)
+    for name, each in below:
+        yield from _section(name, each, sections)
 
 
-_KINDS = {bool: "boolean", int: "integer", float: "number", str: "text", dict: "mapping", tuple: "list"}
-_BOUNDS = {"ge": "from", "gt": "above", "le": "to", "lt": "below"}
-
-
-def _value(key: Key) -> str:
-    options = get_args(key.kind) if get_origin(key.kind) is Literal else ()
-    kind = ", ".join(f"`{value}`" for value in options) or _KINDS[get_origin(key.kind) or key.kind]
+def _value(option: Mapping[str, Any]) -> str:
+    kind = ", ".join(f"`{value}`" for value in _choices(option)) or _KINDS[option["type"]]
     # 2 ** 31 - 1 is there to keep arithmetic sane, not to inform anybody.
-    limits = [f"{word} {key.limits[name]:g}" for name, word in _BOUNDS.items() if _informs(key, name)]
-    return " ".join([kind, *limits]) + (" or null" if key.nullable else "")
+    limits = [
+        f"{word} {option[name]:g}" for name, word in _BOUNDS.items() if abs(option.get(name, 2**30)) < 2**30
+    ]
+    return " ".join([kind, *limits])
 
 
-def _informs(key: Key, limit: str) -> bool:
-    return limit in key.limits and abs(key.limits[limit]) < 2**30
-
-
-def _default(key: Key) -> str:
-    return "" if key.section or key.default is MISSING else f"`{json.dumps(key.default)}`"
+def _choices(option: Mapping[str, Any]) -> list[Any]:
+    return [option["const"]] if "const" in option else option.get("enum", [])
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ class Steps:
     def micro_batches(self, lengths: Sequence[int], *, packed: bool) -> list[Any]:
         """A step's micro-batches of sequences with these lengths; rows have all the same."""
         from bundle.engine.microbatch import from_packing, from_rows
-        from bundle.sequences.alignment import Alignment
+        from bundle.recipe.alignment import Alignment
         from bundle.sequences.packing import Packing
 
         size, depths = self.recipe.architecture.vocab_size, self.recipe.architecture.mtp_layers

@@ -4,9 +4,12 @@ import json
 import textwrap
 
 import typer
+from pydantic.json_schema import GenerateJsonSchema
 
-from bundle.recipe import find, load
-from bundle.recipe.builtin import about, names
+from bundle.recipe import Recipe, about, built_in, find, load
+
+# What pydantic writes its schemas in.
+DIALECT = GenerateJsonSchema.schema_dialect
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
 
@@ -16,7 +19,7 @@ JSON = typer.Option(False, "--json", help="One JSON object instead of text.")
 @app.command("list")
 def list_(as_json: bool = JSON) -> None:
     """List the built-in recipes."""
-    found = [{"name": name, "about": about(name)} for name in names()]
+    found = [{"name": name, "about": about(name)} for name in built_in()]
     if as_json:
         print(json.dumps({"schema": 1, "recipes": found}, indent=2))
         return
@@ -24,6 +27,12 @@ def list_(as_json: bool = JSON) -> None:
     for recipe in found:
         lines = textwrap.wrap(recipe["about"], 110 - width)
         print(f"{recipe['name']:<{width}}" + f"\n{'':{width}}".join(lines))
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of a recipe, for editors: they complete keys and show what each means."""
+    print(json.dumps({"$schema": DIALECT, **Recipe.model_json_schema()}, indent=2))
 
 
 @app.command()

@@ -17,7 +17,6 @@ from bundle.data.tokenization import Document, Store, documents, key_of, open_st
 from bundle.data.tokenizers import Tokenizer, tokenizer
 from bundle.errors import JobFailed
 from bundle.recipe import Recipe
-from bundle.recipe.section import plain
 from bundle.recipe.sources import STDLIB, Source, expand, interpreter
 
 Progress = Callable[[int], None]
@@ -87,7 +86,8 @@ def _key(recipe: Recipe, sources: Sequence[Source], made: Tokenizer, room: int) 
     """What the token store is made from. File contents count by size and time; the tokens get a digest."""
     stats = [(source.name, source.path.stat().st_size, source.path.stat().st_mtime_ns) for source in sources]
     names = ("source", "separator", "fields", "template", "learn", "on_error")
-    chosen = {name: plain(getattr(recipe.data, name)) for name in names}
+    given = recipe.data.dump()
+    chosen = {name: given[name] for name in names}
     return [recipe.task, chosen, made.identity, room if recipe.task == "sft" else 0, stats]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from bundle.engine.replay.routes import Routes
 from bundle.mcore.groups import Axis
 from bundle.mcore.packed import packed_seq_params
-from bundle.sequences.alignment import Alignment
+from bundle.recipe.alignment import Alignment
 from bundle.sequences.packing import Packing, join, shard
 
 Mean = Literal["token", "sequence"]  # of what the loss is a mean

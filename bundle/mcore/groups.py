@@ -6,7 +6,7 @@ from megatron.core import parallel_state
 from torch.distributed import ProcessGroup
 
 from bundle.mcore import random
-from bundle.recipe.parallel import Parallel
+from bundle.recipe import Parallel
 
 
 @dataclass(frozen=True)

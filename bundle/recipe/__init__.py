@@ -1,15 +1,16 @@
-"""The job file: a schema, built-in recipes, overrides, and every violation at once."""
+"""The job file: its keys, the recipes that come with the package, and every violation at once."""
 
-from bundle.recipe.comparison import Difference, differences
-from bundle.recipe.loading import find, from_mapping, load
-from bundle.recipe.parallel import Layout, Parallel
-from bundle.recipe.recipe import Recipe
+from bundle.recipe.loading import about, built_in, find, from_mapping, load
+from bundle.recipe.recipe import Difference, Layout, Recipe, differences
+from bundle.recipe.sections import Parallel
 
 __all__ = [
     "Difference",
     "Layout",
     "Parallel",
     "Recipe",
+    "about",
+    "built_in",
     "differences",
     "find",
     "from_mapping",

@@ -1,11 +1,16 @@
-"""Reading YAML that anybody may have written: plain values with the line of each, within limits."""
+"""YAML 1.2 that anybody may have written: plain values and the line of each key, within limits."""
 
-import re
-from collections.abc import Callable
+import io
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.composer import Composer, MaxDepthExceededError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import AliasEvent
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.representer import SafeRepresenter
 
 from bundle.errors import UsageError
 
@@ -14,17 +19,10 @@ DEEPEST = 20
 
 Path = tuple[str | int, ...]
 
-# YAML 1.2's plain scalars: PyYAML knows 1.1, where 1e-3 is a string, 010 is eight and 1:30 is ninety.
-FLOAT = re.compile(
-    r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
-    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
-)
-SCALARS: tuple[tuple[str, re.Pattern[str], Callable[[str], Any]], ...] = (
-    ("null", re.compile(r"~|null|Null|NULL|"), lambda text: None),
-    ("bool", re.compile(r"true|True|TRUE|false|False|FALSE"), lambda text: text.lower() == "true"),
-    ("int", re.compile(r"[-+]?(0|[1-9][0-9]{0,18})"), int),
-    ("float", FLOAT, lambda text: float(re.sub(r"\.(?=[iInN])", "", text))),
-)
+_KIND = "tag:yaml.org,2002:"
+_NUMBERS_AND_NAMES = {_KIND + kind for kind in ("null", "bool", "int", "float")}
+# Plain words that the resolver singles out and a recipe does not: a date, `=` and `<<` are text here.
+_TEXTS = {_KIND + kind for kind in ("str", "timestamp", "value", "merge")}
 
 
 @dataclass
@@ -42,88 +40,101 @@ class Document:
         return self.places.get(path, "")
 
 
-class _Composer(yaml.SafeLoader):
-    """Composes nodes, refusing aliases (a few of them expand without bound) and deep nesting on the way."""
-
-    depth = 0
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.MarkedYAMLError(
-                problem="aliases are not supported", problem_mark=self.peek_event().start_mark
-            )
-        self.depth += 1
-        if self.depth > DEEPEST:
-            mark = self.peek_event().start_mark
-            raise yaml.MarkedYAMLError(problem=f"nested deeper than {DEEPEST}", problem_mark=mark)
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
-
-
 def parse(text: str, origin: str) -> Document:
     """The mapping that `text` holds; `origin` names it in messages. Raises UsageError for anything else."""
-    node = _compose(text, origin)
-    if not isinstance(node, yaml.MappingNode):
+    yaml, node = _composed(text, origin)
+    if not isinstance(node, MappingNode):
         raise UsageError(f"{origin}: must hold a mapping of sections (name, model, data, train, ...)")
     document = Document({})
-    document.values = _Walk(document, origin).value(node, ())
+    document.values = _Walk(document, origin, yaml).value(node, ())
     return document
 
 
 def parse_value(text: str, origin: str) -> Any:
     """The YAML value in `text`, as after `--set key=`."""
     document = Document({})
-    node = _compose(text, origin)
-    value = None if node is None else _Walk(document, origin).value(node, ())
+    yaml, node = _composed(text, origin)
+    value = None if node is None else _Walk(document, origin, yaml).value(node, ())
     if document.violations:
         raise UsageError(f"{origin}: cannot be read", document.violations)
     return value
 
 
-def _compose(text: str, origin: str) -> Any:
+def written(values: Mapping[str, Any]) -> str:
+    """YAML that `parse` reads back to `values`, in their order."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Representer = _Representer
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]  # declared as None
+    stream = io.StringIO()
+    yaml.dump(dict(values), stream)
+    return stream.getvalue()
+
+
+class _Representer(SafeRepresenter):
+    """Quotes what is not printable: unquoted, a line separator (U+0085, U+2028) would be read as a space."""
+
+    def represent_str(self, data: str) -> Any:
+        return self.represent_scalar(f"{_KIND}str", data, style=None if data.isprintable() else '"')
+
+
+_Representer.add_representer(str, _Representer.represent_str)
+
+
+class _Composer(Composer):
+    """Composes nodes, but no aliases: a few of them expand without bound."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.parser.check_event(AliasEvent):
+            mark = self.parser.peek_event().start_mark
+            raise MarkedYAMLError(problem="aliases are not supported", problem_mark=mark)
+        return super().compose_node(parent, index)
+
+
+def _composed(text: str, origin: str) -> tuple[YAML, Node | None]:
     if len(text) > LARGEST_TEXT:
         raise UsageError(f"{origin}: longer than {LARGEST_TEXT} characters")
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Composer, yaml.max_depth = _Composer, DEEPEST
     try:
-        loader = _Composer(text)
-        return loader.get_single_node()
-    except yaml.MarkedYAMLError as error:
+        return yaml, yaml.compose(text)
+    except MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UsageError(
-            f"{origin}{line}: not YAML that we read: {error.problem or error.context}"
-        ) from error
-    except yaml.YAMLError as error:
+        why = str(error.problem or error.context)
+        if isinstance(error, MaxDepthExceededError):
+            why = f"nested deeper than {DEEPEST}"
+        raise UsageError(f"{origin}{line}: not YAML that we read: {why}") from error
+    except YAMLError as error:
         raise UsageError(f"{origin}: not YAML: {error}") from error
 
 
 class _Walk:
     """Turns nodes into values, noting lines and what is wrong."""
 
-    def __init__(self, document: Document, origin: str) -> None:
-        self._document, self._origin = document, origin
+    def __init__(self, document: Document, origin: str, yaml: YAML) -> None:
+        self._document, self._origin, self._yaml = document, origin, yaml
 
-    def value(self, node: yaml.Node, path: Path) -> Any:
+    def value(self, node: Node, path: Path) -> Any:
         """The value of `node`, which stands under `path`."""
-        if node.tag.startswith("tag:yaml.org,2002:python") or node.tag.startswith("!"):
-            self._refuse(node, path, f"tag {node.tag[:60]} is not supported")
-            return None
-        if isinstance(node, yaml.MappingNode):
-            return self._mapping(node, path)
-        if isinstance(node, yaml.SequenceNode):
-            return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
-        try:
-            return _scalar(node)
-        except UnicodeDecodeError:
-            self._refuse(node, path, "half a surrogate pair is no text")
-            return None
+        match node:
+            case MappingNode() if node.tag == _KIND + "map":
+                return self._mapping(node, path)
+            case SequenceNode() if node.tag == _KIND + "seq":
+                return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
+            case ScalarNode() if node.tag in _NUMBERS_AND_NAMES:
+                return self._number_or_name(node, path)
+            case ScalarNode() if node.tag in _TEXTS:
+                return self._text(node, path)
+        self._refuse(node, path, f"tag {str(node.tag)[:60]} is not supported")
+        return None
 
-    def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
+    def _mapping(self, node: MappingNode, path: Path) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for key, item in node.value:
-            if not isinstance(key, yaml.ScalarNode):
+            if not isinstance(key, ScalarNode):
                 self._refuse(key, path, "a key must be a name")
                 continue
-            name = str(self.value(key, path)) if key.style else str(key.value)
+            name = str(self._text(key, path))
             here = (*path, name)
             if name in values:
                 self._refuse(key, here, f"given twice, first at {self._document.place(here)}")
@@ -132,19 +143,25 @@ class _Walk:
             values[name] = self.value(item, here)
         return values
 
-    def _at(self, node: yaml.Node) -> str:
+    def _number_or_name(self, node: ScalarNode, path: Path) -> Any:
+        try:
+            return self._yaml.constructor.construct_object(node)
+        except (ValueError, KeyError):  # such as -_, or five thousand digits
+            self._refuse(node, path, f"{node.value[:60]} is no {str(node.tag).removeprefix(_KIND)}")
+            return None
+
+    def _text(self, node: ScalarNode, path: Path) -> str | None:
+        text = str(node.value)
+        try:
+            # JSON writes characters beyond 16 bits as two escapes, which ruamel.yaml reads as two characters.
+            return text.encode("utf-16", "surrogatepass").decode("utf-16")
+        except UnicodeDecodeError:
+            self._refuse(node, path, "half a surrogate pair is no text")
+            return None
+
+    def _at(self, node: Node) -> str:
         return f"{self._origin}:{node.start_mark.line + 1}"
 
-    def _refuse(self, node: yaml.Node, path: Path, why: str) -> None:
+    def _refuse(self, node: Node, path: Path, why: str) -> None:
         name = ".".join(map(str, path))
         self._document.violations.append(f"{self._at(node)}: {f'{name}: ' if name else ''}{why}")
-
-
-def _scalar(node: yaml.Node) -> Any:
-    text = str(node.value)
-    if node.style is None:  # type: ignore[attr-defined]  # neither quoted nor a block
-        for _, pattern, convert in SCALARS:
-            if pattern.fullmatch(text):
-                return convert(text)
-    # JSON writes characters beyond 16 bits as two escapes, which YAML reads as two characters.
-    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16")

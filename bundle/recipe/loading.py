@@ -1,20 +1,34 @@
 """From a name or a file and a command line's overrides to a Recipe, with every violation at once."""
 
 import difflib
+import itertools
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pydantic_core import ValidationError
+from pydantic import ValidationError
 
 from bundle import files
 from bundle.architectures import from_config, read_config
-from bundle.errors import UsageError
-from bundle.recipe import builtin, rules
+from bundle.errors import UsageError, shown
+from bundle.recipe import rules
 from bundle.recipe.document import LARGEST_TEXT, Document, Path, parse, parse_value
 from bundle.recipe.recipe import Recipe
-from bundle.recipe.validation import UNKNOWN, validated
-from bundle.recipe.violations import explained, located
+
+# In a checkout a link to launch/recipes; a wheel holds the files themselves.
+DIRECTORY = pathlib.Path(__file__).parent / "recipes"
+
+
+def built_in() -> list[str]:
+    """The names of the recipes that come with the package, sorted."""
+    return sorted(path.stem for path in DIRECTORY.glob("*.yaml"))
+
+
+def about(name: str) -> str:
+    """What a built-in recipe is for: the comment that its file begins with, as one line."""
+    lines = find(name).read_text().splitlines()
+    comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    return " ".join(line.removeprefix("#").strip() for line in comment)
 
 
 def load(name_or_path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -45,9 +59,9 @@ def find(name_or_path: str | pathlib.Path) -> pathlib.Path:
     text = str(name_or_path)
     if "/" in text or text.endswith((".yaml", ".yml")):
         return pathlib.Path(text)
-    names = builtin.names()
+    names = built_in()
     if text in names:
-        return builtin.path_of(text)
+        return DIRECTORY / f"{text}.yaml"
     near = difflib.get_close_matches(text[:100], names, n=2)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     raise UsageError(
@@ -84,7 +98,7 @@ def _checked(document: Document, origin: str) -> Recipe:
     readable = _check_architecture(document, violations)
     if recipe is not None and readable:
         for key, reason in rules.violations(recipe):
-            violations.append(located(document, tuple(key.split(".")), reason))
+            violations.append(_located(document, tuple(key.split(".")), reason))
     if recipe is None or violations:
         raise UsageError(f"{origin} cannot be used", violations)
     return recipe
@@ -95,10 +109,10 @@ def _validated(document: Document, violations: list[str]) -> Recipe | None:
     values = document.values
     while True:
         try:
-            return validated(Recipe, values)
+            return Recipe.model_validate(values)
         except ValidationError as error:
-            violations += explained(error, document, Recipe)
-            unknown = {found["loc"] for found in error.errors() if found["type"] == UNKNOWN}
+            violations += _explained(error, document)
+            unknown = {found["loc"] for found in error.errors() if found["type"] == "extra_forbidden"}
             if len(unknown) < error.error_count():
                 return None
             values = _without(values, unknown)  # which may lack what only a misspelt key would have given
@@ -122,7 +136,7 @@ def _with_config_file(document: Document, violations: list[str]) -> None:
     try:
         read = read_config(pathlib.Path(model["path"]))
     except UsageError as error:
-        violations.append(located(document, ("model", "path"), str(error)))
+        violations.append(_located(document, ("model", "path"), str(error)))
         return
     if isinstance(given, dict):
         document.values["model"] = model | {"config": read | given}
@@ -140,6 +154,46 @@ def _check_architecture(document: Document, violations: list[str]) -> bool:
         for reason in error.violations:
             key, colon, _ = reason.partition(":")
             path = ("model", "config", key) if colon and key in config else ("model", "config")
-            violations.append(located(document, path, reason))
+            violations.append(_located(document, path, reason))
         return False
     return True
+
+
+def _located(document: Document, path: Path, reason: str) -> str:
+    """ "demo.yaml:12: train.steps: reason"."""
+    place = document.place(path)
+    name = ".".join(map(str, path))
+    return f"{place}: {name}: {reason}" if place else f"{name}: {reason}"
+
+
+def _explained(error: ValidationError, document: Document) -> Iterator[str]:
+    """One line for each violation that pydantic found, in the words of a recipe's user."""
+    known = list(Recipe.key_paths())
+    for found in error.errors(include_url=False, include_context=False):
+        path: Path = tuple(found["loc"])
+        match found["type"]:
+            case "extra_forbidden":
+                reason = f"unknown key{_meant('.'.join(map(str, path)), known)}"
+            case "missing":
+                reason = "missing"
+            case "value_error":
+                reason = found["msg"].removeprefix("Value error, ")
+            case "model_type":
+                reason = f"must be a section of keys, is {shown(found['input'])}"
+            case _:
+                said = found["msg"].replace("Input should be", "must be")
+                for theirs, ours in (("Tuple", "List"), ("tuple", "list"), ("dictionary", "mapping")):
+                    said = said.replace(theirs, ours)
+                reason = f"{said[:1].lower()}{said[1:]}, is {shown(found['input'])}"
+        yield _located(document, path, reason)
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    """ "; did you mean ...?" with keys of the same last part anywhere, else with the nearest spellings."""
+    last = name.rpartition(".")[2]
+    same = [key for key in known if key.rpartition(".")[2] == last]
+    near = same or difflib.get_close_matches(name[:100], known, n=2, cutoff=0.75)
+    if not near:
+        lasts = {key.rpartition(".")[2]: key for key in known}
+        near = [lasts[part] for part in difflib.get_close_matches(last[:100], list(lasts), n=2, cutoff=0.75)]
+    return f"; did you mean {' or '.join(near[:3])}?" if near else ""

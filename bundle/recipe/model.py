@@ -1,25 +1,28 @@
 """The model of a recipe: whose architecture, in which arithmetic, recomputed how."""
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
 
 from bundle.fp8 import SCALINGS, Format, Scaling
-from bundle.recipe.section import Count, Names, NotNegative, key, section
+from bundle.recipe.sections import Count, Names, NotNegative, Section, or_null
 
 
-@section
-class FP8:
+class FP8(Section):
     """FP8 matrix products: Transformer Engine's on GPUs, emulated on the cpu backend."""
 
-    scaling: Scaling = key(
+    scaling: Scaling = Field(
         description="How scales are found: past steps, per tensor, per block, per 32 values (Blackwell)."
     )
-    format: Format = key(
+    format: Format = Field(
         default="hybrid",
+        json_schema_extra=or_null,
         description="Number format; hybrid takes e5m2 for gradients. Left out: e4m3 for blockwise and mxfp8.",
     )
 
+    @model_validator(mode="before")
     @staticmethod
-    def complete(given: Any) -> Any:
+    def _complete(given: Any) -> Any:
         """The format that a scaling is taken with where nobody says."""
         if isinstance(given, dict) and given.get("format") is None:
             named = [rule for scaling, rule in SCALINGS.items() if scaling == given.get("scaling")]
@@ -27,25 +30,25 @@ class FP8:
         return given
 
 
-@section
-class Recompute:
+class Recompute(Section):
     """Activations computed again in the backward pass instead of being kept."""
 
-    granularity: Literal["full", "selective"] = key(description="Whole layers, or only the named modules.")
-    method: Literal["uniform", "block"] | None = key(
+    granularity: Literal["full", "selective"] = Field(description="Whole layers, or only the named modules.")
+    method: Literal["uniform", "block"] | None = Field(
         default=None,
         description="full: uniform chunks of layers, or the first layers of a stage. Default uniform.",
     )
-    layers: Count | None = key(
+    layers: Count | None = Field(
         default=None, description="full: layers per chunk (uniform) or per stage (block). Default 1."
     )
-    modules: Names = key(
+    modules: Names = Field(
         default=(),
         description="selective: core_attn, layernorm, mla_up_proj, mlp, moe, moe_act, shared_experts.",
     )
 
+    @model_validator(mode="before")
     @staticmethod
-    def complete(given: Any) -> Any:
+    def _complete(given: Any) -> Any:
         """What each granularity recomputes where nobody says."""
         if not isinstance(given, dict):
             return given
@@ -54,23 +57,22 @@ class Recompute:
         return given | {name: value for name, value in defaults.items() if given.get(name) is None}
 
 
-@section
-class MTP:
+class MTP(Section):
     """Multi-token prediction: extra layers that predict tokens further ahead."""
 
-    layers: int | None = key(
+    layers: int | None = Field(
         default=None,
         ge=0,
         le=64,
         description="Prediction depth; null: num_nextn_predict_layers of the config.",
     )
-    loss_scale: NotNegative = key(
+    loss_scale: NotNegative = Field(
         default=0.1, description="Weight of the MTP losses in the total (shared by the depths)."
     )
-    detach_trunk: bool = key(
+    detach_trunk: bool = Field(
         default=False, description="Keep the gradient of the MTP losses out of the layers below."
     )
-    detach_embeddings: bool = key(
+    detach_embeddings: bool = Field(
         default=False, description="Keep it out of the word embedding and the output layer."
     )
 
@@ -80,50 +82,50 @@ class MTP:
         return self.detach_trunk or self.detach_embeddings
 
 
-@section
-class Experts:
+class Experts(Section):
     """What keeps experts equally busy; of a model with experts."""
 
-    aux_loss_coeff: NotNegative | None = key(
+    aux_loss_coeff: NotNegative | None = Field(
         default=None,
         description="Weight of the balancing loss of each layer; null: what the config asks for"
         " (aux_loss_alpha; router_aux_loss_coef where output_router_logits is true).",
     )
-    z_loss_coeff: NotNegative = key(
+    z_loss_coeff: NotNegative = Field(
         default=0.0, description="Weight of the z-loss of each router, which keeps its logits small."
     )
-    bias_update_rate: NotNegative = key(
+    bias_update_rate: NotNegative = Field(
         default=1e-3,
         description="How far a steering bias (noaux_tc) moves in a step; 0: it stays.",
     )
 
 
-@section
-class Model:
+class Model(Section):
     """What is trained."""
 
-    path: str | None = key(
+    path: str | None = Field(
         default=None,
         description="Directory with a Hugging Face config.json; keys of `config` override its keys.",
     )
-    config: dict[str, Any] = key(
+    config: dict[str, Any] = Field(
         default_factory=dict, description="Keys of a Hugging Face config.json; model_type names the family."
     )
-    dtype: Literal["bf16", "fp32"] = key(
+    dtype: Literal["bf16", "fp32"] = Field(
         default="bf16", description="Arithmetic; master weights are fp32 either way."
     )
-    attention: Literal["auto", "flash", "fused", "unfused"] = key(
+    attention: Literal["auto", "flash", "fused", "unfused"] = Field(
         default="auto", description="Attention kernel; auto: the backend's choice."
     )
-    fp8: FP8 | None = key(default=None, description="FP8 matrix products; null: none.")
-    recompute: Recompute | None = key(default=None, description="Activation recomputation; null: none.")
-    router_replay: bool = key(
+    fp8: FP8 | None = Field(default=None, description="FP8 matrix products; null: none.")
+    recompute: Recompute | None = Field(default=None, description="Activation recomputation; null: none.")
+    router_replay: bool = Field(
         default=False,
         description="Experts that routers chose can be recorded and given back (RL: rollout and training).",
     )
-    mtp: MTP = key(default_factory=MTP, description="Multi-token prediction.")
-    moe: Experts = key(default_factory=Experts, description="Balancing of experts.")
+    mtp: MTP = Field(default_factory=MTP, description="Multi-token prediction.")
+    moe: Experts = Field(default_factory=Experts, description="Balancing of experts.")
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _described(self) -> Self:
         if self.path is None and not self.config:
             raise ValueError("give model.path or model.config")
+        return self

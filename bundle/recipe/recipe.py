@@ -1,15 +1,16 @@
-"""The job file as one frozen value."""
+"""The job file as one value that never changes, and how two of them differ."""
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from pydantic import Field
+
 from bundle.architectures import Architecture, from_config
 from bundle.errors import UsageError
-from bundle.recipe.features import features
+from bundle.recipe.alignment import Alignment
 from bundle.recipe.model import Model
-from bundle.recipe.parallel import Layout, Parallel
-from bundle.recipe.section import key, plain, section
 from bundle.recipe.sections import (
     MOST_RANKS,
     Checkpoint,
@@ -18,41 +19,54 @@ from bundle.recipe.sections import (
     Distributed,
     Metrics,
     Optimizer,
+    Parallel,
+    Section,
     Train,
 )
-from bundle.sequences.alignment import Alignment
+
+# Sections and keys that decide where and how fast a run computes, not what.
+FREE_ON_RESUME = ("devices", "parallel", "distributed", "checkpoint", "metrics", "train.log_interval")
 
 
-@section
-class Recipe:
+@dataclass(frozen=True)
+class Layout:
+    """What follows from a world size: data-parallel sizes and micro-batches of a step."""
+
+    world: int
+    dp: int
+    expert_dp: int
+    microbatches: int
+
+
+class Recipe(Section):
     """Everything a job is asked to do. `bundle.recipe.load` makes it and checks the rules."""
 
-    name: str = key(
+    name: str = Field(
         pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$",
         description="Names the run directory and the job; lower-case letters, digits, dots and dashes.",
     )
-    task: Literal["pretrain", "sft"] = key(
+    task: Literal["pretrain", "sft"] = Field(
         default="pretrain", description="Learn every token, or only the responses."
     )
-    backend: Literal["auto", "cpu", "cuda", "ascend"] = key(
+    backend: Literal["auto", "cpu", "cuda", "ascend"] = Field(
         default="auto", description="The accelerator; auto: what the machine has."
     )
-    seed: int = key(
+    seed: int = Field(
         default=1234, ge=0, le=2**31 - 1, description="Of the initial weights, the data order and dropout."
     )
-    devices: Devices = key(default_factory=Devices, description="How many devices the job takes.")
-    model: Model = key(description="What is trained.")
-    parallel: Parallel = key(default_factory=Parallel, description="Sizes of the parallel groups.")
-    data: Data = key(description="What is trained on.")
-    train: Train = key(description="How long and in which portions.")
-    optimizer: Optimizer = key(default_factory=Optimizer, description="The optimizer and its schedule.")
-    distributed: Distributed = key(
+    devices: Devices = Field(default_factory=Devices, description="How many devices the job takes.")
+    model: Model = Field(description="What is trained.")
+    parallel: Parallel = Field(default_factory=Parallel, description="Sizes of the parallel groups.")
+    data: Data = Field(description="What is trained on.")
+    train: Train = Field(description="How long and in which portions.")
+    optimizer: Optimizer = Field(default_factory=Optimizer, description="The optimizer and its schedule.")
+    distributed: Distributed = Field(
         default_factory=Distributed, description="How ranks exchange gradients and weights."
     )
-    checkpoint: Checkpoint = key(
+    checkpoint: Checkpoint = Field(
         default_factory=Checkpoint, description="When to save, and how much to keep."
     )
-    metrics: Metrics = key(default_factory=Metrics, description="Where numbers go.")
+    metrics: Metrics = Field(default_factory=Metrics, description="Where numbers go.")
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -79,8 +93,47 @@ class Recipe:
 
     @cached_property
     def features(self) -> frozenset[str]:
-        """Names of the parts of megatron-core that this job uses; patches and traps ask for them."""
-        return features(self)
+        """Names of the parts of megatron-core that this job uses; patches and traps ask for them.
+
+        `attention-auto` stays as it is: what auto means is the backend's to say. `dp` is there when the
+        recipe's own device counts, or else the layout's smallest world, have more than one replica.
+        """
+        architecture, model, parallel = self.architecture, self.model, self.parallel
+        moe, mtp = architecture.moe is not None, architecture.mtp_layers > 0
+        head_dims = architecture.head_dims
+        world = self.devices.nodes * (self.devices.per_node or 0) or parallel.minimal_world
+        granularity = model.recompute.granularity if model.recompute else None
+        used = {
+            "pretrain": self.task == "pretrain",
+            "sft": self.task == "sft",
+            "mla": architecture.mla is not None,
+            "gqa": architecture.num_query_groups < architecture.num_attention_heads,
+            "unequal-head-dims": head_dims[0] != head_dims[1],
+            "tied-embeddings": architecture.tied_embeddings,
+            "moe": moe,
+            "router-replay": moe and model.router_replay,
+            "expert-bias": architecture.moe is not None and architecture.moe.expert_bias,
+            "mtp": mtp,
+            "mtp-detached": mtp and model.mtp.detached,
+            "packed": self.data.packed,
+            "tp": parallel.tp > 1,
+            "sp": parallel.sequence_parallel,
+            "pp": parallel.pp > 1,
+            "vpp": parallel.vpp is not None,
+            "cp": parallel.cp > 1,
+            "ep": parallel.ep > 1,
+            "etp": moe and parallel.etp > 1,
+            "dp": parallel.dp(world) > 1,
+            "bf16": model.dtype == "bf16",
+            "fp8": model.fp8 is not None,
+            f"attention-{model.attention}": True,
+            f"recompute-{granularity}": granularity is not None,
+            "overlap-grad-reduce": self.distributed.overlap_grad_reduce,
+            "overlap-param-gather": self.distributed.overlap_param_gather,
+            "distributed-checkpoint": True,
+            "async-checkpoint": self.checkpoint.async_,
+        }
+        return frozenset(name for name, is_used in used.items() if is_used)
 
     def layout(self, world: int) -> Layout:
         """How `world` ranks share the work. Raises UsageError with every reason why they cannot."""
@@ -112,6 +165,34 @@ class Recipe:
             ]
         return []
 
-    def dump(self) -> dict[str, Any]:
-        """The resolved recipe as plain JSON values, every key present; loads to an equal Recipe."""
-        return dict(plain(self))
+
+@dataclass(frozen=True)
+class Difference:
+    """One key whose value changed; None where a side does not have it."""
+
+    key: str
+    old: Any
+    new: Any
+
+    @property
+    def free_on_resume(self) -> bool:
+        """Whether a resumed run may change this key and still be the same run."""
+        return any(self.key == free or self.key.startswith(f"{free}.") for free in FREE_ON_RESUME)
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.old!r} -> {self.new!r}"
+
+
+def differences(old: Recipe, new: Recipe) -> list[Difference]:
+    """Every key whose value differs, in the recipe's order."""
+    before, after = dict(_flat(old.dump())), dict(_flat(new.dump()))
+    keys = dict.fromkeys([*after, *before])
+    return [Difference(k, before.get(k), after.get(k)) for k in keys if before.get(k) != after.get(k)]
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

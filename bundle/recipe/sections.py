@@ -1,8 +1,10 @@
-"""The other sections of a recipe: devices, data, training, optimizer, distribution, checkpoints, metrics."""
+"""The sections of a recipe but the model's: what each key means, takes, and is where nobody says."""
 
-from typing import Literal
+import math
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, get_args
 
-from bundle.recipe.section import Count, CountOrZero, Names, NotNegative, Pair, Positive, key, section
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 # 256 bytes, end of text, padding.
 BYTE_VOCABULARY = 258
@@ -12,85 +14,182 @@ MOST_RANKS = 2**20
 MOST_PER_NODE = 1024
 
 
-@section
-class Devices:
+class Section(BaseModel):
+    """A part of a recipe: it never changes, takes no unknown key, and converts no value of another type."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, ser_json_inf_nan="constants"
+    )
+
+    @classmethod
+    def key_paths(cls, prefix: str = "") -> Iterator[str]:
+        """Every dotted key, sections included."""
+        for name, of in cls.model_fields.items():
+            key = prefix + (of.alias or name)
+            yield key
+            for kind in (of.annotation, *get_args(of.annotation)):
+                if isinstance(kind, type) and issubclass(kind, Section):
+                    yield from kind.key_paths(f"{key}.")
+
+    def dump(self) -> dict[str, Any]:
+        """The section as plain JSON values, every key present."""
+        return self.model_dump(mode="json", by_alias=True)
+
+
+def or_null(schema: dict[str, Any]) -> None:
+    """Adds null to the JSON schema of a key that `_complete` fills in."""
+    kind = {
+        word: schema.pop(word) for word in list(schema) if word not in ("default", "description", "title")
+    }
+    schema["anyOf"] = [kind, {"type": "null"}]
+
+
+def _listed(given: Any) -> Any:
+    return tuple(given) if isinstance(given, list) else given
+
+
+def _named(given: Any) -> Any:
+    """One string means a list of one: `--set data.path=train.jsonl` needs no brackets."""
+    return (given,) if isinstance(given, str) else _listed(given)
+
+
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+CountOrZero = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_named, json_schema_input_type=str | tuple[str, ...])]
+Pair = Annotated[tuple[float, float], BeforeValidator(_listed)]
+
+
+class Devices(Section):
     """How many devices the job takes."""
 
-    nodes: Count = key(default=1, description="Machines.")
-    per_node: Count | None = key(
+    nodes: Count = Field(default=1, description="Machines.")
+    per_node: Count | None = Field(
         default=None,
         le=MOST_PER_NODE,
         description="Devices of each machine; null: all it has (cpu: the smallest world that fits).",
     )
 
 
-@section
-class Fields:
+class Parallel(Section):
+    """Sizes of the parallel groups: pp x dp x cp x tp ranks, for experts pp x expert dp x ep x etp."""
+
+    tp: Count = Field(default=1, description="Tensor parallel size.")
+    pp: Count = Field(default=1, description="Pipeline stages.")
+    vpp: Count | None = Field(
+        default=None, description="Model chunks per pipeline stage (interleaved); null: 1."
+    )
+    cp: Count = Field(default=1, description="Context parallel size: ranks that share one sequence.")
+    ep: Count = Field(default=1, description="Expert parallel size: ranks that divide the experts.")
+    etp: Count = Field(
+        default=1,
+        json_schema_extra=or_null,
+        description="Tensor parallel size of experts; null or left out: tp.",
+    )
+    sequence_parallel: bool = Field(
+        default=False,
+        json_schema_extra=or_null,
+        description="Divide activations between tp ranks; null or left out: tp > 1.",
+    )
+
+    @model_validator(mode="before")
+    @staticmethod
+    def _complete(given: Any) -> Any:
+        """Experts and sequences are divided like everything else where nobody says."""
+        if not isinstance(given, dict):
+            return given
+        tp = given.get("tp", 1)
+        followers = {"etp": tp, "sequence_parallel": isinstance(tp, int) and tp > 1}
+        return given | {name: value for name, value in followers.items() if given.get(name) is None}
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one copy of everything but the experts: tp x cp x pp."""
+        return self.tp * self.cp * self.pp
+
+    @property
+    def minimal_world(self) -> int:
+        """The smallest number of ranks that fits: both tp x cp and etp x ep divide the ranks of a stage."""
+        return self.pp * math.lcm(self.tp * self.cp, self.etp * self.ep)
+
+    def fits(self, world: int) -> bool:
+        """Whether `world` ranks can be laid out."""
+        return world > 0 and world % self.minimal_world == 0
+
+    def dp(self, world: int) -> int:
+        """The data-parallel size of `world` ranks; the caller has asked `fits`."""
+        return world // self.model_ranks
+
+    def expert_dp(self, world: int) -> int:
+        """How many copies of each expert `world` ranks hold; the caller has asked `fits`."""
+        return world // (self.pp * self.etp * self.ep)
+
+
+class Fields(Section):
     """Names of the fields of a JSONL or parquet row."""
 
-    text: str = key(default="text", description="Pre-training: the document.")
-    prompt: str = key(default="prompt", description="SFT: what the model is given.")
-    response: str = key(default="response", description="SFT: what it should answer; only this has a loss.")
-    messages: str = key(
+    text: str = Field(default="text", description="Pre-training: the document.")
+    prompt: str = Field(default="prompt", description="SFT: what the model is given.")
+    response: str = Field(default="response", description="SFT: what it should answer; only this has a loss.")
+    messages: str = Field(
         default="messages", description="SFT: a list of {role, content}; taken where a row has it."
     )
 
 
-@section
-class Data:
+class Data(Section):
     """What is trained on."""
 
-    source: Literal["text", "jsonl", "parquet"] = key(description="Kind of the files.")
-    path: Names = key(
+    source: Literal["text", "jsonl", "parquet"] = Field(description="Kind of the files.")
+    path: Names = Field(
         min_length=1,
         description="Files, directories, globs, or `stdlib`: the running Python's standard library.",
     )
-    separator: str | None = key(
+    separator: str | None = Field(
         default=None,
         min_length=1,
         description="text: divides a file into documents, such as a blank line; null: a file is a document.",
     )
-    tokenizer: str = key(
+    tokenizer: str = Field(
         pattern=r"^(bytes|hf:.+)$",
         default="bytes",
         description="`bytes` (256 and two specials), or `hf:DIR`, a local Hugging Face tokenizer.",
     )
-    sequence_length: Count = key(description="Tokens of a sample; packed: tokens of a pack.")
-    packed: bool = key(
+    sequence_length: Count = Field(description="Tokens of a sample; packed: tokens of a pack.")
+    packed: bool = Field(
         default=False, description="Pack whole documents into each sample, without attention across."
     )
-    validation: float = key(
+    validation: float = Field(
         default=0.02, ge=0, lt=1, description="Share of the documents held out for evaluation; 0: none."
     )
-    on_error: Literal["stop", "skip"] = key(
+    on_error: Literal["stop", "skip"] = Field(
         default="stop", description="Corrupt rows and files: stop and list them, or skip and count them."
     )
-    fields: Fields = key(default_factory=Fields, description="Names of the fields of a row.")
-    template: Literal["plain", "chat"] = key(
+    fields: Fields = Field(default_factory=Fields, description="Names of the fields of a row.")
+    template: Literal["plain", "chat"] = Field(
         default="plain", description="SFT: roles as plain headings, or the tokenizer's own chat template."
     )
-    learn: Literal["all_turns", "last_turn"] = key(
+    learn: Literal["all_turns", "last_turn"] = Field(
         default="all_turns",
         description="SFT: learn what the assistant says in every turn, or in the last one only, as templates"
         " need that write earlier turns without thoughts.",
     )
 
 
-@section
-class Train:
+class Train(Section):
     """How long and in which portions."""
 
-    steps: Count = key(
+    steps: Count = Field(
         description="Optimizer steps. --resume takes more of them, with the schedule of the new length."
     )
-    micro_batch_size: Count = key(default=1, description="Samples of one forward pass on one rank.")
-    global_batch_size: Count = key(description="Samples of one optimizer step over all ranks.")
-    eval_interval: CountOrZero = key(
+    micro_batch_size: Count = Field(default=1, description="Samples of one forward pass on one rank.")
+    global_batch_size: Count = Field(description="Samples of one optimizer step over all ranks.")
+    eval_interval: CountOrZero = Field(
         default=100, description="Steps between evaluations; 0: only at the end."
     )
-    eval_batches: Count = key(default=8, description="Global batches of one evaluation.")
-    log_interval: Count = key(default=10, description="Steps between reports.")
-    loss_mean: Literal["token", "sequence"] = key(
+    eval_batches: Count = Field(default=8, description="Global batches of one evaluation.")
+    log_interval: Count = Field(default=10, description="Steps between reports.")
+    loss_mean: Literal["token", "sequence"] = Field(
         default="token",
         description=(
             "What counts alike in the loss: every learned token, or every sequence. A step in which no token "
@@ -98,7 +197,7 @@ class Train:
             "decay, momentum, the learning rate."
         ),
     )
-    on_nan: Literal["stop", "skip"] = key(
+    on_nan: Literal["stop", "skip"] = Field(
         default="stop",
         description=(
             "A gradient that is not finite: stop, or skip that update; such a loss, as that of a report "
@@ -107,52 +206,48 @@ class Train:
     )
 
 
-@section
-class Optimizer:
+class Optimizer(Section):
     """Adam with decoupled weight decay, its state divided between data-parallel ranks."""
 
-    name: Literal["adam"] = key(default="adam", description="The algorithm.")
-    lr: Positive = key(default=1e-3, description="Highest learning rate.")
-    min_lr: NotNegative = key(default=0.0, description="Learning rate at the last step.")
-    warmup_steps: CountOrZero = key(
+    name: Literal["adam"] = Field(default="adam", description="The algorithm.")
+    lr: Positive = Field(default=1e-3, description="Highest learning rate.")
+    min_lr: NotNegative = Field(default=0.0, description="Learning rate at the last step.")
+    warmup_steps: CountOrZero = Field(
         default=0, description="Steps until the highest learning rate, in equal parts."
     )
-    schedule: Literal["cosine", "linear", "constant"] = key(
+    schedule: Literal["cosine", "linear", "constant"] = Field(
         default="cosine", description="How the learning rate falls after the warm-up."
     )
-    weight_decay: NotNegative = key(default=0.1, description="Decoupled weight decay.")
-    betas: Pair = key(default=(0.9, 0.95), description="Decay of the two moments.")
-    eps: Positive = key(default=1e-8, description="Added to the denominator.")
-    clip_grad: NotNegative = key(default=1.0, description="Largest gradient norm; 0: no clipping.")
+    weight_decay: NotNegative = Field(default=0.1, description="Decoupled weight decay.")
+    betas: Pair = Field(default=(0.9, 0.95), description="Decay of the two moments.")
+    eps: Positive = Field(default=1e-8, description="Added to the denominator.")
+    clip_grad: NotNegative = Field(default=1.0, description="Largest gradient norm; 0: no clipping.")
 
 
-@section
-class Distributed:
+class Distributed(Section):
     """How ranks exchange gradients and weights."""
 
-    overlap_grad_reduce: bool = key(default=False, description="Reduce gradients during the backward pass.")
-    overlap_param_gather: bool = key(default=False, description="Gather weights during the forward pass.")
-    bucket_size: Count | None = key(
+    overlap_grad_reduce: bool = Field(default=False, description="Reduce gradients during the backward pass.")
+    overlap_param_gather: bool = Field(default=False, description="Gather weights during the forward pass.")
+    bucket_size: Count | None = Field(
         default=None, description="Parameters per bucket of the reduction; null: megatron-core's choice."
     )
-    timeout_seconds: Count = key(
+    timeout_seconds: Count = Field(
         default=600, description="A collective that takes longer is a hang (exit code 6)."
     )
 
 
-@section
-class Checkpoint:
+class Checkpoint(Section):
     """When to save, and how much to keep."""
 
-    interval: CountOrZero = key(default=100, description="Steps between checkpoints; 0: only at the end.")
-    keep: Count = key(default=2, description="Newest checkpoints that stay.")
-    async_: bool = key(
+    interval: CountOrZero = Field(default=100, description="Steps between checkpoints; 0: only at the end.")
+    keep: Count = Field(default=2, description="Newest checkpoints that stay.")
+    async_: bool = Field(
         default=False, alias="async", description="Write in the background while training goes on."
     )
 
 
-@section
-class Metrics:
+class Metrics(Section):
     """Where numbers go besides metrics.jsonl and the terminal."""
 
-    tensorboard: bool = key(default=True, description="Write TensorBoard event files.")
+    tensorboard: bool = Field(default=True, description="Write TensorBoard event files.")

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from bundle import files
 from bundle.checkpoints import manifest
 from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.errors import UsageError
 from bundle.recipe import Recipe, differences, load
+from bundle.recipe.document import written
 
 # The first line of a run's recipe.yaml, by which a directory is known as a run's.
 _OURS = "# The recipe of the run in this directory, written by mcore-bundle.\n"
@@ -221,8 +220,7 @@ class RunDirectory:
             )
 
     def _write_recipe(self, recipe: Recipe) -> None:
-        text = yaml.safe_dump(recipe.dump(), sort_keys=False, allow_unicode=True)
-        files.write_text(self.recipe, _OURS + text)
+        files.write_text(self.recipe, _OURS + written(recipe.dump()))
 
     def _describe(self, plan: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
         files.write_json(self.plan, plan)

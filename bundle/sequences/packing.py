@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bundle.errors import JobFailed
-from bundle.sequences.alignment import Alignment, Layout, Padding
+from bundle.recipe.alignment import Alignment, Layout, Padding
 from bundle.sequences.rows import Ints, Runs, pack_index, runs_of, unpack_index
 
 
@@ -235,7 +235,7 @@ def _chunks(x: Tensor, cp: int, dim: int) -> tuple[Tensor, ...]:
     if x.shape[dim] % (2 * cp):
         raise JobFailed(
             f"{x.shape[dim]} rows do not split over {cp} context-parallel ranks:"
-            f" pad them to a multiple of {2 * cp} (sequences.alignment)."
+            f" pad them to a multiple of {2 * cp} (recipe.alignment)."
         )
     chunks: tuple[Tensor, ...] = x.chunk(2 * cp, dim)
     return chunks

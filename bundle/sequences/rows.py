@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bundle.sequences.alignment import Alignment
+from bundle.recipe.alignment import Alignment
 
 Ints = NDArray[np.int64]
 

@@ -10,7 +10,7 @@ import torch
 from bundle.mcore import groups
 from bundle.mcore.groups import Groups
 from bundle.mcore.runtime import Runtime
-from bundle.recipe.parallel import Parallel
+from bundle.recipe import Parallel
 
 
 class NotProvable(Exception):

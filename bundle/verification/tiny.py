@@ -12,7 +12,7 @@ from bundle.mcore.groups import Groups
 from bundle.mcore.packed import packed_seq_params
 from bundle.models import gpt
 from bundle.recipe import Recipe, from_mapping
-from bundle.sequences.alignment import Alignment, Padding
+from bundle.recipe.alignment import Alignment, Padding
 from bundle.sequences.packing import Packing, shard
 from bundle.verification.bench import Bench, NotProvable
 

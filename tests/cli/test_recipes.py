@@ -3,12 +3,12 @@
 import json
 
 import pytest
-import yaml
 from typer.testing import CliRunner
 
 from bundle.cli.recipes import app
 from bundle.errors import UsageError
-from bundle.recipe import builtin, from_mapping, load
+from bundle.recipe import built_in, from_mapping, load
+from bundle.recipe.document import parse
 
 
 def run(*arguments: str) -> str:
@@ -19,7 +19,7 @@ def run(*arguments: str) -> str:
 
 def test_list_names_every_recipe_and_what_it_is_for():
     text, said = run("list"), json.loads(run("list", "--json"))
-    assert said["schema"] == 1 and [r["name"] for r in said["recipes"]] == builtin.names()
+    assert said["schema"] == 1 and [r["name"] for r in said["recipes"]] == built_in()
     for recipe in said["recipes"]:
         assert len(recipe["about"]) > 40 and recipe["name"] in text
     assert max(map(len, text.splitlines())) <= 110
@@ -29,7 +29,7 @@ def test_show_prints_a_file_that_loads_and_all_keys_as_json(tmp_path):
     (tmp_path / "mine.yaml").write_text(run("show", "demo"))
     assert load(tmp_path / "mine.yaml") == load("demo")
     assert "# " in run("show", "demo")
-    assert yaml.safe_load(run("show", str(tmp_path / "mine.yaml")))["name"] == "demo"
+    assert parse(run("show", str(tmp_path / "mine.yaml")), "").values["name"] == "demo"
     assert from_mapping(json.loads(run("show", "demo", "--json"))["recipe"]) == load("demo")
 
 

@@ -20,6 +20,7 @@ def loaded(*command: str) -> frozenset[str]:
     "args",
     [
         "--help",
+        "recipes schema",
         "doctor --backend cpu",
         "patches list",
         "patches plan --mcore 0.19.2 --json",

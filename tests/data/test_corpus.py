@@ -14,7 +14,7 @@ from bundle.data import corpus as corpus_module
 from bundle.data.tokenization import open_store
 from bundle.errors import JobFailed
 from bundle.recipe import load
-from bundle.sequences.alignment import Alignment
+from bundle.recipe.alignment import Alignment
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs", "away"]
 

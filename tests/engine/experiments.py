@@ -13,9 +13,8 @@ from bundle.engine import Engine, MicroBatch, Scores
 from bundle.engine.microbatch import from_packing, from_rows
 from bundle.mcore import groups
 from bundle.models import naming
-from bundle.recipe import Recipe
-from bundle.recipe.validation import validated
-from bundle.sequences.alignment import Alignment, Layout
+from bundle.recipe import Recipe, from_mapping
+from bundle.recipe.alignment import Alignment, Layout
 from bundle.sequences.packing import Packing
 from bundle.verification.bench import Bench
 from bundle.verification.numbers import Numbers, gap
@@ -49,8 +48,7 @@ def recipe(
     config: dict, parallel: dict[str, int], *, packed: bool, recompute: dict | None = None, **mtp: Any
 ) -> Recipe:
     """The job of a tiny model."""
-    return validated(
-        Recipe,
+    return from_mapping(
         {
             "name": "engine",
             "model": {
@@ -61,7 +59,13 @@ def recipe(
                 "moe": {"z_loss_coeff": Z_LOSS if "num_experts_per_tok" in config else 0},
             },
             "parallel": parallel,
-            "data": {"source": "text", "path": ["none"], "sequence_length": 128, "packed": packed},
+            "data": {
+                "source": "text",
+                "path": ["none"],
+                "tokenizer": "hf:none",
+                "sequence_length": 128,
+                "packed": packed,
+            },
             "train": {"steps": 2, "global_batch_size": 8},
             "optimizer": {"lr": 1e-2, "warmup_steps": 0},
         },

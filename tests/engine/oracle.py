@@ -9,8 +9,7 @@ import torch
 from bundle.engine import Engine
 from bundle.models import naming
 from bundle.models.naming import Named
-from bundle.recipe import Recipe
-from bundle.recipe.validation import validated
+from bundle.recipe import Recipe, from_mapping
 from bundle.stack import versions
 from bundle.verification.bench import Bench
 from bundle.verification.numbers import Numbers, gap
@@ -39,13 +38,18 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
 
 def recipe(config: dict[str, Any], parallel: dict[str, int], *, packed: bool) -> Recipe:
     """A job that trains this model in fp32."""
-    return validated(
-        Recipe,
+    return from_mapping(
         {
             "name": "oracle",
             "model": {"config": config, "dtype": "fp32", "mtp": {"loss_scale": SCALE}},
             "parallel": parallel,
-            "data": {"source": "text", "path": ["none"], "sequence_length": 96, "packed": packed},
+            "data": {
+                "source": "text",
+                "path": ["none"],
+                "tokenizer": "hf:none",
+                "sequence_length": 96,
+                "packed": packed,
+            },
             "train": {"steps": 2, "global_batch_size": 8},
             "optimizer": {"lr": 1e-2, "warmup_steps": 0},
         },

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from bundle.engine import Engine
 from bundle.mcore import experts
+from bundle.recipe import from_mapping
 from bundle.verification.bench import Bench
 from bundle.verification.numbers import worst
 from bundle.verification.tiny import chunk
@@ -70,11 +71,12 @@ def _engine(
 ) -> AbstractContextManager[Engine]:
     config = CONFIG if balanced else CONFIG | {"aux_loss_alpha": 0.0}
     job = recipe(config, dict.fromkeys(layout.split(), 2), packed=True)
-    z_loss = job.model.moe.z_loss_coeff if balanced else 0.0
-    moe = replace(job.model.moe, bias_update_rate=RATE, z_loss_coeff=z_loss)
-    return engine(
-        bench, replace(job, model=replace(job.model, moe=moe), train=replace(job.train, on_nan=on_nan))
-    )
+    values = job.dump()
+    values["model"]["moe"]["bias_update_rate"] = RATE
+    values["train"]["on_nan"] = on_nan
+    if not balanced:
+        values["model"]["moe"]["z_loss_coeff"] = 0.0
+    return engine(bench, from_mapping(values))
 
 
 def _biases(of: Engine) -> torch.Tensor:

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from bundle.engine.scores import score
-from bundle.recipe import Recipe
-from bundle.recipe.validation import validated
+from bundle.recipe import Recipe, from_mapping
 from bundle.verification.bench import Bench
 from bundle.verification.numbers import worst
 from bundle.verification.tiny import DENSE
@@ -22,12 +21,11 @@ LIMIT = 0.01
 
 
 def _job(on_nan: str = "stop", **model: Any) -> Recipe:
-    return validated(
-        Recipe,
+    return from_mapping(
         {
             "name": "steps",
             "model": {"config": DENSE, "dtype": "fp32", **model},
-            "data": {"source": "text", "path": ["none"], "sequence_length": 24},
+            "data": {"source": "text", "path": ["none"], "tokenizer": "hf:none", "sequence_length": 24},
             "train": {"steps": 9, "global_batch_size": 8, "on_nan": on_nan},
             "optimizer": {"lr": 1e-2, "warmup_steps": 3, "clip_grad": LIMIT, "weight_decay": 0.0, "eps": 1.0},
         },
@@ -97,8 +95,9 @@ def unlearned(bench: Bench) -> float:
 
 
 def _unlearned(bench: Bench, job: Recipe, mean: str) -> float:
-    job = replace(job, optimizer=replace(job.optimizer, weight_decay=0.0))
-    with engine(bench, job) as made:
+    values = job.dump()
+    values["optimizer"]["weight_decay"] = 0.0
+    with engine(bench, from_mapping(values)) as made:
         silent = [replace(text, mask=torch.zeros_like(text.mask)) for text in texts(EVEN)]
         nothing, something = (micro_batches(made, each, "rows", mean) for each in (silent, texts(EVEN)))
         before = [p.detach().clone() for p in made.models[0].parameters()]

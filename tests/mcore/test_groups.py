@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-from bundle.recipe.parallel import Parallel
+from bundle.recipe import Parallel
 
 # No two sizes are equal but tp and dp, which differ in what their ranks hold.
 SIZES = {"tp": 2, "pp": 3, "vpp": 4, "cp": 5, "ep": 10, "etp": 1}

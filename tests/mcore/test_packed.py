@@ -15,7 +15,7 @@ pytest.importorskip("megatron.core")
 from benchmarks.sequences import operations
 from bundle.mcore import packed
 from bundle.mcore.packed import on_host, packed_seq_params, positions, rolled
-from bundle.sequences.alignment import Alignment
+from bundle.recipe.alignment import Alignment
 from bundle.sequences.packing import Packing
 
 

@@ -91,7 +91,7 @@ class Waiting:
 def micro_batches(recipe: Recipe, state: Any) -> list[Any]:
     """One step of random tokens for this rank."""
     from bundle.engine.microbatch import from_packing, from_rows
-    from bundle.sequences.alignment import Alignment
+    from bundle.recipe.alignment import Alignment
     from bundle.sequences.packing import Packing
 
     length, rows = recipe.data.sequence_length, recipe.train.micro_batch_size

@@ -172,11 +172,10 @@ def test_what_a_kernel_computes_in_is_its_backend_s_to_say():
 def test_fp32_leaves_auto_a_kernel_that_takes_it(attention, fails):
     recipe = job(
         QWEN3,
-        model={"config": QWEN3, "dtype": "fp32", "attention": "auto"},
+        model={"config": QWEN3, "dtype": "fp32", "attention": attention},
         train={"steps": 1, "global_batch_size": 16},
     )
-    model = dataclasses.replace(recipe.model, attention=attention)
-    made = plan(dataclasses.replace(recipe, model=model), preset("h200"))
+    made = plan(recipe, preset("h200"))
     assert problems(made) == ([(ExitCode.USAGE, "model.attention")] if fails else [])
 
 

@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bundle.errors import UsageError
-from bundle.recipe.document import parse, parse_value
+from bundle.recipe.document import parse, parse_value, written
 
 SCALAR = [
     ("1e-3", 1e-3),
     ("1.0e-3", 1e-3),
-    ("010", "010"),
+    ("010", 10),
+    ("1_000", 1000),
     ("1:30", "1:30"),
     ("yes", "yes"),
     ("true", True),
@@ -26,6 +27,7 @@ SCALAR = [
     ("{layers: 2}", {"layers": 2}),
     (".inf", float("inf")),
     ("x=y:z", "x=y:z"),
+    ("=", "="),
 ]
 
 
@@ -84,9 +86,14 @@ def test_what_is_no_recipe_is_refused_with_its_place(text, named):
         "? [a]\n: 1",
         "a: !!python/name:os.x",
         'a: "\\ud800"',
+        "a: !!binary aGk=",
+        "a: !!set {x}",
+        "a: -_",
+        "a: !!bool maybe",
+        "a: " + "9" * 5000,
     ],
 )
-def test_tags_and_odd_keys_are_violations(text):
+def test_tags_odd_keys_and_odd_numbers_are_violations(text):
     assert parse(text, "r.yaml").violations
 
 
@@ -111,3 +118,9 @@ VALUES = st.recursive(
 @given(st.dictionaries(KEYS, VALUES, max_size=4))
 def test_what_json_writes_is_read_back(values):
     assert parse(json.dumps(values), "r.json").values == values
+
+
+@given(st.dictionaries(KEYS, VALUES, max_size=4))
+def test_what_is_written_is_read_back_in_the_same_order(values):
+    read = parse(written(values), "r.yaml").values
+    assert read == values and list(read) == list(values)

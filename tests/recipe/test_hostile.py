@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from bundle.errors import UsageError
 from bundle.recipe import Recipe, from_mapping, load
-from bundle.recipe.violations import keys
 from tests.architectures.test_hostile import JSON
 
-KEYS = sorted(keys(Recipe))
+KEYS = sorted(Recipe.key_paths())
 NUMBERS = st.sampled_from([-1, 0, 1, 2, 3, 2**31, 10**30, -0.0, 1e308, float("nan"), float("inf")])
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from bundle.errors import UsageError
 from bundle.recipe import Recipe, load
+from bundle.recipe.document import written
 from bundle.runs.directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]
@@ -54,9 +54,9 @@ def test_a_new_directory_begins_and_an_unfinished_one_goes_on(run):
 
 
 def test_every_built_in_recipe_reads_back_as_itself(run):
-    from bundle.recipe import builtin
+    from bundle.recipe import built_in
 
-    for name in builtin.names():
+    for name in built_in():
         run.write_start(load(name), {}, {})
         assert run.begin(load(name), fresh=False, resume=True)
 
@@ -147,7 +147,7 @@ def test_a_run_that_lost_its_recipe_is_not_begun_anew(run):
 
 def test_the_users_own_recipe_is_not_taken_for_a_runs(run):
     run.root.mkdir()
-    run.recipe.write_text("# mine\n" + yaml.safe_dump(recipe().dump()))
+    run.recipe.write_text("# mine\n" + written(recipe().dump()))
     with pytest.raises(UsageError, match=r"holds recipe.yaml, but no recipe.yaml that a run has written"):
         begin(run)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from bundle.capabilities import ASCEND
 from bundle.errors import BundleError
 from bundle.planning import plan_for
-from bundle.sequences.alignment import Alignment
+from bundle.recipe.alignment import Alignment
 from bundle.sequences.masks import masks
 from bundle.sequences.packing import Packing
 from bundle.training.runtime import patched_runtime

@@ -3,7 +3,7 @@
 import torch
 from megatron.core.models.common.embeddings.rope_utils import _get_thd_freqs_on_this_cp_rank
 
-from bundle.sequences.alignment import Alignment
+from bundle.recipe.alignment import Alignment
 from bundle.sequences.packing import Packing
 
 

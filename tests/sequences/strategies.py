@@ -5,7 +5,7 @@ import random
 from hypothesis import strategies as st
 
 from bundle.fp8 import SCALINGS
-from bundle.sequences.alignment import Alignment
+from bundle.recipe.alignment import Alignment
 
 SIZES = st.sampled_from((1, 2, 4, 8))
 ALIGNMENTS = st.builds(

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from benchmarks.sequences import operations
-from bundle.sequences.alignment import Alignment
+from bundle.recipe.alignment import Alignment
 from bundle.sequences.packing import Packing
 
 ALIGNMENT = Alignment(tp=2, cp=2, sequence_parallel=True, scaling="blockwise")

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bundle.capabilities import ASCEND, CPU, CUDA
-from bundle.sequences.alignment import Alignment
+from bundle.recipe.alignment import Alignment
 from bundle.sequences.masks import masks
 from bundle.sequences.packing import Packing
 from tests.sequences.strategies import ALIGNMENTS

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bundle.errors import JobFailed
-from bundle.sequences.alignment import Alignment
+from bundle.recipe.alignment import Alignment
 from bundle.sequences.packing import Packing
 from tests.sequences.reference import padded_buffer, shard_of
 from tests.sequences.strategies import ALIGNMENTS, LENGTHS, drawn

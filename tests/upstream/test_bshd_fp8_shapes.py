@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bundle.capabilities import ASCEND, CUDA
-from bundle.sequences.alignment import Alignment
+from bundle.recipe.alignment import Alignment
 from bundle.sequences.masks import masks
 from bundle.sequences.packing import Packing
 

@@ -8,7 +8,7 @@ all there raises; a chunk of exactly one row is repeated over all of its place, 
 import pytest
 import torch
 
-from bundle.sequences.alignment import Alignment
+from bundle.recipe.alignment import Alignment
 from bundle.sequences.packing import Packing
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from bundle.planning import plan_for
-from bundle.sequences.alignment import Alignment
+from bundle.recipe.alignment import Alignment
 from bundle.sequences.packing import Packing
 from bundle.training.runtime import patched_runtime
 from tests import world

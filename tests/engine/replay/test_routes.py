@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from bundle.engine.replay import Routes, Routing, dtype_of, joined
 from bundle.errors import JobFailed
-from bundle.sequences.alignment import Alignment
+from bundle.recipe.alignment import Alignment
 from bundle.sequences.packing import Packing
 from tests.matrix.cases import Case
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from bundle.engine.replay.routes import Routes, Routing
 from bundle.engine.replay.rows import forced, unseen
 from bundle.mcore.context import Choices
-from bundle.sequences.alignment import Alignment
+from bundle.recipe.alignment import Alignment
 from bundle.sequences.packing import Packing
 from tests.sequences.strategies import ALIGNMENTS, LENGTHS
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bundle.errors import JobFailed
-from bundle.sequences.alignment import Alignment
+from bundle.recipe.alignment import Alignment
 from bundle.sequences.rows import ramp, runs_of, starts
 
 
@@ -75,4 +75,4 @@ def _check(lengths: Sequence[int], padded: Sequence[int], *, rows: int, cp: int)
             " of a pack must be one more sequence in cu_seqlens"
         )
     if wrong:
-        raise JobFailed("These packed sequences cannot be attended to (see sequences.alignment):", wrong)
+        raise JobFailed("These packed sequences cannot be attended to (see recipe.alignment):", wrong)

@@ -8,8 +8,7 @@ import torch.distributed as dist
 from bundle.backends.cpu.runtime.fp8.delayed import Delayed, DelayedWeight, Phase
 from bundle.backends.cpu.runtime.fp8.scales import E4M3
 from bundle.mcore import context
-from bundle.recipe import Recipe
-from bundle.recipe.validation import validated
+from bundle.recipe import Recipe, from_mapping
 from bundle.verification.bench import Bench
 from bundle.verification.numbers import worst
 from bundle.verification.tiny import DENSE
@@ -45,12 +44,11 @@ def layers(bench: Bench) -> float:
 
 
 def _job() -> Recipe:
-    return validated(
-        Recipe,
+    return from_mapping(
         {
             "name": "shared",
             "model": {"config": DENSE, "dtype": "bf16", "fp8": {"scaling": "delayed"}},
-            "data": {"source": "text", "path": ["none"], "sequence_length": 24},
+            "data": {"source": "text", "path": ["none"], "tokenizer": "hf:none", "sequence_length": 24},
             "train": {"steps": 2, "global_batch_size": 4},
         },
     )

@@ -77,7 +77,7 @@ def test_shapes_that_no_fp8_product_takes_are_refused_together(layer, fp8, input
     assert [violation.partition(" on this rank")[0] for violation in error.value.violations] == wrong
     assert "kv_down_proj" in str(error.value) and str([rows // 8, 8, inputs]) in str(error.value)
     if f"{rows} rows" in wrong:
-        assert "sequences.alignment" in error.value.violations[-1]
+        assert "recipe.alignment" in error.value.violations[-1]
 
 
 def test_experts_pad_their_rows_by_themselves(layer):

@@ -18,7 +18,7 @@ from bundle.errors import JobFailed
 from bundle.fp8 import Scaling
 from bundle.planning import plan_for
 from bundle.recipe import Recipe
-from bundle.sequences.alignment import Alignment
+from bundle.recipe.alignment import Alignment
 from bundle.sequences.packing import Packing
 from bundle.training.runtime import patched_runtime
 from tests import world

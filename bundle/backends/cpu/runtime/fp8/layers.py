@@ -96,7 +96,7 @@ class _Products:
         sizes = [("input features", inputs, resize), ("output features", outputs, resize)]
         if not self._pads_rows:
             rows = math.prod(x.shape[:-1])
-            sizes.append(("rows", rows, "pad the tokens by sequences.alignment with this scaling (Packing)"))
+            sizes.append(("rows", rows, "pad the tokens by recipe.alignment with this scaling (Packing)"))
         wrong = [f"{size} {what} on this rank: {change}" for what, size, change in sizes if size % multiple]
         if wrong:
             raise JobFailed(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from bundle.errors import JobFailed, UsageError
 from bundle.fp8 import SCALINGS
-from bundle.sequences.alignment import Alignment, Padding
+from bundle.recipe.alignment import Alignment, Padding
 from tests.sequences.strategies import ALIGNMENTS, LENGTHS
 
 
