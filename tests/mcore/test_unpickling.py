@@ -9,10 +9,11 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 pytest.importorskip("megatron.core")
 
-from bundle.mcore.unpickling import data_only
+from bundle.mcore.unpickling import data_only, weights_only
 
 RECIPES, LAYERS = "transformer_engine.common.recipe", "megatron.core.extensions.transformer_engine"
 
@@ -69,6 +70,53 @@ def test_what_else_lies_beside_a_recipe_is_not(engine: None, name: str):
     for module in (RECIPES, LAYERS):
         with data_only(), pytest.raises(pickle.UnpicklingError, match=f"{module}.{name}"):
             pickle.loads(f"c{module}\n{name}\n(S'run'\ntR.".encode())
+
+
+def by_name(owner: str, name: str) -> bytes:
+    """A pickle of getattr(owner, name), in which Python 3.11.2 puts an enum's member."""
+    module, _, of = owner.rpartition(".")
+    return f"cbuiltins\ngetattr\n(c{module}\n{of}\nV{name}\ntR.".encode()
+
+
+def test_a_member_of_an_enum_is_data_by_its_name_too():
+    from torch.distributed.checkpoint.planner import WriteItemType
+
+    with data_only():
+        found = pickle.loads(by_name("torch.distributed.checkpoint.planner.WriteItemType", "TENSOR"))
+    assert found is WriteItemType.TENSOR
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        ("pathlib.PosixPath", "unlink"),
+        ("pathlib.PosixPath", "home"),
+        ("torch.distributed.checkpoint.planner.WriteItemType", "__class__"),
+        ("torch.distributed.checkpoint.planner.WriteItemType", "mro"),
+    ],
+)
+def test_an_attribute_that_is_no_member_is_not_looked_up(owner, name):
+    with data_only(), pytest.raises(pickle.UnpicklingError, match=f"it asks for '{name}'"):
+        pickle.loads(by_name(owner, name))
+
+
+def test_the_common_state_may_name_members_too(tmp_path):
+    from megatron.core.enums import ModelType
+
+    class Named:
+        def __reduce__(self) -> Any:
+            return getattr, (ModelType, "encoder_or_decoder")
+
+    class Hidden:
+        def __reduce__(self) -> Any:
+            return getattr, (ModelType, "__init_subclass__")
+
+    torch.save({"type": Named()}, tmp_path / "common.pt")
+    torch.save({"type": Hidden()}, tmp_path / "hidden.pt")
+    with weights_only():
+        assert torch.load(tmp_path / "common.pt")["type"] is ModelType.encoder_or_decoder
+        with pytest.raises(pickle.UnpicklingError, match="it asks for '__init_subclass__'"):
+            torch.load(tmp_path / "hidden.pt")
 
 
 def setting(module: str, name: str, attribute: str, *, member: int | None = None) -> bytes:
