@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 from packaging.version import Version
 
-from bundle.stack import detect
+from bundle.environment.packages import detect
 
 # A busy machine is no failure: the time of an example says nothing about the code.
 settings.register_profile("bundle", deadline=None)

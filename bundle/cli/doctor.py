@@ -4,9 +4,10 @@ import json
 
 import typer
 
-from bundle import hardware, stack
+from bundle.environment import facts, hardware, machine, packages
+from bundle.environment.doctor import examine
+from bundle.environment.facts import Finding, Level
 from bundle.errors import ExitCode
-from bundle.health import Finding, Level, examine
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -19,10 +20,10 @@ def doctor(
     """Examine the machine and the installed packages; ends with 3 if something must be fixed first."""
     if backend not in hardware.BACKENDS:
         raise typer.BadParameter(f"choose one of {', '.join(hardware.BACKENDS)}", param_hint="--backend")
-    installed = stack.detect()
-    found, findings = examine(hardware.local(), installed, backend)
+    installed = packages.detect()
+    found, findings = examine(machine.local(), installed, backend)
     if as_json:
-        report = {"schema": 1, "findings": hardware.plain(findings), "hardware": hardware.plain(found)}
+        report = {"schema": 1, "findings": facts.plain(findings), "hardware": facts.plain(found)}
         print(json.dumps(report, indent=2))
     else:
         print("\n".join(map(_line, findings)))

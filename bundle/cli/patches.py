@@ -6,14 +6,14 @@ from typing import Any
 
 import typer
 
-from bundle import stack
+from bundle import files
 from bundle.cli.patches_verify import verify
+from bundle.environment import packages, versions
 from bundle.patches import BACKENDS, Action, Decision
 from bundle.patches.entry import NOTHING
 from bundle.patches.subject import Subject, installed, named
 from bundle.patches.survey import Survey, survey
 from bundle.patches.table import load
-from bundle.stack import text
 
 app = typer.Typer(
     rich_markup_mode=None, add_completion=False, no_args_is_help=True, help="Patches: which, and why."
@@ -33,7 +33,7 @@ def plan(
     if backend not in ("", *BACKENDS):
         raise typer.BadParameter(f"choose one of {', '.join(BACKENDS)}", param_hint="--backend")
     features, backend = _job(recipe, backend)
-    here, table = stack.detect(), load()
+    here, table = packages.detect(), load()
     found = survey(
         named(mcore, table) if mcore else installed(here, table),
         table,
@@ -105,7 +105,7 @@ def _document(found: Survey) -> dict[str, Any]:
 def _mcore(of: Subject) -> dict[str, Any]:
     return {
         "version": of.version,
-        "base_version": stack.base(of.version) if of.version else None,
+        "base_version": versions.base(of.version) if of.version else None,
         "commit": of.commit,
         "path": str(of.root) if of.root else None,
         "origin": of.origin,
@@ -129,7 +129,7 @@ def _row(decision: Decision) -> dict[str, Any]:
 
 def _lines(found: Survey) -> list[str]:
     of = found.subject
-    where = f" in {text.printable(of.root)} ({of.origin})" if of.root else f" ({of.origin})"
+    where = f" in {files.printable(of.root)} ({of.origin})" if of.root else f" ({of.origin})"
     same = "reviewed" if of.reference == of.version else f"like {of.reference} wherever it matters"
     known = same if of.reference else "not reviewed"
     commit = f" at {of.commit[:12]}" if of.commit else ""

@@ -4,7 +4,7 @@ import json
 
 import typer
 
-from bundle import hardware
+from bundle.environment import hardware
 from bundle.errors import ExitCode
 
 

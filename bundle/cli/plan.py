@@ -7,8 +7,8 @@ from pathlib import Path
 
 import typer
 
-from bundle import hardware
 from bundle.cli.arguments import job_words, rank_words
+from bundle.environment import hardware
 from bundle.errors import ExitCode
 from bundle.launch import outcomes, torchrun
 from bundle.launch.rendezvous import LOOPBACK, Rendezvous

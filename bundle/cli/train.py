@@ -7,14 +7,14 @@ from pathlib import Path
 
 import typer
 
-from bundle import hardware, stack
 from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.cli import output
 from bundle.cli.arguments import job_words, rank_words
+from bundle.environment import hardware, machine, packages
+from bundle.environment.ascend import cann
+from bundle.environment.compatibility import package_findings
+from bundle.environment.facts import Level
 from bundle.errors import UsageError
-from bundle.hardware.ascend import cann
-from bundle.health import Level
-from bundle.health.packages import package_findings
 from bundle.launch import outcomes, process, torchrun
 from bundle.launch.rendezvous import Rendezvous, discover
 from bundle.planning import Plan, Problem, hardware_problem, plan_for, recipe_problem
@@ -115,8 +115,8 @@ def _starter(job: Recipe, where: Rendezvous) -> list[Problem]:
 
 def _packages() -> list[Problem]:
     """What a rank would miss at its first import, on any backend."""
-    here = hardware.local()
-    found = package_findings(stack.detect(), hardware.detect("cpu", here), cann(here), here.environ)
+    here = machine.local()
+    found = package_findings(packages.detect(), hardware.detect("cpu", here), cann(here), here.environ)
     without = [f for f in found if f.level is Level.FAIL and f.subject in ("torch", "megatron-core")]
     return [hardware_problem(f"{f.subject}: {f.cause}; {f.fix}") for f in without]
 

@@ -11,9 +11,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from bundle import hardware
+from bundle.environment import machine
+from bundle.environment.host import memory_kills
 from bundle.errors import BundleError, EnvironmentUnfit, ExitCode
-from bundle.hardware.host import memory_kills
 from bundle.launch import outcomes, torchrun
 from bundle.launch.rendezvous import Rendezvous
 
@@ -88,7 +88,7 @@ def run(launch: torchrun.Launch, inherited: Mapping[str, str]) -> None:
             f"cannot make the log folder {folder}: {error.strerror}; name with --run-directory a place that "
             "this user may write to"
         ) from error
-    kills = memory_kills(hardware.local())
+    kills = memory_kills(machine.local())
     waiting = Waiting(launch.rendezvous, folder, launch.wait)
     command = torchrun.command(launch, inherited)
     with (folder / "agent.log").open("wb") as log, ExitStack() as passed_on:
@@ -111,7 +111,7 @@ def run(launch: torchrun.Launch, inherited: Mapping[str, str]) -> None:
         status,
         outcomes.read(folder),
         stopped.get("by"),
-        out_of_memory=memory_kills(hardware.local()) > kills,
+        out_of_memory=memory_kills(machine.local()) > kills,
     )
     if ending.code != ExitCode.OK:
         raise Ended(ending)

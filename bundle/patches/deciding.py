@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import field, replace
 
+from bundle.environment import versions
 from bundle.frozen import frozen, frozen_by_name
 from bundle.patches import mindspeed
 from bundle.patches.decision import Action, Decision
 from bundle.patches.entry import Patch, Presence, Replacement, Seam, Trap
 from bundle.patches.reading import Reading
-from bundle.stack import versions
 
 
 @frozen_by_name

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import field
 from pathlib import Path
 
+from bundle import files
 from bundle.frozen import frozen
-from bundle.stack import text
 
 _LIMIT = 1 << 20  # bytes of one module; the largest of megatron-core is 160 kB
 # What one tree may have us parse: decisions about 0.19 read 38 modules of 1.7 MB; a MiB takes 3 s at worst.
@@ -53,7 +53,7 @@ class SourceTree:
         file = module_file(self.root, name)
         if file is None:
             return None
-        source = text.read_bytes(self.root / file, _LIMIT)
+        source = files.read_bytes(self.root / file, _LIMIT)
         if source is None:
             raise Unreadable(f"{file} is no regular file below {_LIMIT >> 20} MiB that can be read")
         self._sizes[name] = len(source)
@@ -82,7 +82,7 @@ def module_file(root: Path, name: str) -> str | None:
     """The module's file relative to the root of its tree, a package before a module of the same name."""
     stem = name.replace(".", "/")
     for file in (f"{stem}/__init__.py", f"{stem}.py"):
-        if text.is_file(root / file):
+        if files.is_file(root / file):
             return file
     return None
 
@@ -90,7 +90,7 @@ def module_file(root: Path, name: str) -> str | None:
 def digest(root: Path, name: str) -> str:
     """16 hexadecimal digits over the bytes of a module's file; "" where there is none that can be read."""
     file = module_file(root, name)
-    data = text.read_bytes(root / file, _LIMIT) if file else None
+    data = files.read_bytes(root / file, _LIMIT) if file else None
     return "" if data is None else hashlib.sha256(data).hexdigest()[:16]
 
 

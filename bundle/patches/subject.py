@@ -4,13 +4,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bundle import files
+from bundle.environment import megatron, versions
+from bundle.environment.megatron import Copy
+from bundle.environment.packages import Stack
 from bundle.errors import UsageError
 from bundle.frozen import frozen
 from bundle.patches import reading
 from bundle.patches.entry import Patch, Seam, Trap
 from bundle.patches.reading import Reading
 from bundle.patches.table import Table
-from bundle.stack import Copy, Stack, megatron, text, versions
 
 if TYPE_CHECKING:
     from bundle.patches.definitions import Definitions
@@ -70,8 +73,10 @@ def installed(stack: Stack, table: Table) -> Subject:
     core = stack.megatron.core
     if core is not None:
         return _of_copy(core, table, stack.megatron.conflict)
-    zipped = [text.printable(file) for file in stack.path.archives("megatron/core/")]
-    where = f"in a zip only, which is not read: {', '.join(zipped)}" if zipped else "none is installed here"
+    archive = stack.megatron.archive
+    where = (
+        f"in a zip, which is not read: {files.printable(archive)}" if archive else "none is installed here"
+    )
     return replace(named(DEFAULT, table), origin=f"{where}: the default release")
 
 
@@ -84,8 +89,8 @@ def named(name: str, table: Table) -> Subject:
     number = name.removeprefix("core_v")  # as Megatron-LM's tags have it
     version = versions.parse(number)
     if version is None:
-        no_tree = "holds no megatron/core" if text.is_directory(path) else "is no directory"
-        raise UsageError(f"--mcore {text.printable(name[:200])}: no version, and it {no_tree}")
+        no_tree = "holds no megatron/core" if files.is_directory(path) else "is no directory"
+        raise UsageError(f"--mcore {files.printable(name[:200])}: no version, and it {no_tree}")
     known = next((ref for ref in table.references if versions.parse(ref) == version), None)
     return Subject(number, version.local, None, "--mcore", known)
 
@@ -95,5 +100,5 @@ def _of_copy(copy: Copy, table: Table, conflict: str | None) -> Subject:
 
     digests = {module: source.digest(copy.root, module) for module in table.modules}
     reference = table.matching(digests)
-    version, commit = (value and text.printable(value) for value in (copy.version, copy.commit))
-    return Subject(version, commit, copy.root, text.printable(copy.origin), reference, conflict)
+    version, commit = (value and files.printable(value) for value in (copy.version, copy.commit))
+    return Subject(version, commit, copy.root, files.printable(copy.origin), reference, conflict)

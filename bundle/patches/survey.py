@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from difflib import get_close_matches
 
+from bundle.environment.packages import Stack
 from bundle.errors import PatchError, UsageError
 from bundle.frozen import frozen
 from bundle.patches import deciding
@@ -13,7 +14,6 @@ from bundle.patches.seams import SEAMS
 from bundle.patches.subject import Subject
 from bundle.patches.table import Table
 from bundle.patches.traps import TRAPS
-from bundle.stack import Stack
 
 
 @frozen

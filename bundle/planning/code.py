@@ -5,7 +5,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from bundle.stack import text
+from bundle import files
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,5 +48,5 @@ class MegatronCode:
     def _text(self, file: str) -> str | None:
         """A file's text; None where there is no tree, or no such file in it."""
         if self.root is not None and file not in self._texts:
-            self._texts[file] = text.read(self.root / "megatron/core" / file)
+            self._texts[file] = files.read(self.root / "megatron/core" / file)
         return self._texts.get(file)

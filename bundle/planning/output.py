@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from bundle.hardware import plain
+from bundle.environment.facts import plain
 from bundle.patches import Action
 from bundle.planning.layout import Chunk, RankLayout
 from bundle.planning.memory import MemoryEstimate, shown

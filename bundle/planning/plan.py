@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 from packaging.version import Version
 
-from bundle import capabilities, stack
+from bundle import capabilities
 from bundle.capabilities import Choice, Variable
+from bundle.environment import packages, versions
+from bundle.environment.facts import Hardware
+from bundle.environment.hardware import NAMES, detect, preset
 from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, PatchError, UsageError
-from bundle.hardware import NAMES, Hardware, detect, preset
 from bundle.patches import subject, survey, table
 from bundle.patches.subject import DEFAULT, Subject
 from bundle.patches.survey import Survey
@@ -26,7 +28,6 @@ from bundle.planning.problems import (
     recipe_problem,
 )
 from bundle.recipe import Recipe
-from bundle.stack import versions
 
 # The gravest first: a recipe has to be changed before a machine is worth looking for.
 _ERRORS: dict[ExitCode, type[BundleError]] = {
@@ -192,7 +193,7 @@ def _megatron(
     features: frozenset[str], on: Hardware, mcore: str, allowed: Sequence[str]
 ) -> tuple[Target, Survey]:
     """The megatron-core that is named, installed or else the default, and the decisions about it."""
-    here, reviewed = stack.detect(), table.load()
+    here, reviewed = packages.detect(), table.load()
     if mcore:
         of, origin = subject.named(mcore, reviewed), "--mcore"
         _check_minor(of, reviewed)
@@ -200,7 +201,7 @@ def _megatron(
         of = subject.installed(here, reviewed)
         origin = f"{of.root}, {of.origin}" if of.root else of.origin
     decided = survey.survey(of, reviewed, here, backend=on.backend, features=features, allowed=allowed)
-    known = of.version is not None and stack.base(of.version) is not None
+    known = of.version is not None and versions.base(of.version) is not None
     unread = "" if known else f"; its version cannot be read, taken for {DEFAULT}"
     return Target(of.version if known and of.version else DEFAULT, origin + unread), decided
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from bundle.capabilities import Capabilities
+from bundle.environment.facts import Hardware
 from bundle.errors import ExitCode
 from bundle.fp8 import SCALINGS, Scaling
-from bundle.hardware import Hardware
 from bundle.patches import Action, Decision
 from bundle.planning.code import DISCARD_ASKS_FP8, SHARED_EXPERTS_AGAIN, MegatronCode
 from bundle.planning.layout import RankLayout

@@ -3,13 +3,12 @@
 from datetime import timedelta
 from pathlib import Path
 
-from bundle import stack
 from bundle.digest import of_json
 from bundle.distributed import watchdog, world
 from bundle.distributed.agreement import agree
 from bundle.distributed.watchdog import Watchdog, collectives_seconds
+from bundle.environment import image, packages
 from bundle.errors import ExitCode, Preempted
-from bundle.health import image
 from bundle.launch import outcomes, process
 from bundle.launch.rendezvous import Rendezvous
 from bundle.patches import plan as patch_plan
@@ -64,7 +63,7 @@ def _train(job: Job, made: Plan, rendezvous: Rendezvous, rank: int, local_rank: 
 
 def _versions() -> dict[str, dict[str, str | None]]:
     """What is installed, by package, for the run directory."""
-    return {p.name: {"version": p.version, "commit": p.commit} for p in stack.detect().packages()}
+    return {p.name: {"version": p.version, "commit": p.commit} for p in packages.detect().packages()}
 
 
 def _identity(recipe: Recipe, made: Plan) -> dict[str, str]:

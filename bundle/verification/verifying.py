@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bundle import stack
+from bundle.environment import packages
 from bundle.errors import EnvironmentUnfit
 from bundle.patches import Patch, plan
 from bundle.patches.catalogue import PATCHES
@@ -52,7 +52,7 @@ def verify(
 
 def decide(backend: str, tree: Path | None = None, requested: Collection[str] | None = None) -> Survey:
     """Every decision about a megatron on a backend, whatever the job; opt-in patches count as requested."""
-    here, table = stack.detect(), load()
+    here, table = packages.detect(), load()
     subject = installed(here, table) if tree is None else named(str(tree), table)
     wanted = [patch.id for patch in PATCHES if patch.opt_in] if requested is None else requested
     return survey(subject, table, here, backend=backend, requested=wanted)

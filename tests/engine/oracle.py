@@ -7,10 +7,10 @@ import megatron.core
 import torch
 
 from bundle.engine import Engine
+from bundle.environment import versions
 from bundle.models import naming
 from bundle.models.naming import Named
 from bundle.recipe import Recipe, from_mapping
-from bundle.stack import versions
 from bundle.verification.bench import Bench
 from bundle.verification.numbers import Numbers, gap
 from tests.engine.cells import AGREES_WITH_DOUBLES

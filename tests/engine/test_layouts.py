@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from bundle.environment import versions
 from bundle.patches.catalogue import PATCHES
 from bundle.patches.entry import LEFT_TO_MEGATRON
-from bundle.stack import versions
 from bundle.verification.observing import observe
 from bundle.verification.orders import Order
 from bundle.verification.result import Observation

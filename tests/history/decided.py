@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from bundle.environment import megatron
 from bundle.patches import deciding, reading
 from bundle.patches.catalogue import PATCHES
 from bundle.patches.deciding import Job
@@ -10,7 +11,6 @@ from bundle.patches.decision import Action
 from bundle.patches.definitions import Definitions
 from bundle.patches.table import load
 from bundle.patches.traps import TRAPS
-from bundle.stack import megatron
 from tests.history.git import CommitTree, Repository, files
 
 NUMBER = "megatron.core.package_info"

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from bundle import stack
+from bundle.environment import packages
 from bundle.patches import Action, applying, plan, subject, survey, table
 from bundle.patches.plan import PatchPlan
 from tests.matrix.cases import LENGTH, ROWS, STEPS, VOCABULARY, Case
@@ -39,7 +39,7 @@ def main(rank: int, world: int, store: Path, results: Path, cases: list[Case]) -
 
 def patches(cases: list[Case]) -> PatchPlan:
     """What any of the cases needs: one process trains them all. Their sum may look like a trap; none is."""
-    here, known = stack.detect(), table.load()
+    here, known = packages.detect(), table.load()
     features = frozenset().union(*(case.recipe().features for case in cases))
     found = survey.survey(subject.installed(here, known), known, here, backend="cpu", features=features)
     decisions = tuple(d for d in found.decisions if d.action is not Action.TRAP)

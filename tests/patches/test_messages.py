@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from bundle import files
+from bundle.environment.packages import Stack, detect
+from bundle.environment.search import search_path
 from bundle.patches import Action
 from bundle.patches.mindspeed import owned
 from bundle.patches.subject import installed, named
 from bundle.patches.survey import survey
 from bundle.patches.table import load
-from bundle.stack import Stack, detect, text
-from bundle.stack.search import search_path
 from tests.patches.trees import Release, copied
 
 LIES = "\x1b[2J\nAPPLY    everything"
@@ -37,7 +38,7 @@ def test_names_from_a_tree_reach_no_terminal(release: Release, tmp_path: Path):
     ("name", "printed"), [("a\tb", "a\\tb"), ("\udc80", "\\udc80"), ("Grüße 1", "Grüße 1")]
 )
 def test_what_may_be_printed_is_left_alone(name: str, printed: str):
-    assert text.printable(name) == printed
+    assert files.printable(name) == printed
 
 
 def test_a_file_that_is_not_there_is_called_so(release: Release, tmp_path: Path):
@@ -60,11 +61,13 @@ def test_a_zip_on_the_path_is_said(tmp_path: Path):
     archive, other = tmp_path / "megatron.zip", tmp_path / "other.zip"
     for file, member in ((archive, "megatron/core/__init__.py"), (other, "x.py")):
         with zipfile.ZipFile(file, "w") as opened:
+            if "/" in member:
+                opened.mkdir("megatron")
             opened.writestr(member, "")
     (tmp_path / "no.zip").write_text("no zip")
     paths = [str(tmp_path / name) for name in ("other.zip", "no.zip", "megatron.zip")]
     subject = installed(Stack(search_path(paths, "", tmp_path)), load())
-    assert subject.root is None and f"in a zip only, which is not read: {archive}" in subject.origin
+    assert subject.root is None and f"in a zip, which is not read: {archive}" in subject.origin
     assert "none is installed here" in installed(Stack(search_path([], "", tmp_path)), load()).origin
 
 

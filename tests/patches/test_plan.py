@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from bundle.environment.packages import Stack
+from bundle.environment.search import search_path
 from bundle.errors import PatchError, UsageError
 from bundle.patches import plan as planning
 from bundle.patches.catalogue import PATCHES
@@ -16,7 +18,6 @@ from bundle.patches.subject import named
 from bundle.patches.survey import Survey, survey
 from bundle.patches.table import load as load_table
 from bundle.recipe import load as load_recipe
-from bundle.stack import Stack, search_path
 from tests.patches.trees import Release, copied
 
 EMPTY = Stack(search_path([], "", Path("/nonexistent")))

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
+from bundle.environment import versions
 from bundle.patches.catalogue import PATCHES
 from bundle.patches.entry import Presence
 from bundle.patches.subject import named
 from bundle.patches.table import load, merged, parse, write
 from bundle.patches.traps import TRAPS
-from bundle.stack import versions
 from tools.patches import review
 
 RELEASES = [

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from bundle.environment.packages import detect
 from bundle.patches import Action
 from bundle.patches.catalogue import PATCHES
 from bundle.patches.subject import named
 from bundle.patches.survey import survey
 from bundle.patches.table import load
-from bundle.stack import detect
 from tests.patches.trees import Release, copied
 
 GPT, ROUTER = "models/gpt/gpt_model.py", "transformer/moe/router.py"

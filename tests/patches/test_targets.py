@@ -18,7 +18,7 @@ from bundle.patches.catalogue import PATCHES
 from bundle.patches.subject import installed
 from bundle.patches.survey import survey
 from bundle.patches.table import load
-from bundle.stack import detect
+from bundle.environment.packages import detect
 
 def through(patch):
     wrapper = "tests.patches.passthrough:through"

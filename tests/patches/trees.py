@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 
+from bundle.environment import megatron
 from bundle.frozen import frozen
 from bundle.patches.definitions import Definitions
 from bundle.patches.source import Module, SourceTree, module_file, parsed
-from bundle.stack import megatron
 
 Release = Callable[[str], Path]  # the fixture `release`: version -> tree
 

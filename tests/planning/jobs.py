@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from bundle.hardware import Hardware
+from bundle.environment.facts import Hardware
 from bundle.patches import Decision
 from bundle.patches.subject import Subject
 from bundle.patches.survey import Survey

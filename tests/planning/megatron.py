@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from bundle import stack
+from bundle.environment import packages
 from bundle.patches import applying, subject, survey, table
 from bundle.patches import plan as patch_plan
 
 
 def ready() -> Any:
     """The cpu's runtime, with all patches for the megatron-core on the path applied."""
-    here, reviewed = stack.detect(), table.load()
+    here, reviewed = packages.detect(), table.load()
     of = subject.installed(here, reviewed)
     applying.apply(patch_plan.make(survey.survey(of, reviewed, here, backend="cpu")))
     from bundle.backends.cpu import runtime

@@ -2,9 +2,9 @@
 
 import pytest
 
+from bundle.environment.hardware import detect, preset
 from bundle.errors import ExitCode
-from bundle.hardware import detect, preset
-from tests.hardware.machines import recorded
+from tests.environment.machines import recorded
 from tests.planning.jobs import DEEPSEEK, QWEN3, job, plan
 
 # DEEPSEEK's sizes are odd on purpose; these are multiples of 32 on one rank.

@@ -6,15 +6,15 @@ import json
 import pytest
 
 from bundle.capabilities import ASCEND
+from bundle.environment.hardware import detect, preset
 from bundle.errors import EnvironmentUnfit, ExitCode, UsageError
-from bundle.hardware import detect, preset
 from bundle.patches import Action, Decision, Presence
 from bundle.patches.catalogue import PATCHES
 from bundle.planning import to_json, to_text
 from bundle.planning.plan import machine
 from bundle.planning.problems import SHARED_EMBEDDING
 from bundle.recipe import load
-from tests.hardware.machines import recorded
+from tests.environment.machines import recorded
 from tests.planning import jobs
 from tests.planning.jobs import DEEPSEEK, QWEN3, job
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from packaging.version import Version
 
 from bundle.capabilities import LOCAL
+from bundle.environment.hardware import preset
 from bundle.errors import ExitCode, UsageError
-from bundle.hardware import preset
 from bundle.planning.code import MegatronCode
 from bundle.planning.layout import rank_layout
 from bundle.planning.memory import StateBuffers

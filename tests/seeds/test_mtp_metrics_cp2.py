@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 import pytest
 
-from bundle.stack import versions
+from bundle.environment import versions
 from bundle.verification.observing import observe
 from bundle.verification.orders import Order
 from bundle.verification.verifying import decide, everything

@@ -9,7 +9,7 @@ from importlib.metadata import version as installed_version
 
 import pytest
 
-from bundle.stack import versions
+from bundle.environment import versions
 from tests import world
 
 

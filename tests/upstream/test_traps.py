@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from bundle.environment import versions
 from bundle.patches.traps import TRAPS
-from bundle.stack import versions
 from bundle.verification.check import Gap, Raises
 from bundle.verification.observing import observe
 from bundle.verification.orders import Order

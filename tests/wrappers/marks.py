@@ -11,11 +11,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from bundle.environment.packages import detect
 from bundle.patches import applying, plan
 from bundle.patches.subject import installed
 from bundle.patches.survey import survey
 from bundle.patches.table import load
-from bundle.stack import detect
 from tests.wrappers import transformer_engine
 
 

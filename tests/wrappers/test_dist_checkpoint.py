@@ -9,7 +9,7 @@ from bundle.patches.subject import named
 from bundle.patches.survey import survey
 from bundle.patches.table import load
 from bundle.wrappers import dist_checkpoint
-from tests.stack.test_stack import install, stack
+from tests.environment.test_packages import install, stack
 
 PRODUCT = "dist-checkpoint-numpy-product"
 

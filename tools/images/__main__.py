@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from bundle import stack
+from bundle.environment import packages
+from bundle.environment.image import RECORD
 from bundle.errors import UsageError
-from bundle.health.image import RECORD
 from tools import command
 from tools.images import agreement, definition, identity, locks, page, plan
 
@@ -58,7 +58,7 @@ def stamp(
     root: Root = Path(),
 ) -> None:
     """Write what this image is, once it is built; fails when it is not what was defined."""
-    made = identity.stamp(definition.load(root), name, stack.detect(), revision, inputs)
+    made = identity.stamp(definition.load(root), name, packages.detect(), revision, inputs)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(made.text())
     print(output)

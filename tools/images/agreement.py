@@ -7,7 +7,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from bundle.stack import text
+from bundle import files
 from tools.images import locks, page
 from tools.images.definition import Definition, Target, targets
 from tools.images.locks import Project
@@ -21,7 +21,7 @@ def disagreements(root: Path, definition: Definition, project: Project) -> Itera
     """Every place in the checkout that does not follow docker-bake.json and pyproject.toml."""
     for stack in definition.stacks:
         yield from _of_lock(root, definition, project, stack)
-    if text.read(root / page.FILE) != page.markdown(definition):
+    if files.read(root / page.FILE) != page.markdown(definition):
         yield f"{page.FILE} is not what `python -m tools.images page` makes: write it again"
 
 
@@ -96,7 +96,7 @@ def _words(target: Target, definition: Definition) -> list[str]:
 
 def _of_arguments(name: str, target: Planned, root: Path) -> Iterator[str]:
     file = target.dockerfile
-    declared = dict(re.findall(r"^ARG (\w+)=?(.*)$", text.read(root / file) or "", re.MULTILINE))
+    declared = dict(re.findall(r"^ARG (\w+)=?(.*)$", files.read(root / file) or "", re.MULTILINE))
     given = set(target.args)
     for unknown in sorted(given - set(declared)):
         yield f"{name}: bake gives {unknown}, which {file} does not declare"

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from bundle import files
 from bundle.errors import UsageError
-from bundle.stack import text
 
 FILE = "docker-bake.json"
 
@@ -136,7 +136,7 @@ class Definition(BaseModel):
 def load(root: Path) -> Definition:
     """The definition of the checkout at `root`. Raises UsageError with all that is wrong in it."""
     file = root / FILE
-    source = text.read(file)
+    source = files.read(file)
     if source is None:
         raise UsageError(f"{file}: not there, or too big: name the checkout with --root")
     try:

@@ -9,9 +9,10 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from bundle.environment.image import BuildInfo, installed_packages, python_version
+from bundle.environment.packages import Stack
 from bundle.errors import EnvironmentUnfit, UsageError
-from bundle.health.image import BuildInfo, installed_packages, python_version
-from bundle.stack import Stack, text
+from bundle.files import read_bytes
 from tools.images.definition import Definition, Target
 
 # What of these goes into the wheel; and what writes the record.
@@ -26,7 +27,7 @@ def fingerprint(root: Path, definition: Definition, target: Target) -> str:
     digest = hashlib.sha256()
     digest.update(json.dumps(_entry(definition, target), sort_keys=True).encode())
     for file in files(root, target):
-        content = text.read_bytes(file, LARGEST)
+        content = read_bytes(file, LARGEST)
         if content is None:
             raise UsageError(f"{file}: not a readable file of at most {LARGEST >> 20} MiB")
         name = file.relative_to(root).as_posix()

@@ -17,8 +17,8 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
+from bundle import files
 from bundle.errors import EnvironmentUnfit, UsageError
-from bundle.stack import text
 from tools.images.definition import Definition, Pin
 
 DIRECTORY = Path("images/locks")
@@ -57,7 +57,7 @@ def project(root: Path) -> Project:
     """The project of the checkout at `root`. Raises UsageError when pyproject.toml cannot be understood."""
     file = root / "pyproject.toml"
     try:
-        table = tomllib.loads(text.read(file) or "")["project"]
+        table = tomllib.loads(files.read(file) or "")["project"]
         extras = {name: tuple(entries) for name, entries in table["optional-dependencies"].items()}
         for entry in [*table["dependencies"], *(r for entries in extras.values() for r in entries)]:
             Requirement(entry)
@@ -202,7 +202,7 @@ def versions(lock_text: str) -> dict[str, set[str]]:
 
 def read(root: Path, name: str) -> str:
     """The text of a lock, "" where there is none."""
-    return text.read(root / DIRECTORY / name) or ""
+    return files.read(root / DIRECTORY / name) or ""
 
 
 def _with_extras(package: str, pin: Pin) -> str:

@@ -10,6 +10,9 @@ from typing import Annotated
 
 import typer
 
+from bundle.environment import megatron, versions
+from bundle.environment.megatron import Copy
+from bundle.environment.search import distribution, distributions
 from bundle.errors import UsageError
 from bundle.patches import source, table
 from bundle.patches.catalogue import PATCHES
@@ -19,7 +22,6 @@ from bundle.patches.seams import SEAMS
 from bundle.patches.source import SourceTree
 from bundle.patches.table import Listing, Table, merged
 from bundle.patches.traps import TRAPS
-from bundle.stack import Copy, megatron, metadata, versions
 from tools import command
 
 # What is decided by reading evidence.
@@ -28,8 +30,7 @@ ENTRIES: tuple[Patch | Trap, ...] = (*PATCHES, *TRAPS)
 
 def reference_of(copy: Copy) -> str | None:
     """What a tree is called in the list: a release where its dist-info says so, else version and commit."""
-    record = metadata.distributions([copy.root]).get("megatron-core")
-    installed = metadata.read(record) if record else None
+    installed = distribution(distributions([copy.root]).get("megatron-core"))
     if installed is not None and installed.version == copy.version:
         return copy.version
     return f"{copy.version}+{copy.commit[:12]}" if copy.version and copy.commit else None

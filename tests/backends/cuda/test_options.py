@@ -11,8 +11,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from bundle.backends.cuda.runtime import options as module
 from bundle.backends.cuda.runtime.options import options
+from bundle.environment.hardware import preset
 from bundle.errors import EnvironmentUnfit, UsageError
-from bundle.hardware import preset
 from bundle.patches.decision import Action
 from bundle.planning import plan_for
 from bundle.recipe import load

@@ -1,0 +1,1 @@
+"""What this machine is and what is installed on it: by files, tools and metadata; nothing is imported."""

@@ -1,0 +1,190 @@
+"""Ascend NPUs as the device nodes, npu-smi and CANN's own files tell them, without torch-npu.
+
+The nodes /dev/davinci<N> are the evidence: ASCEND_VISIBLE_DEVICES is only a request to the container runtime,
+and npu-smi lists dies that are not mounted (Ascend Docker Runtime documentation, soft partitioning on A3).
+"""
+
+import re
+from dataclasses import dataclass, replace
+
+from bundle.environment.facts import MOST_DEVICES, NUMBER, Device, Fact, VendorDevices
+from bundle.environment.host import weakest
+from bundle.environment.machine import Machine
+from bundle.environment.visible import ASCEND, ascend
+
+INFO = ("npu-smi", "info")
+LIST = ("npu-smi", "info", "-l")
+TOPOLOGY = ("npu-smi", "info", "-t", "topo")
+
+DRIVER_FILE = "/usr/local/Ascend/driver/version.info"
+TOOLKITS = ("/usr/local/Ascend/cann", "/usr/local/Ascend/ascend-toolkit/latest")
+
+_USAGE = rf"({NUMBER})\s*/\s*({NUMBER})"
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """One device of the table; `number` is the Phy-ID (or Device), None where that column is absent or says
+    NA.
+    """
+
+    npu: int
+    chip: int
+    number: int | None
+    name: str
+    health: str
+    bus: str
+    memory: int | None  # MiB
+
+
+def find(machine: Machine) -> VendorDevices:
+    """The Ascend side of a machine; `present` is 0 where there is none, with the reason."""
+    numbers = sorted(
+        int(match[1])
+        for name in machine.names("/dev")
+        if (match := re.fullmatch(rf"davinci({NUMBER})", name))
+    )[:MOST_DEVICES]
+    if not numbers:
+        unknown: Fact[str] = Fact(None, "no Ascend NPU")
+        return VendorDevices("ascend", "NPU", 0, (), "no /dev/davinci<N>", unknown, unknown, unknown)
+    answer = machine.run(INFO)
+    rows = table(answer.value or "")
+    generation = _generation(machine, rows, answer.reason)
+    pool = [_device(at, number, rows, generation, answer.reason) for at, number in enumerate(numbers)]
+    selection = ascend(machine.environ.get(ASCEND), len(pool))
+    devices = tuple(replace(pool[at], index=index) for index, at in enumerate(selection.chosen))
+    topology = machine.run(TOPOLOGY) if len(devices) > 1 else Fact(None, "not asked")
+    return VendorDevices(
+        backend="ascend",
+        noun="NPU",
+        present=len(pool),
+        devices=devices,
+        reason=selection.reason,
+        driver=_driver(machine, answer),
+        toolkit=cann(machine),
+        link=weakest(topology, "NPU", [device.number for device in devices]),
+        faults=(selection.fault,) if selection.fault else (),
+        notes=_notes(machine, rows, numbers),
+    )
+
+
+def _device(at: int, number: int, rows: tuple[TableRow, ...], generation: Fact[str], why: str) -> Device:
+    # Phy-ID is the node's number. Where it is not printed, one chip per NPU id makes the NPU id the number.
+    same = [row for row in rows if (row.npu if row.number is None else row.number) == number]
+    row = same[0] if same else (rows[at] if at < len(rows) else None)
+    if row is None:
+        return Device(at, number, "Ascend NPU", f"/dev/davinci{number}", Fact(None, why), generation)
+    memory = Fact(row.memory * 2**20 if row.memory else None, "`npu-smi info`, the memory column")
+    return Device(at, number, row.name, row.bus, memory, generation)
+
+
+def _generation(machine: Machine, rows: tuple[TableRow, ...], why: str) -> Fact[str]:
+    """a1, a2, a3, a5 or 310 by the name that npu-smi prints; SoC names as in torch_npu NpuVariables.cpp."""
+    if not rows:
+        return Fact(None, why)
+    name = rows[0].name.removeprefix("Ascend")
+    reason = f"npu-smi names it {rows[0].name}"
+    for pattern, generation in (
+        (r"910B\d.*", "a2"),
+        (r"910_93\d\d", "a3"),
+        (r"95\d.*|910_95.*", "a5"),
+        (r"310.*", "310"),
+        (r"910(A|B|Pro[AB])", "a1"),
+    ):
+        if re.fullmatch(pattern, name):
+            return Fact(generation, reason)
+    if name == "910" and any(row.chip == 1 for row in rows):
+        return Fact("a3", f"{reason}, with two chips per NPU id")
+    if name == "910":
+        listed = machine.run(LIST)
+        counts = re.findall(rf"Chip Count\s*:\s*({NUMBER})", listed.value or "")
+        if counts:
+            return Fact(
+                "a3" if "2" in counts else None,
+                f"{reason}; {listed.reason} counts {counts[0]} chip(s) per NPU",
+            )
+    return Fact(None, f"{reason}, which no generation is known by")
+
+
+def _driver(machine: Machine, answer: Fact[str]) -> Fact[str]:
+    # Ascend Docker Runtime does not mount version.info, so the tool's own header has to do (driver and tool
+    # are installed together).
+    file = machine.read(DRIVER_FILE)
+    match = re.search(r"^Version=(\S+)", file.value or "", re.MULTILINE | re.IGNORECASE)
+    if match:
+        return Fact(match[1], DRIVER_FILE)
+    version = tool_version(answer.value or "")
+    return Fact(version, f"{answer.reason}, the header" if version else f"{file.reason}; {answer.reason}")
+
+
+def cann(machine: Machine) -> Fact[str]:
+    """The version of the CANN toolkit, which torch-npu needs even where no NPU is."""
+    roots = [
+        machine.environ[name]
+        for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
+        if machine.environ.get(name)
+    ]
+    for root in [*roots, *TOOLKITS]:
+        for architecture in ("aarch64", "x86_64"):
+            path = f"{root.rstrip('/')}/{architecture}-linux/ascend_toolkit_install.info"
+            match = re.search(r"^version=(\S+)", machine.read(path).value or "", re.MULTILINE)
+            if match:
+                return Fact(match[1], path)
+    looked = ", ".join([*roots, *TOOLKITS])
+    return Fact(None, f"no <arch>-linux/ascend_toolkit_install.info under {looked}")
+
+
+def _notes(machine: Machine, rows: tuple[TableRow, ...], numbers: list[int]) -> tuple[str, ...]:
+    notes = [
+        f"NPU {row.npu} chip {row.chip} reports health {row.health!r}" for row in rows if row.health != "OK"
+    ]
+    if rows and len(rows) != len(numbers):
+        notes.append(f"npu-smi lists {len(rows)} devices, /dev has {len(numbers)}: the device nodes count")
+    missing = [n for n in ("davinci_manager", "devmm_svm", "hisi_hdc") if n not in machine.names("/dev")]
+    if missing:
+        notes.append(f"/dev lacks {', '.join(missing)}: the runtime needs them beside davinci<N>")
+    return tuple(notes)
+
+
+def table(text: str) -> tuple[TableRow, ...]:
+    """The devices of an `npu-smi info` table in its own order; none if the text is no such table.
+
+    Columns and widths change with version and product; one device is one pair of rows. Seen: npu-smi 24.1 to
+    26.0 on A2 (no Phy-ID column), A3 (two chips per NPU id, the second without power), and 310 cards
+    (`Device` instead of `Phy-ID`, no HBM column).
+    """
+    rows: list[TableRow] = []
+    numbered = False
+    above: list[str] | None = None  # the first row of a pair
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if len(cells) != 3 or not line.lstrip().startswith("|"):
+            above = None  # a rule, the version line, or the process table
+        elif cells[0].startswith("Chip"):
+            numbered = len(cells[0].split()) > 1
+            above = None
+        elif above is None:
+            above = cells if re.match(rf"{NUMBER}\s+\S", cells[0]) else None
+        else:
+            row = _row(above, cells, numbered)
+            rows += [row] if row else []
+            above = None
+    return tuple(rows)
+
+
+def _row(above: list[str], below: list[str], numbered: bool) -> TableRow | None:
+    npu, name = above[0].split(maxsplit=1)
+    ids = below[0].split()
+    if not ids or not re.fullmatch(NUMBER, ids[0]):
+        return None
+    number = int(ids[1]) if numbered and len(ids) > 1 and re.fullmatch(NUMBER, ids[1]) else None
+    # DDR comes before HBM; 310 cards have the first only. The last pair is the memory that tensors live in.
+    usage = re.findall(_USAGE, below[2])
+    memory = int(usage[-1][1]) if usage else None
+    return TableRow(int(npu), int(ids[0]), number, name, above[1], below[1], memory or None)
+
+
+def tool_version(text: str) -> str | None:
+    """The version that the header line gives: `npu-smi 25.2.1   Version: 25.2.1`."""
+    match = re.search(r"Version:\s*([^\s|]+)", text)
+    return match[1] if match else None

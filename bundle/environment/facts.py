@@ -1,0 +1,181 @@
+"""What a machine is, as values that carry the reason we believe them, and what `doctor` finds about it."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+GIB = 2**30
+
+# Of one machine. What lists more than that is not telling the truth, and pairs of devices are compared.
+MOST_DEVICES = 1024
+# A number that a tool or a file says: no count or size has more digits, and Python reads no endless ones.
+NUMBER = r"\d{1,18}"
+
+# MindSpeed's install guide names Atlas A2 and A3 training products and Ascend 950, and no others.
+NOT_FOR_TRAINING = {"310": "an inference card", "a1": "older than anything that MindSpeed supports"}
+
+
+@dataclass(frozen=True)
+class Fact(Generic[T]):
+    """A value and where it was read; `value` None means unknown, and `reason` says why."""
+
+    value: T | None
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{'unknown' if self.value is None else self.value} ({self.reason})"
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator as a process sees it: the framework calls it `index`, the driver `number`."""
+
+    index: int
+    number: int
+    name: str
+    identity: str  # UUID or bus id
+    memory: Fact[int]  # bytes
+    generation: Fact[str]  # CUDA: the compute capability, "9.0"; Ascend: a1, a2, a3, a5 or 310
+
+
+@dataclass(frozen=True)
+class VendorDevices:
+    """One vendor's devices: `present` in this container, of which `devices` are visible, and why."""
+
+    backend: str
+    noun: str  # "GPU", "NPU"
+    present: int
+    devices: tuple[Device, ...]
+    reason: str
+    driver: Fact[str]
+    toolkit: Fact[str]
+    link: Fact[str]
+    faults: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Host:
+    """What this process may use beside the devices; sizes in bytes, `math.inf` means unlimited."""
+
+    processors: Fact[float]
+    memory: Fact[float]
+    shared_memory: Fact[float]
+    locked_memory: Fact[float]
+    open_files: Fact[float]
+    stack: Fact[float]
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The machine: the backend it calls for and why, the visible devices, the links, the host's limits."""
+
+    backend: str  # cuda, ascend or cpu
+    reason: str
+    devices: tuple[Device, ...]
+    driver: Fact[str]
+    toolkit: Fact[str]  # CANN on Ascend; what the driver supports is all that CUDA tells
+    link: Fact[str]  # the weakest link between two visible devices: NV18, HCCS, PHB ...
+    rdma: Fact[tuple[str, ...]]  # the active ports
+    host: Host
+    notes: tuple[str, ...] = ()  # what is odd, though not wrong
+
+    @property
+    def device_memory(self) -> Fact[int]:
+        """Bytes of the smallest visible device: what a rank can count on."""
+        sizes = [device.memory for device in self.devices]
+        if not sizes:
+            return Fact(None, "no accelerator: ranks share the host's memory")
+        return min(sizes, key=lambda size: -1 if size.value is None else size.value)
+
+    @property
+    def generation(self) -> Fact[str]:
+        """The oldest generation among the visible devices, as `Device.generation` spells it."""
+        known = [device.generation for device in self.devices]
+        if not known:
+            return Fact(None, "no accelerator")
+        return min(known, key=lambda fact: _order(fact.value))
+
+    @property
+    def unfit(self) -> str | None:
+        """Why these devices cannot train at all; None where they can."""
+        why = NOT_FOR_TRAINING.get(self.generation.value or "")
+        if why is None:
+            return None
+        return f"{self.devices[0].name} is {why}: use Atlas A2, A3 or Ascend 950 devices"
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """(major, minor) of the CUDA compute capability that all visible devices have; None if unknown."""
+        if self.backend != "cuda" or self.generation.value is None:
+            return None
+        major, minor = self.generation.value.split(".")
+        return int(major), int(minor)
+
+
+def _order(generation: str | None) -> tuple[float, str]:
+    if generation is None:
+        return (-1.0, "")
+    return (float(generation), "") if generation[0].isdigit() else (0.0, generation)
+
+
+class Level(StrEnum):
+    """How bad it is; only `fail` makes the environment unfit."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found about `subject`; `fix` is empty where nothing is to be done."""
+
+    subject: str
+    level: Level
+    cause: str
+    fix: str = ""
+
+
+def ok(subject: str, cause: str) -> Finding:
+    """A finding that needs nothing."""
+    return Finding(subject, Level.OK, cause)
+
+
+def warn(subject: str, cause: str, fix: str) -> Finding:
+    """A finding that will slow a job down or break some jobs."""
+    return Finding(subject, Level.WARN, cause, fix)
+
+
+def fail(subject: str, cause: str, fix: str) -> Finding:
+    """A finding that no job survives."""
+    return Finding(subject, Level.FAIL, cause, fix)
+
+
+def size(amount: float | None) -> str:
+    """A number of bytes for people: "178.4 GiB", "64.0 MiB", "no limit"; None is unknown."""
+    if amount is None:
+        return "an unknown size"
+    if amount == math.inf:
+        return "no limit"
+    for unit, bytes_of in (("TiB", 2**40), ("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+        if amount >= bytes_of:
+            return f"{amount / bytes_of:.1f} {unit}"
+    return f"{amount:.0f} B"
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON can hold it: dataclasses as objects, tuples as lists, infinity as "unlimited"."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in (sorted(value) if isinstance(value, (set, frozenset)) else value)]
+    if isinstance(value, float) and math.isinf(value):
+        return "unlimited"
+    return value

@@ -1,0 +1,168 @@
+"""Where a worker's `import` would find a package, and which distributions are there; nothing is imported.
+
+The view is that of a worker, which is started as `python -m bundle`: the current directory comes first,
+although the command that asks may be a console script, whose own first entry is its directory of scripts.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.machinery import PathFinder
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from packaging.utils import canonicalize_name
+
+from bundle import files
+
+# How setuptools names the modules of its editable installs, and the entries that these put on the path.
+_EDITABLE = "__editable__"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One directory of the search path, or a package in it, and the reason why it is there."""
+
+    path: Path
+    origin: str
+
+
+@dataclass(frozen=True)
+class SearchPath:
+    """The directories in order; `names` also has the hooks of editable installs, for Python's finders."""
+
+    entries: tuple[Entry, ...]
+    names: tuple[str, ...]
+
+    def directories(self) -> tuple[Path, ...]:
+        """The directories alone, in order."""
+        return tuple(entry.path for entry in self.entries)
+
+    def find(self, name: str, parent: "Location | None" = None) -> "Location | None":
+        """Where importing `name`, in the package at `parent`, would find it, by Python's own finders.
+
+        Of the finders that are installed in this interpreter only those of editable installs are asked: any
+        other may do more than look.
+        """
+        PathFinder.invalidate_caches()
+        # By its last part: a namespace would look for its parent among the modules that were imported.
+        within = self.names if parent is None else parent.places
+        spec = PathFinder.find_spec(name.rpartition(".")[2], within)
+        for finder in sys.meta_path:
+            if spec is None and getattr(finder, "__module__", "").startswith(_EDITABLE):
+                spec = finder.find_spec(name, within)
+        if spec is None:
+            return None
+        archive = getattr(spec.loader, "archive", None)
+        return Location(tuple(spec.submodule_search_locations or ()), spec.loader is not None, archive)
+
+    def packages(self, location: "Location | None") -> list[Entry]:
+        """The directories of a package, in the order that they are searched; none for what lies in a zip."""
+        origins = {entry.path: entry.origin for entry in self.entries}
+        places = map(Path, location.places if location else ())
+        return [
+            Entry(place, origins.get(place.parent, "an editable install"))
+            for place in places
+            if files.is_directory(place)
+        ]
+
+
+@dataclass(frozen=True)
+class Location:
+    """The places of one package: one where it is regular (has an `__init__.py`), several of a namespace."""
+
+    places: tuple[str, ...]
+    regular: bool
+    archive: str | None  # the zip that it lies in
+
+
+def current() -> SearchPath:
+    """The search path of a worker started from this directory with this interpreter and environment."""
+    paths = sys.path if sys.flags.safe_path else [os.getcwd(), *sys.path[1:]]  # noqa: PTH109 - as sys.path has it
+    return search_path(paths, os.environ.get("PYTHONPATH", ""), Path.cwd())
+
+
+def search_path(paths: Sequence[str], python_path: str, cwd: Path) -> SearchPath:
+    """The search path whose entries are `paths` ("" is `cwd`), each with its origin."""
+    names = dict.fromkeys(path if path.startswith(_EDITABLE) else str(cwd / path) for path in paths)
+    directories = [Path(name) for name in names if not name.startswith(_EDITABLE)]
+    named = {cwd / path for path in python_path.split(os.pathsep) if path}
+    added = _added_by_pth(directories)
+    entries = []
+    for path in directories:
+        if path in named:
+            origin = "PYTHONPATH"
+        elif path == cwd:
+            origin = "the current directory"
+        else:
+            origin = added.get(path, "sys.path")
+        entries.append(Entry(path, origin))
+    return SearchPath(tuple(entries), tuple(names))
+
+
+def _added_by_pth(directories: Iterable[Path]) -> dict[Path, str]:
+    """The directories that .pth files name, with the file's name."""
+    added: dict[Path, str] = {}
+    for directory in filter(files.is_directory, directories):
+        for file in sorted(directory.glob("*.pth")):
+            for line in (files.read(file, 1 << 16) or "").splitlines():
+                if line and not line.startswith(("#", "import ", "import\t")):
+                    added.setdefault(file.parent / line.strip(), file.name)
+    return added
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """What one dist-info (or egg-info) directory says."""
+
+    name: str
+    version: str
+    commit: str | None = None  # direct_url.json, when it was installed from a repository
+    editable: Path | None = None  # the checkout behind an editable install
+
+
+def distributions(paths: Iterable[Path]) -> dict[str, Path]:
+    """The dist-info directory of every distribution on `paths`, by normalised name: the first one wins."""
+    found: dict[str, Path] = {}
+    for path in paths:
+        try:
+            names = sorted(os.listdir(path))  # noqa: PTH208 - a Path of each of thousands of names is slow
+        except OSError:
+            continue
+        for name in names:
+            if name.endswith((".dist-info", ".egg-info")):
+                found.setdefault(canonicalize_name(name[: -len(".dist-info")].partition("-")[0]), path / name)
+    return found
+
+
+def distribution(directory: Path | None) -> Distribution | None:
+    """What a dist-info directory says; None when it names no version.
+
+    By `importlib.metadata`, but not by its `version`: MindSpeed replaces that function, and then it answers
+    for packages that are not installed.
+    """
+    if directory is None or not any(files.is_file(directory / name) for name in ("METADATA", "PKG-INFO")):
+        return None
+    record = metadata.Distribution.at(directory)
+    try:
+        name, version = record.metadata["Name"], record.metadata["Version"]
+    except (OSError, ValueError, KeyError):
+        return None
+    if not name or not version:
+        return None
+    return Distribution(name, version, *_origin(files.read(directory / "direct_url.json")))
+
+
+def _origin(record: str | None) -> tuple[str | None, Path | None]:
+    """(commit, editable checkout) of a PEP 610 direct_url.json."""
+    try:
+        origin = json.loads(record or "{}")
+        commit = origin.get("vcs_info", {}).get("commit_id")
+        editable = origin.get("dir_info", {}).get("editable", False)
+        path = Path(unquote(urlsplit(origin["url"]).path)) if editable else None
+    except (ValueError, AttributeError, KeyError, TypeError):
+        return None, None  # somebody's broken record is as good as none
+    return (commit if isinstance(commit, str) else None), path

@@ -1,0 +1,86 @@
+"""`mcore-bundle doctor` as a user meets it, and the packages named bundle."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import bundle
+from bundle.environment.doctor import examine, interpreter
+from bundle.environment.facts import Level
+from bundle.environment.search import search_path
+from tests.environment.machines import recorded
+from tests.environment.trees import install_megatron, install_torch, stack_of
+
+OWN = Path(bundle.__file__).parent
+
+
+def doctor(*args, cwd, codes):
+    """Runs the command as the installed script does: its first path entry is the directory of scripts."""
+    scripts = cwd / "scripts"
+    scripts.mkdir()
+    (scripts / "mcore-bundle").write_text("from bundle.cli import main\nmain()\n")
+    command = [sys.executable, str(scripts / "mcore-bundle"), "doctor", *args]
+    environ = {**os.environ, "PYTHONPATH": str(OWN.parent)}
+    done = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode in codes, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_json_is_one_object(tmp_path):
+    # 3 where this environment has no megatron-core
+    report = json.loads(doctor("--json", "--backend", "cpu", cwd=tmp_path, codes=(0, 3)))
+    assert report["schema"] == 1
+    assert report["hardware"]["backend"] == "cpu"
+    assert {finding["level"] for finding in report["findings"]} <= {"ok", "warn", "fail"}
+
+
+def test_a_foreign_bundle_in_the_current_directory_is_refused(tmp_path):
+    (tmp_path / "bundle").mkdir()
+    (tmp_path / "bundle/__init__.py").touch()
+    said = doctor("--backend", "cpu", cwd=tmp_path, codes=(3,))
+    (line,) = [line for line in said.splitlines() if line.startswith("fail  bundle")]
+    assert str(tmp_path / "bundle") in line
+    assert "fix: rename or remove" in said
+
+
+def test_an_absent_backend_is_unfit(tmp_path):
+    assert "backend ascend has no device here" in doctor("--backend", "ascend", cwd=tmp_path, codes=(3,))
+
+
+def test_an_unknown_backend_is_a_usage_error(tmp_path):
+    doctor("--backend", "tpu", cwd=tmp_path, codes=(2,))
+
+
+@pytest.mark.parametrize("name", ["bundle", "bundle.py"])
+@pytest.mark.parametrize(("first", "level"), [(True, Level.FAIL), (False, Level.WARN)])
+def test_which_bundle_comes_first_decides(tmp_path, name, first, level):
+    foreign = tmp_path / name
+    if name == "bundle":
+        foreign.mkdir()
+        (foreign / "__init__.py").touch()
+    else:
+        foreign.touch()
+    paths = [str(tmp_path), str(OWN.parent)]
+    path = search_path(paths if first else paths[::-1], "", tmp_path)
+    (finding,) = [f for f in interpreter((3, 11), path, OWN) if f.subject == "bundle"]
+    assert finding.level is level
+    assert str(foreign) in finding.cause
+
+
+def test_an_old_python_is_refused():
+    findings = list(interpreter((3, 10), search_path([str(OWN.parent)], "", OWN), OWN))
+    assert findings[0].level is Level.FAIL
+    assert "3.10 is older than 3.11" in findings[0].cause
+
+
+def test_two_accelerators_are_findings_not_a_crash(tmp_path):
+    install_torch(tmp_path)
+    install_megatron(tmp_path)
+    environ = {"CUDA_VISIBLE_DEVICES": "0,0"}
+    hardware, findings = examine(recorded("h200-x2", environ), stack_of(OWN.parent, tmp_path))
+    assert hardware is None
+    assert any(f.level is Level.FAIL and "names a device twice" in f.cause for f in findings)

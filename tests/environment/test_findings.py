@@ -1,0 +1,53 @@
+"""What of a machine is worth a warning, and what no job survives."""
+
+import dataclasses
+
+import pytest
+
+from bundle.environment.doctor import machine_findings
+from bundle.environment.facts import Fact, Level
+from bundle.environment.hardware import detect
+from tests.environment.machines import recorded
+
+
+def findings(hardware):
+    return [finding for finding in machine_findings(hardware) if finding.level is not Level.OK]
+
+
+def test_a_good_machine_has_nothing_to_fix():
+    assert findings(detect(machine=recorded("h200-x2"))) == []
+    assert findings(detect(machine=recorded("cgroup-v1"))) == []
+
+
+def test_a_tight_container():
+    found = findings(detect(machine=recorded("h100-container")))
+    assert {finding.subject for finding in found} == {"shared memory", "locked memory"}
+    assert "64.0 MiB" in next(f.cause for f in found if f.subject == "shared memory")
+    assert "64.0 KiB" in next(f.cause for f in found if f.subject == "locked memory")
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "subject"),
+    [
+        ("processors", 1.0, "processors"),
+        ("open_files", 1024.0, "open files"),
+        ("shared_memory", None, "shared memory"),
+    ],
+)
+def test_one_limit_too_low_is_one_warning(limit, value, subject):
+    hardware = detect(machine=recorded("h200-x2"))
+    host = dataclasses.replace(hardware.host, **{limit: Fact(value, "a test")})
+    (finding,) = findings(dataclasses.replace(hardware, host=host))
+    assert (finding.subject, finding.level) == (subject, Level.WARN)
+    assert "a test" in finding.cause
+    assert finding.fix
+
+
+def test_an_inference_card_cannot_train():
+    failed = [f for f in findings(detect(machine=recorded("310p"))) if f.level is Level.FAIL]
+    assert [finding.cause.partition(":")[0] for finding in failed] == ["310P3 is an inference card"]
+
+
+def test_what_a_missing_tool_would_have_said_is_unknown():
+    found = findings(detect(machine=recorded("h200-x2", silent=["nvidia-smi"])))
+    assert ("links", "unknown: nvidia-smi is not on PATH") in [(f.subject, f.cause) for f in found]

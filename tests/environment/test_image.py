@@ -1,0 +1,150 @@
+"""What an image knows about itself: it is what was defined, and every later change is told."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bundle.distributed.agreement import disagreements
+from bundle.environment import image
+from bundle.environment.doctor import examine
+from bundle.environment.facts import Level
+from bundle.environment.image import BuildInfo, drift, inputs_of, installed_packages, parse
+from bundle.errors import BundleError, EnvironmentUnfit
+from tests.environment.machines import machine_at
+from tests.environment.trees import stack_of
+from tests.tools.images.checkouts import ROOT
+from tools.images import definition, identity
+
+IMAGES = definition.load(ROOT)
+PINS = {name: pin.version for name, pin in IMAGES.stacks["cpu"].pins.items()}
+
+
+def install(directory, name, version):
+    info = directory / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    if name == "megatron-core":
+        package = directory / "megatron/core"
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    for module in (image, identity):
+        monkeypatch.setattr(module, "python_version", lambda: "3.11.2")
+    directory = tmp_path / "site"
+    install(directory, "torch", PINS["torch"] + "+cpu")
+    install(directory, "megatron-core", PINS["megatron-core"])
+    install(directory, "einops", "0.8.1")
+    return directory
+
+
+def built(site):
+    return identity.stamp(IMAGES, "cpu", stack_of(site), "c" * 40, "sha256:" + "d" * 64)
+
+
+def test_a_record_survives_its_file(site):
+    made = built(site)
+    assert parse(made.text()) == made
+    assert made.packages == {"torch": "2.13.0+cpu", "megatron-core": "0.16.1", "einops": "0.8.1"}
+
+
+def test_an_image_that_is_not_what_was_defined_is_not_stamped(site, monkeypatch):
+    monkeypatch.setattr(identity, "python_version", lambda: "3.13.0")
+    (site / "torch-2.13.0+cpu.dist-info/METADATA").write_text("Name: torch\nVersion: 2.12.0\n")
+    with pytest.raises(EnvironmentUnfit) as error:
+        built(site)
+    assert [violation.split(":")[0].split(",")[0] for violation in error.value.violations] == [
+        "torch",
+        "Python 3.13.0",
+    ]
+
+
+def test_a_source_is_recorded_by_its_commit(site):
+    for name, pin in IMAGES.stacks["ascend-mcore0.12"].pins.items():
+        install(site.parent / "npu", name, pin.version)
+    made = identity.stamp(IMAGES, "ascend-mcore0.12", stack_of(site.parent / "npu"))
+    assert made.sources["mindspeed-core-r0.12.1"].startswith("57a33053")
+
+
+def test_doctor_tells_every_drift(site, tmp_path):
+    where = tmp_path / "machine/root/opt/bundle"
+    where.mkdir(parents=True)
+    machine = machine_at(tmp_path / "machine")
+    (where / "build-info.json").write_text(built(site).text())
+    assert [f.level for f in told(machine, site)] == [Level.OK]
+    (site / "einops-0.8.1.dist-info/METADATA").write_text("Name: einops\nVersion: 0.9.0\n")
+    install(site, "surprise", "1.0")
+    found = told(machine, site)
+    assert {f.cause for f in found} == {
+        "einops: 0.8.1 in the image, 0.9.0 now",
+        "surprise: not in the image, 1.0 now",
+    }
+    assert {f.level for f in found} == {Level.WARN}
+
+
+def told(machine, site):
+    _, findings = examine(machine, stack_of(site), "cpu")
+    return [finding for finding in findings if finding.subject == "image"]
+
+
+def test_outside_of_an_image_doctor_says_nothing_of_it(site, tmp_path):
+    assert told(machine_at(tmp_path / "nowhere"), site) == []
+
+
+def test_a_second_megatron_in_front_is_drift(site, tmp_path):
+    made = built(site)
+    front = tmp_path / "front"
+    install(front, "megatron-core", "0.17.1")
+    packages = installed_packages(stack_of(front, site))
+    assert list(drift(made, "3.11.2", packages)) == ["megatron-core: 0.16.1 in the image, 0.17.1 now"]
+
+
+def test_nodes_with_different_images_are_told_apart(site, tmp_path):
+    file = tmp_path / "build-info.json"
+    assert inputs_of(file) == ""
+    one = built(site)
+    file.write_text(one.text())
+    assert inputs_of(file) == one.inputs
+    other = {"image": "sha256:" + "e" * 64}
+    assert disagreements([{"image": inputs_of(file)}, other])[0].startswith("image (rank 0: sha256:dddd")
+    file.write_text("{")
+    assert inputs_of(file) not in ("", one.inputs)
+
+
+NAMES = st.dictionaries(st.sampled_from(["a", "b", "c"]), st.sampled_from(["1", "2"]))
+
+
+@given(before=NAMES, now=NAMES)
+def test_drift_is_the_difference(before, now):
+    made = BuildInfo(
+        schema=1, stack="cpu", revision="", inputs="", python="3.11.2", sources={}, packages=before
+    )
+    told = list(drift(made, "3.11.2", now))
+    differing = {name for name in {*before, *now} if before.get(name) != now.get(name)}
+    assert {line.partition(":")[0] for line in told} == differing
+    assert len(told) == len(differing)
+
+
+HOSTILE = [
+    "", "null", "[]", "[" * 50_000, "{" * 10, '{"schema": 2}', '{"schema": 1}', " " * (2 << 20), "\x00",
+    json.dumps({"schema": 1, "stack": "x\x1b[31m", "revision": "", "inputs": "", "python": "3", "sources": {},
+                "packages": {}}),
+    json.dumps({"schema": 1, "stack": "x", "revision": "", "inputs": "", "python": "3", "sources": {},
+                "packages": {"torch": 2}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_a_hostile_record_is_one_finding(text, tmp_path, site):
+    with pytest.raises(BundleError):
+        parse(text)
+    where = tmp_path / "machine/root/opt/bundle"
+    where.mkdir(parents=True)
+    (where / "build-info.json").write_text(text)
+    found = told(machine_at(tmp_path / "machine"), site)
+    assert [f.level for f in found] == [Level.WARN]
+    assert "\x1b" not in found[0].cause
