@@ -6,12 +6,12 @@ The one part of this room that touches imported code: it imports a wrapper, by n
 import importlib
 import inspect
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from bundle.errors import PatchError
-from bundle.frozen import frozen
 from bundle.patches import source
 from bundle.patches.importing import AfterImport
 from bundle.patches.plan import PatchPlan, Step
@@ -19,7 +19,7 @@ from bundle.patches.plan import PatchPlan, Step
 _ABSENT = object()  # a name that only a branch not taken would have bound
 
 
-@frozen
+@dataclass(frozen=True)
 class _Applied:
     """One replaced attribute: where, what was there (the raw descriptor), and what is there now."""
 

@@ -1,17 +1,16 @@
 """The decision about each patch: a pure function of what was read and of the job."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
 from bundle.environment import versions
-from bundle.frozen import frozen, frozen_by_name
 from bundle.patches import mindspeed
 from bundle.patches.decision import Action, Decision
 from bundle.patches.entry import Patch, Presence, Replacement, Seam, Trap
 from bundle.patches.reading import Reading
 
 
-@frozen_by_name
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """What the decisions depend on besides megatron's own code."""
 
@@ -38,7 +37,7 @@ class Job:
         return self.mindspeed is not None and self.mindspeed[0] in mindspeed.BRANCHES
 
 
-@frozen
+@dataclass(frozen=True)
 class _Verdict:
     action: Action
     reason: str

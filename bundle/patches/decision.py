@@ -1,8 +1,8 @@
 """What was decided for each entry of the patch list, with the reason as it is printed."""
 
+from dataclasses import dataclass
 from enum import StrEnum
 
-from bundle.frozen import frozen_by_name
 from bundle.patches.entry import Presence
 
 
@@ -17,7 +17,7 @@ class Action(StrEnum):
     TRAP = "TRAP"
 
 
-@frozen_by_name
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
     """The decision about one entry: `proven` is False where only a version number spoke."""
 

@@ -2,13 +2,13 @@
 
 import ast
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from bundle.frozen import frozen
 from bundle.patches.fingerprint import fingerprint, signature
 from bundle.patches.pattern import found
 
 
-@frozen
+@dataclass(frozen=True)
 class Definition:
     """What a target's name is bound to: every alternative of it, in the order of the source."""
 
@@ -62,6 +62,17 @@ class Definition:
             if isinstance(node, ast.Call)
             and name
             == (node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", None))
+        )
+
+    def assigned(self, name: str) -> frozenset[str]:
+        """What is assigned to a name or an attribute ("self.x"), alone or in a tuple, as Python writes it."""
+        return frozenset(
+            ast.unparse(node.value)
+            for node in self.walk()
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            for one in (target.elts if isinstance(target, ast.Tuple) else [target])
+            if ast.unparse(one) == name
         )
 
     def has(self, code: str) -> bool:

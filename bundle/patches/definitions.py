@@ -2,15 +2,14 @@
 
 import ast
 import difflib
-from dataclasses import field
+from dataclasses import dataclass, field
 
-from bundle.frozen import frozen
 from bundle.patches.definition import Definition
 from bundle.patches.lookup import Lookup
 from bundle.patches.source import SourceTree, bindings
 
 
-@frozen
+@dataclass(frozen=True)
 class Definitions:
     """The definitions of one source tree."""
 
@@ -50,7 +49,7 @@ class Definitions:
         )
 
 
-@frozen
+@dataclass(frozen=True)
 class Evidence:
     """The definitions that a patch or a trap declares as its evidence, and no others.
 

@@ -1,10 +1,9 @@
 """What the patch list is made of: patches, and the seams, traps and facades that stand beside them."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
-
-from bundle.frozen import frozen, frozen_by_name
 
 if TYPE_CHECKING:
     from bundle.patches.definitions import Evidence
@@ -32,7 +31,7 @@ class Presence(StrEnum):
         return cls.PRESENT if present else cls.ABSENT
 
 
-@frozen
+@dataclass(frozen=True)
 class Replacement:
     """One attribute of megatron and the function that makes its replacement.
 
@@ -47,7 +46,7 @@ class Replacement:
     by_signature: bool = False  # reviewed by parameters and decorators: what the body does is all the same
 
 
-@frozen_by_name
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Patch:
     """A defect of megatron-core and what mends it from outside.
 
@@ -71,7 +70,7 @@ class Patch:
     opt_in: bool = False  # an improvement: applied only when it is asked for by id
 
 
-@frozen_by_name
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Seam:
     """A private upstream name that the bundle relies on without replacing it."""
 
@@ -84,7 +83,7 @@ class Seam:
     by_signature: bool = False  # reviewed as a Replacement's target is
 
 
-@frozen_by_name
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Trap:
     """A defect with no narrow fix: the recipes that meet it are refused."""
 

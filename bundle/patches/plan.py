@@ -1,13 +1,12 @@
 """The plan of patches for one run: made before any import, kept as a file, agreed on by all ranks."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from bundle.digest import of_json
 from bundle.errors import PatchError
-from bundle.frozen import frozen
 from bundle.patches import source
 from bundle.patches.catalogue import PATCHES
 from bundle.patches.definitions import Definitions
@@ -18,7 +17,7 @@ from bundle.patches.survey import Survey
 _BUNDLE = Path(__file__).parents[2]  # what holds the package `bundle`
 
 
-@frozen
+@dataclass(frozen=True)
 class Step:
     """One target and its wrapper, with what must be found there when it is applied. Files are relative."""
 
@@ -33,7 +32,7 @@ class Step:
     everywhere: bool  # modules that imported it by value get the replacement too
 
 
-@frozen
+@dataclass(frozen=True)
 class PatchPlan:
     """What will be patched in which megatron-core, and what was decided about everything else."""
 

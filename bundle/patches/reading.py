@@ -4,10 +4,9 @@ Only the functions that read sources load what parses them: most questions are a
 """
 
 from collections.abc import Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from bundle.frozen import frozen
 from bundle.patches.commits import REVIEWED
 from bundle.patches.entry import Patch, Presence, Trap
 from bundle.patches.table import Table
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from bundle.patches.definitions import Definitions
 
 
-@frozen
+@dataclass(frozen=True)
 class Reading:
     """What is known about one entry: about the defect, and about each target of a patch."""
 

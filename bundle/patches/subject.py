@@ -1,6 +1,6 @@
 """The megatron-core that decisions are about: an installed one, a tree, or a version."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,6 @@ from bundle.environment import megatron, versions
 from bundle.environment.megatron import Copy
 from bundle.environment.packages import Stack
 from bundle.errors import UsageError
-from bundle.frozen import frozen
 from bundle.patches import reading
 from bundle.patches.entry import Patch, Seam, Trap
 from bundle.patches.reading import Reading
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 DEFAULT = "0.16.1"
 
 
-@frozen
+@dataclass(frozen=True)
 class Subject:
     """One megatron-core: what it calls itself, where it is, and the reviewed reference that it equals."""
 
@@ -44,7 +43,7 @@ class Subject:
         return Reader(None, Definitions(SourceTree(self.root)), table)
 
 
-@frozen
+@dataclass(frozen=True)
 class Reader:
     """Reads one megatron for any entry: from the reviewed list where it equals a reference of it."""
 

@@ -1,11 +1,11 @@
 """Everything that is decided about one megatron-core for one job."""
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from difflib import get_close_matches
 
 from bundle.environment.packages import Stack
 from bundle.errors import PatchError, UsageError
-from bundle.frozen import frozen
 from bundle.patches import deciding
 from bundle.patches.catalogue import PATCHES
 from bundle.patches.deciding import Job
@@ -16,7 +16,7 @@ from bundle.patches.table import Table
 from bundle.patches.traps import TRAPS
 
 
-@frozen
+@dataclass(frozen=True)
 class Survey:
     """The decisions, and the megatron-core that they are about."""
 

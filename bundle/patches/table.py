@@ -6,10 +6,10 @@ together with the wrappers; a release in it is decided without having its source
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from bundle.frozen import frozen
 from bundle.patches.entry import Presence
 
 SHIPPED = Path(__file__).with_name("releases.json")
@@ -18,7 +18,7 @@ Listing = Mapping[str, Mapping[str, str]]
 _LISTINGS = ("targets", "signatures", "defects", "modules")  # the fields of a Table, and of the file
 
 
-@frozen
+@dataclass(frozen=True)
 class Table:
     """What was read in every reviewed reference: a release ("0.16.1") or a commit ("0.16.2+0123abcd4567")."""
 

@@ -3,7 +3,7 @@
 import ast
 from typing import TYPE_CHECKING
 
-from bundle.patches.catalogue import gated_delta, mla_ranks
+from bundle.patches.catalogue import gated_delta, mla_ranks, mtp
 from bundle.patches.entry import MEGATRONS_BALANCING, Presence, Trap
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ def _marked_without_expert_tensor_parallel(source: "Evidence") -> Presence:
 
 
 def _packs_refused(source: "Evidence") -> Presence:
+    if mtp.without_prediction(source):
+        return Presence.ABSENT
     forward = source[_PREDICTION_FORWARD]
     if forward is None or "packed_seq_params" not in forward.parameters:
         return Presence.UNKNOWN
@@ -52,6 +54,8 @@ def _packs_refused(source: "Evidence") -> Presence:
 
 def _gather_that_reduces(source: "Evidence") -> Presence:
     """Whether the projection is gathered by the function whose backward pass sums over the ranks."""
+    if mtp.without_prediction(source):
+        return Presence.ABSENT
     layer = source[_PREDICTION]
     if layer is None:
         return Presence.UNKNOWN
@@ -91,8 +95,11 @@ def _whole_keys_gathered(source: "Evidence") -> Presence:
 def _weighed_by_all_tokens(source: "Evidence") -> Presence:
     """Whether the weight of a loss per token is tokens that the router sees, learned or not."""
     attach = source[_ATTACH] or source[_APPLY]
-    if attach is None or "calculate_per_token_loss" not in attach.names:
+    if attach is None:
         return Presence.UNKNOWN
+    if "calculate_per_token_loss" not in attach.names:  # it is not weighed at all
+        plain = attach.has("MoEAuxLossAutoScaler.apply(activation, aux_loss)")
+        return Presence.ABSENT if plain else Presence.UNKNOWN
     attached = [call.args[1] for call in attach.calls("apply") if len(call.args) == 2]
     weights = [weighed.right for weighed in attached if isinstance(weighed, ast.BinOp)]
     seen = ("activation.shape[0]", "num_tokens", "self.tp_cp_group.size()", "aux_loss_scale_num_tokens")
@@ -152,7 +159,7 @@ TRAPS = (
     Trap(
         id="mtp-packed",
         range="<0.16",
-        evidence=(_PREDICTION_FORWARD,),
+        evidence=(_PREDICTION_FORWARD, mtp.FORWARD, mtp.ROLL),
         defect=_packs_refused,
         when=frozenset({"mtp", "packed"}),
         why="Multi-token prediction refuses packed sequences.",
@@ -162,7 +169,7 @@ TRAPS = (
     Trap(
         id="mtp-tensor-parallel",
         range="<0.13",
-        evidence=(_PREDICTION,),
+        evidence=(_PREDICTION, mtp.FORWARD, mtp.ROLL),
         defect=_gather_that_reduces,
         when=frozenset({"mtp", "tp"}),
         why="The gradients of multi-token prediction are reduced once too often over tensor-parallel ranks.",

@@ -30,12 +30,12 @@ class Decided:
         state = self.state(commit)
         if state not in self._known:
             tree = CommitTree(Path(commit), repository=self.repository, commit=commit)
-            decisions = dict(_decisions(Definitions(tree), self._version(commit)))
+            found = dict(decisions(Definitions(tree), self._version(commit)))
             if not self.read.issuperset(tree.asked()):
                 self.read.update(tree.asked())
                 self._known.clear()
                 state = self.state(commit)
-            self._known[state] = decisions
+            self._known[state] = found
         return self._known[state]
 
     def state(self, commit: str) -> State:
@@ -47,7 +47,7 @@ class Decided:
         return megatron.declared(self.repository.text(blob).decode()) if blob else None
 
 
-def _decisions(definitions: Definitions, version: str | None) -> Iterator[tuple[str, Action | None]]:
+def decisions(definitions: Definitions, version: str | None) -> Iterator[tuple[str, Action | None]]:
     job = Job(version=version, requested=frozenset(patch.id for patch in PATCHES if patch.opt_in))
     for patch in PATCHES:
         yield patch.id, deciding.decide(patch, reading.of_tree(patch, definitions, load()), job).action

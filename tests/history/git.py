@@ -2,10 +2,9 @@
 
 import subprocess
 from collections.abc import Iterator, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from bundle.frozen import frozen
 from bundle.patches.source import Module, SourceTree, parsed
 
 SINCE = "2025-04-04"  # 0.12's branch point: what is older is not supported
@@ -35,11 +34,11 @@ class Repository:
     def commits(self, branch: str) -> list[str]:
         """The first-parent commits of a branch since the oldest release branched off, newest first."""
         arguments = ["rev-list", "--first-parent", f"--since={SINCE}", branch, "--"]
-        return self._ask(*arguments).split()
+        return self.ask(*arguments).split()
 
     def releases(self) -> set[str]:
         """The commits that are tagged as a release, and no candidate for one."""
-        lines = self._ask(
+        lines = self.ask(
             "for-each-ref", "--format=%(refname:short) %(objectname) %(*objectname)", "refs/tags"
         )
         named = [line.split() for line in lines.splitlines()]
@@ -89,7 +88,7 @@ class Repository:
             self._modules[name, blob] = parsed(name, file, self.text(blob))
         return self._modules[name, blob]
 
-    def _ask(self, *arguments: str) -> str:
+    def ask(self, *arguments: str) -> str:
         command = ["git", "--git-dir", str(self.path), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
@@ -101,7 +100,7 @@ class Repository:
         return [process.stdout.readline().decode() for _ in asked]
 
 
-@frozen
+@dataclass(frozen=True)
 class CommitTree(SourceTree):
     """The source tree of one commit."""
 

@@ -2,8 +2,8 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from bundle.frozen import frozen
 from bundle.patches.decision import Action
 from tests.history.decided import Decided
 from tests.history.git import Repository
@@ -13,7 +13,7 @@ BRANCHES = ("main", "dev", *(f"core_r0.{minor}.0" for minor in range(12, 20)))
 RIGHT, WRONG, UNDECIDED = "right", "wrong", "undecided"
 
 
-@frozen
+@dataclass(frozen=True)
 class Row:
     """One decision about one commit, and whether the defect is there."""
 

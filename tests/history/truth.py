@@ -67,9 +67,10 @@ PRESENT: dict[str, Criterion] = {
     ),
     "mtp-loss-context-parallel-normalisation": _RATIO,
     "mtp-zero-layers": _has(_GPT, r"if self\.config\.mtp_num_layers is not None:"),
-    "mtp-without-labels": _always,
+    "mtp-without-labels": _lacks(_GPT, "mtp_labels"),
     "mtp-packed-full-recompute": _all(
         _has(_PREDICTION, r"def _checkpointed_forward\(self, forward_func, \*args, \*\*kwargs\)"),
+        _lacks(_PREDICTION, r"is_tensor\(arg\)"),
         lambda text: not _REFUSES_PACKS(text),
     ),
     "mtp-full-recompute": _all(
@@ -77,7 +78,7 @@ PRESENT: dict[str, Criterion] = {
         _lacks(_PREDICTION, r"def _checkpointed_forward\([^)]*(padding_mask|\*\*kwargs)"),
     ),
     "recompute-reclaim": _always,
-    "router-replay": _lacks(f"{_MOE}.router", "router_replay"),
+    "router-replay": _lacks(f"{_MOE}.router", "router_replay|routing_replay"),
     "router-replay-by-layer": _has(f"{_MOE}.router_replay", "class RouterReplay"),
     "native-replay-recompute": _has(f"{_MOE}.router_replay", "class RouterReplay"),
     "per-token-loss-context-parallel": _has(
@@ -145,7 +146,9 @@ PRESENT: dict[str, Criterion] = {
         _has(f"{_CHECKPOINT}.mapping", "ShardedTensor.flattened_range is not supported"),
         _has(_DISTRIBUTED, r"sharding_type', 'fully_sharded_model_space'\n"),
     ),
-    "dp-reshardable-steps": _has(_DISTRIBUTED, "STEP is a 0-dim tensor"),
+    "dp-reshardable-steps": _all(
+        _has(_DISTRIBUTED, "STEP is a 0-dim tensor"), _lacks(_DISTRIBUTED, r"pop\('step', None\)")
+    ),
     "attention-sinks-norm": _all(
         _has("transformer.dot_product_attention", "softmax_offset"),
         _lacks("transformer.dot_product_attention", "tensor_model_parallel"),
@@ -157,7 +160,7 @@ PRESENT: dict[str, Criterion] = {
     "gated-delta-norm-gradient": _any(
         _has("ssm.gated_delta_net", "out_norm"), _has("ssm.gated_delta_net.common", "out_norm")
     ),
-    "gated-delta-net-packed": _has("ssm.gated_delta_net", "GDN does not support packed sequence"),
+    "gated-delta-net-packed": _has("ssm.gated_delta_net", "GDN does not support (THD )?packed sequence"),
     "output-gate-of-shared-groups": _all(
         _has("transformer.attention", "output_gate"),
         _has("transformer.attention", r"query = query\["),

@@ -2,11 +2,10 @@
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bundle.environment import megatron
-from bundle.frozen import frozen
 from bundle.patches.definitions import Definitions
 from bundle.patches.source import Module, SourceTree, module_file, parsed
 
@@ -22,7 +21,7 @@ def written(root: Path, files: Mapping[str, str]) -> Definitions:
     return Definitions(SourceTree(root))
 
 
-@frozen
+@dataclass(frozen=True)
 class _Edited(SourceTree):
     """A tree in which some modules have another text; None is a module that is not there."""
 

@@ -21,8 +21,14 @@ def _sinks_unmarked(source: "Evidence") -> Presence:
         return Presence.UNKNOWN
     if not any(isinstance(n, ast.Constant) and n.value == "softmax_offset" for n in core.walk()):
         return Presence.UNKNOWN if "softmax_offset" in core.names else Presence.ABSENT
-    marks = core.calls("set_tensor_model_parallel_attributes") or core.calls("setattr")
-    return Presence.of(not marks and "tensor_model_parallel" not in core.names)
+    marks = (*core.calls("set_tensor_model_parallel_attributes"), *core.calls("setattr"))
+    if any("softmax_offset" in ast.unparse(call) for call in marks):
+        return Presence.ABSENT
+    made = core.assigned("self.softmax_offset")
+    known = all(
+        value == "None" or value.startswith(("torch.zeros(", "config.init_method(")) for value in made
+    )
+    return Presence.PRESENT if known and "tensor_model_parallel" not in core.names else Presence.UNKNOWN
 
 
 def _gate_of_the_group(source: "Evidence") -> Presence:

@@ -1,5 +1,6 @@
 """Megatron's own losses that balance experts, and the counts of the bias that steers them."""
 
+import ast
 from typing import TYPE_CHECKING
 
 from bundle.patches.entry import MEGATRONS_BALANCING, NOTHING, Patch, Presence, Replacement
@@ -70,11 +71,12 @@ def _one_row(source: "Evidence") -> Presence:
         for keyword in call.keywords
         if keyword.arg == "valid_token_count"
     ]
-    if len(counts) != 1:
-        return Presence.UNKNOWN
-    if apply.has("self.attach_and_log_load_balancing_loss(...)") and apply.has("local_num_tokens * bsz"):
+    weights = [ast.unparse(count.value) for count in counts]
+    if weights == ["local_num_tokens * bsz"]:
         return Presence.ABSENT
-    return Presence.PRESENT if apply.calls("get_tokens_per_expert_and_token_count") else Presence.UNKNOWN
+    own = weights == ["local_num_tokens"] and apply.calls("get_tokens_per_expert_and_token_count")
+    # dev weighs by a sum over ranks that it hands over beside it
+    return Presence.PRESENT if own and "aux_loss_scale_num_tokens" not in apply.names else Presence.UNKNOWN
 
 
 def _counts_in_bf16(source: "Evidence") -> Presence:
@@ -82,8 +84,11 @@ def _counts_in_bf16(source: "Evidence") -> Presence:
     maintain, init = source[_MAINTAIN], source[_INIT]
     if maintain is None or init is None:
         return Presence.UNKNOWN
-    if "local_tokens_per_expert" in maintain.names:
+    counts = "self.local_tokens_per_expert"
+    if maintain.assigned(counts) or maintain.assigned(f"{counts}.data"):
         return Presence.ABSENT
+    if "local_tokens_per_expert" in maintain.names:
+        return Presence.UNKNOWN
     buffer = init.has('self.register_buffer("local_tokens_per_expert", _, persistent=False)')
     return Presence.PRESENT if buffer and "expert_bias" in maintain.names else Presence.UNKNOWN
 

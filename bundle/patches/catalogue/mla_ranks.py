@@ -1,5 +1,6 @@
 """Multi-latent attention over tensor-parallel ranks of which each holds the whole sequence."""
 
+import ast
 from typing import TYPE_CHECKING
 
 from bundle.patches.entry import NOTHING, Patch, Presence, Replacement
@@ -13,6 +14,15 @@ _ATTENTION = f"{_MODULE}:MLASelfAttention"
 _FINALIZE = "megatron.core.distributed.finalize_model_grads"
 _SUMS = f"{_FINALIZE}:_allreduce_non_tensor_model_parallel_grads"
 _SUMS_OF_NORMS = f"{_FINALIZE}:_allreduce_layernorm_grads"  # to 0.12
+_MAKING_KEYS = {  # what rotary keys go through, of which nothing adds up over ranks but the gather
+    "split",
+    "squeeze",
+    "unsqueeze",
+    "expand",
+    "apply_rotary_pos_emb",
+    "apply_rotary_emb_key",
+    "gather_from_sequence_parallel_region",
+}
 HEADS = f"{_ATTENTION}.get_query_key_value_tensors"
 
 
@@ -38,7 +48,15 @@ def _gradient_of_one_rank(source: "Evidence") -> Presence:
         return Presence.ABSENT  # it fails before
     if heads.has("k_pos_emb = copy_to_tensor_model_parallel_region(...)"):
         return Presence.ABSENT
-    return Presence.UNKNOWN if heads.calls("copy_to_tensor_model_parallel_region") else Presence.PRESENT
+    made = {_function(value) for value in heads.assigned("k_pos_emb")}
+    return Presence.PRESENT if made <= _MAKING_KEYS else Presence.UNKNOWN
+
+
+def _function(value: str) -> str:
+    """The name of the function or method that a value is the result of; "" where it is of none."""
+    call = ast.parse(value, mode="eval").body
+    name = call.func if isinstance(call, ast.Call) else None
+    return name.id if isinstance(name, ast.Name) else getattr(name, "attr", "")
 
 
 def _summed_by_name(source: "Evidence") -> Presence:

@@ -12,33 +12,33 @@ if TYPE_CHECKING:
 
 _MODULE = "megatron.core.transformer.multi_token_prediction"
 _GPT = "megatron.core.models.gpt.gpt_model"
-_ROLL = f"{_MODULE}:roll_tensor"
+ROLL = f"{_MODULE}:roll_tensor"
 _ROLL_PACKED = f"{_MODULE}:_roll_tensor_packed_seq"
 _LOSS = f"{_MODULE}:process_mtp_loss"
 _POSTPROCESS = f"{_GPT}:GPTModel._postprocess"
-_FORWARD = f"{_GPT}:GPTModel.forward"
+FORWARD = f"{_GPT}:GPTModel.forward"
 _BLOCK = f"{_MODULE}:MultiTokenPredictionBlock.forward"  # where the loss was computed to 0.13
 _CHOSEN_BOUNDARIES = f"{_MODULE}:_get_packed_roll_cu_seqlens"  # where they are chosen in newer code
 _KNOWN_GATES = {"self", "mtp_process", "mtp_in_postprocess", "in_inference_mode", "is_spec_decode"}
 
 
 def _roll_within_rank(source: "Evidence") -> Presence:
-    roll = source[_ROLL]
+    roll = source[ROLL]
     if roll is None:
-        return Presence.ABSENT if _without_prediction(source) else Presence.UNKNOWN
+        return Presence.ABSENT if without_prediction(source) else Presence.UNKNOWN
     if roll.parameters == {"tensor", "shifts", "dims"}:
         return Presence.PRESENT
     return Presence.ABSENT if "cp_group" in roll.parameters else Presence.UNKNOWN
 
 
-def _without_prediction(source: "Evidence") -> bool:
+def without_prediction(source: "Evidence") -> bool:
     """Whether the model knows of no further tokens at all, as before 0.12."""
-    model = source[_FORWARD]
-    return model is not None and not source.has_module(_ROLL) and not any("mtp" in n for n in model.names)
+    model = source[FORWARD]
+    return model is not None and not source.has_module(ROLL) and not any("mtp" in n for n in model.names)
 
 
 def _boundaries(source: "Evidence") -> Presence:
-    roll, packed, chosen = source[_ROLL], source[_ROLL_PACKED], source[_CHOSEN_BOUNDARIES]
+    roll, packed, chosen = source[ROLL], source[_ROLL_PACKED], source[_CHOSEN_BOUNDARIES]
     prefers = "packed_seq_params.cu_seqlens_q_padded if _ else packed_seq_params.cu_seqlens_q"
     if packed is not None and packed.has("cu_seqlens = packed_seq_params.cu_seqlens_q"):
         return Presence.PRESENT
@@ -62,9 +62,9 @@ def _count_of_one_rank(source: "Evidence") -> Presence:
 
 def _count_of_one_rank_divides(source: "Evidence") -> Presence:
     """Whether a depth's loss is divided by the count that the roll of one rank returns, and by that alone."""
-    roll, loss = source[_ROLL], source[_LOSS]
+    roll, loss = source[ROLL], source[_LOSS]
     if roll is None:
-        return Presence.ABSENT if _without_prediction(source) else Presence.UNKNOWN
+        return Presence.ABSENT if without_prediction(source) else Presence.UNKNOWN
     if roll.parameters == {"tensor", "shifts", "dims"} or (loss and "original_num_tokens" in loss.names):
         return Presence.ABSENT  # there is no count over ranks yet, or a ratio of two
     counts = "cp_group" in roll.parameters and not roll.calls("all_reduce")
@@ -73,16 +73,16 @@ def _count_of_one_rank_divides(source: "Evidence") -> Presence:
 
 def _dividing(source: "Evidence") -> bool:
     """Whether one of the places where the loss has been computed divides it by what its roll returns."""
-    places = (source[place] for place in (_LOSS, _POSTPROCESS, _FORWARD, _BLOCK))
+    places = (source[place] for place in (_LOSS, _POSTPROCESS, FORWARD, _BLOCK))
     return any(p is not None and p.calls("roll_tensor") and p.has("_ / num_tokens") for p in places)
 
 
 def _rolled_sum(source: "Evidence") -> Presence:
     """Whether the sum over the tokens that a roll leaves is weighted as if none had gone."""
-    places = [source[place] for place in (_LOSS, _POSTPROCESS, _FORWARD, _BLOCK)]
+    places = [source[place] for place in (_LOSS, _POSTPROCESS, FORWARD, _BLOCK)]
     scaling = [p for p in places if p is not None and "MTPLossAutoScaler" in p.names]
     if not scaling:
-        return Presence.ABSENT if _without_prediction(source) else Presence.UNKNOWN
+        return Presence.ABSENT if without_prediction(source) else Presence.UNKNOWN
     if all(p.has("mtp_loss_scale * mtp_loss * (original_num_tokens / _)") for p in scaling):
         return Presence.ABSENT
     plain = any(p.has("MTPLossAutoScaler.apply(_, mtp_loss_scale * mtp_loss)") for p in scaling)
@@ -91,7 +91,7 @@ def _rolled_sum(source: "Evidence") -> Presence:
 
 def _zero_is_some(source: "Evidence") -> Presence:
     """Whether the model asks if the number of layers is None, and so takes 0 for some."""
-    model = source[_POSTPROCESS] or source[_FORWARD]
+    model = source[_POSTPROCESS] or source[FORWARD]
     if model is None:
         return Presence.UNKNOWN
     if model.has("self.config.mtp_num_layers is not None"):
@@ -121,10 +121,10 @@ def _truths(model: "Definition") -> set[ast.AST]:
 
 def _runs_without_labels(source: "Evidence") -> Presence:
     """Whether the MTP block is called under no condition that asks for labels."""
-    for code in (source[_POSTPROCESS], source[_FORWARD]):
+    for code in (source[_POSTPROCESS], source[FORWARD]):
         if code is not None and code.calls("mtp"):
             return _asked_for(code)
-    return Presence.ABSENT if _without_prediction(source) else Presence.UNKNOWN
+    return Presence.ABSENT if without_prediction(source) else Presence.UNKNOWN
 
 
 def _asked_for(code: "Definition") -> Presence:
@@ -153,7 +153,7 @@ _LOSS_OVER_RANKS = _LOSS_OF_MEGATRON | {"cp"}
 PATCHES = (
     Patch(
         id="mtp-context-parallel-roll",
-        replacements=(Replacement(_ROLL, "bundle.wrappers.mtp:roll_over_ranks"),),
+        replacements=(Replacement(ROLL, "bundle.wrappers.mtp:roll_over_ranks"),),
         why="Under context parallelism the next token is looked for on the own rank: wrong gradients.",
         upstream="fixed upstream in 0.14; found by comparing CP2 with CP1 (gradients off by 5e-1)",
         range="<0.14",
@@ -163,7 +163,7 @@ PATCHES = (
             "ids, labels and loss mask arrive cut for context parallel, two chunks a rank, and no "
             "token count has been summed over those ranks"
         ),
-        evidence=(_ROLL, _FORWARD),
+        evidence=(ROLL, FORWARD),
         defect=_roll_within_rank,
     ),
     Patch(
@@ -178,12 +178,12 @@ PATCHES = (
         range=">=0.16",
         when=frozenset({"mtp", "packed"}),
         assumes="a pack with padding comes with its padded boundaries, cu_seqlens_*_padded",
-        evidence=(_ROLL, _ROLL_PACKED, _CHOSEN_BOUNDARIES),
+        evidence=(ROLL, _ROLL_PACKED, _CHOSEN_BOUNDARIES),
         defect=_boundaries,
     ),
     Patch(
         id="mtp-loss-context-parallel-count",
-        replacements=(Replacement(_ROLL, "bundle.wrappers.mtp:count_over_ranks"),),
+        replacements=(Replacement(ROLL, "bundle.wrappers.mtp:count_over_ranks"),),
         why=(
             "The loss of each depth is divided by the tokens of one context-parallel rank: the logged loss "
             "is a mean of means, and so are the gradients unless the loss is one per token."
@@ -196,13 +196,13 @@ PATCHES = (
             "no token count has been summed over context-parallel ranks, and gradients are averaged "
             "over them, or divided by all tokens under a loss per token"
         ),
-        evidence=(_ROLL, _LOSS, _POSTPROCESS, _FORWARD, _BLOCK),
+        evidence=(ROLL, _LOSS, _POSTPROCESS, FORWARD, _BLOCK),
         defect=_count_of_one_rank_divides,
     ),
     Patch(
         id="mtp-loss-context-parallel-normalisation",
         replacements=(
-            Replacement(_ROLL, "bundle.wrappers.mtp:count_over_ranks"),
+            Replacement(ROLL, "bundle.wrappers.mtp:count_over_ranks"),
             Replacement(_LOSS, "bundle.wrappers.mtp:count_mask_over_ranks"),
         ),
         why=(
@@ -216,12 +216,12 @@ PATCHES = (
             "no token count has been summed over context-parallel ranks; under a loss per token the "
             "loss function returns three values"
         ),
-        evidence=(_LOSS, _POSTPROCESS, _FORWARD, _BLOCK),
+        evidence=(_LOSS, _POSTPROCESS, FORWARD, _BLOCK),
         defect=_count_of_one_rank,
     ),
     Patch(
         id="mtp-per-token-weight",
-        replacements=(Replacement(_ROLL, "bundle.wrappers.mtp:as_heavy_as_before"),),
+        replacements=(Replacement(ROLL, "bundle.wrappers.mtp:as_heavy_as_before"),),
         why=(
             "Under a loss per token the prediction of further tokens weighs too little, much too little in "
             "short sequences: its sum has a token less for each roll, and is divided by the tokens of the "
@@ -232,7 +232,7 @@ PATCHES = (
         fixed_in="0.17.0",
         when=_LOSS_OF_MEGATRON,
         assumes="the loss mask is of floats, and labels and mask arrive cut for context parallel",
-        evidence=(_ROLL, _LOSS, _POSTPROCESS, _FORWARD, _BLOCK),
+        evidence=(ROLL, _LOSS, _POSTPROCESS, FORWARD, _BLOCK),
         defect=_rolled_sum,
     ),
     Patch(
@@ -249,12 +249,12 @@ PATCHES = (
         range=">=0.16,<0.17",
         fixed_in="0.17.0",
         assumes=NOTHING,
-        evidence=(_POSTPROCESS, _FORWARD),
+        evidence=(_POSTPROCESS, FORWARD),
         defect=_zero_is_some,
     ),
     Patch(
         id="mtp-without-labels",
-        replacements=(Replacement(_FORWARD, "bundle.wrappers.mtp:only_with_labels", by_signature=True),),
+        replacements=(Replacement(FORWARD, "bundle.wrappers.mtp:only_with_labels", by_signature=True),),
         why=(
             "Logits without labels, as reinforcement learning wants them: an error to 0.16, wasted work in "
             "0.17 and 0.18, and from 0.19 on the layers are trained on the input, in evaluation too."
@@ -266,7 +266,7 @@ PATCHES = (
             "labels are given as `labels`; a fork that gives them in mtp_kwargs (slime, miles) would "
             "train no prediction layers"
         ),
-        evidence=(_POSTPROCESS, _FORWARD, _ROLL),
+        evidence=(_POSTPROCESS, FORWARD, ROLL),
         defect=_runs_without_labels,
     ),
 )

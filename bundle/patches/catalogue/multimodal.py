@@ -1,5 +1,6 @@
 """Models that put other embeddings among those of the text."""
 
+import ast
 from typing import TYPE_CHECKING
 
 from bundle.patches.entry import Patch, Presence, Replacement
@@ -15,6 +16,12 @@ _GPT = "megatron.core.models.gpt.gpt_model:GPTModel.forward"
 _ROTARY = "megatron.core.models.common.embeddings.rotary_pos_embedding"
 _POSITIONS = f"{_ROTARY}:MultimodalRotaryEmbedding.forward"
 _EMBEDDINGS = f"{_PREDICTION}:MultiTokenPredictionLayer._get_embeddings"
+_PACKED = {"packed_seq", "packed_seq_params"}
+_SHARED_OUT = {  # by whom, in each release
+    "parallel_state.get_context_parallel_world_size() > 1",
+    "self.cp_group is not None and self.cp_group.size() > 1",
+    "cp_group is not None and cp_group.size() > 1",
+}
 
 
 def _embeddings_of_the_whole_sequence(source: "Evidence") -> Presence:
@@ -22,7 +29,10 @@ def _embeddings_of_the_whole_sequence(source: "Evidence") -> Presence:
     code = source[_EMBEDDINGS] or source[_BLOCK]  # to 0.13 the block takes them itself
     if code is None or not code.calls("embedding"):
         return Presence.UNKNOWN
-    return Presence.of(not code.calls("scatter_to_sequence_parallel_region"))
+    if code.calls("scatter_to_sequence_parallel_region"):
+        return Presence.ABSENT
+    known = {"embedding(input_ids=input_ids, position_ids=position_ids)", "decoder_input.detach()"}
+    return Presence.PRESENT if code.assigned("decoder_input") <= known else Presence.UNKNOWN
 
 
 def _packs_are_cut(source: "Evidence") -> Presence:
@@ -30,7 +40,15 @@ def _packs_are_cut(source: "Evidence") -> Presence:
     positions = source[_POSITIONS]
     if positions is None or not positions.calls("get_pos_emb_on_this_cp_rank"):
         return Presence.UNKNOWN
-    return Presence.of(not {"packed_seq", "packed_seq_params"} & positions.parameters)
+    cutting = "get_pos_emb_on_this_cp_rank("
+    branches = [
+        node for node in positions.walk() if isinstance(node, ast.If) and cutting in ast.unparse(node)
+    ]
+    tests = {ast.unparse(branch.test) for branch in branches}
+    if tests and tests <= _SHARED_OUT:
+        return Presence.PRESENT
+    asked = any(f"not {name}" in test for name in positions.parameters & _PACKED for test in tests)
+    return Presence.ABSENT if asked else Presence.UNKNOWN
 
 
 PATCHES = (

@@ -31,7 +31,8 @@ def _left_early(source: "Evidence") -> Presence:
     if {ast.unparse(statement) for statement in filling} <= known:
         return Presence.PRESENT
     calls = [node for statement in filling for node in ast.walk(statement) if isinstance(node, ast.Call)]
-    return Presence.of(not any("reload_model_params" in ast.unparse(call.func) for call in calls))
+    reloads = any("reload_model_params" in ast.unparse(call.func) for call in calls)
+    return Presence.ABSENT if reloads else Presence.UNKNOWN
 
 
 def _is_hybrid(test: ast.expr) -> bool:
@@ -60,9 +61,14 @@ def _copy_of_every_parameter(source: "Evidence") -> Presence:
     new_state = source[_NEW_STATE]
     if new_state is None:
         return Presence.UNKNOWN
-    if new_state.has("self.param_to_fp32_param[param]"):
-        return Presence.PRESENT
-    return Presence.of(not new_state.has("self.param_to_fp32_param.get(param)"))
+    if new_state.has("self.param_to_fp32_param.get(param)"):
+        return Presence.ABSENT
+    tests = [ast.unparse(node.test) for node in new_state.walk() if isinstance(node, ast.If)]
+    guarded = any("param_to_fp32_param" in test for test in tests) or "try:" in ast.unparse(
+        new_state.nodes[0]
+    )
+    plain = new_state.assigned("fp32_param") == {"self.param_to_fp32_param[param]"}
+    return Presence.PRESENT if plain and not guarded else Presence.UNKNOWN
 
 
 PATCHES = (

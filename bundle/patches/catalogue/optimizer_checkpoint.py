@@ -23,9 +23,14 @@ def _default_is_refused(source: "Evidence") -> Presence:
     state, checked = source[_STATE], source[_CHECKED]
     if state is None or checked is None:
         return Presence.UNKNOWN
-    refusing = [node for node in checked.walk() if isinstance(node, ast.If) and _raises(node)]
-    if not any(ast.unparse(node.test) == "self.flattened_range is not None" for node in refusing):
-        return Presence.ABSENT
+    refusing = {
+        ast.unparse(node.test) for node in checked.walk() if isinstance(node, ast.If) and _raises(node)
+    }
+    if "self.flattened_range is not None" not in refusing:
+        said = any(
+            "flattened_range" in ast.unparse(node) for node in checked.walk() if isinstance(node, ast.Raise)
+        )
+        return Presence.UNKNOWN if said or "has_flattened_range" in refusing else Presence.ABSENT
     defaults = [
         call.args[1].value
         for call in state.calls("get")
@@ -51,7 +56,12 @@ def _steps_of_another_time(source: "Evidence") -> Presence:
         return Presence.UNKNOWN
     if not _speaks_of(shards, "step"):
         return Presence.ABSENT  # to 0.15 a step cannot be saved
-    if not shards.has('key == "step"') or not set_states.has("dst_tensors[key].copy_(tensors[key])"):
+    if shards.has("if key == 'step':\n    continue"):
+        return Presence.ABSENT  # it is saved with what is common to all ranks
+    kept = shards.has(
+        "if key == 'step':\n    tensors[key] = LocalNonpersistentObject(tensors[key])\n    continue"
+    )
+    if not kept or not set_states.has("dst_tensors[key].copy_(tensors[key])"):
         return Presence.UNKNOWN
     return Presence.of(not _speaks_of(load, "step") and not _speaks_of(set_states, "step"))
 

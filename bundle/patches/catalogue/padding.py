@@ -32,8 +32,9 @@ def _mask_of_another_shape(source: "Evidence") -> Presence:
         for node in (bias.walk() if bias else ())
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd | ast.Mult)
     }
-    if combined == {"~padding_mask"}:
-        return Presence.PRESENT
+    if bias is not None and combined == {"~padding_mask"}:
+        given = routing.has("self._apply_expert_bias(routing_map, padding_mask=padding_mask)")
+        return Presence.PRESENT if given and not bias.assigned("padding_mask") else Presence.UNKNOWN
     return Presence.ABSENT if any("unsqueeze" in right for right in combined) else Presence.UNKNOWN
 
 
@@ -47,8 +48,15 @@ def _own_count_is_overwritten(source: "Evidence") -> Presence:
     if len(summed) != 1 or reduce is None or not reduce.calls("all_reduce"):
         return Presence.UNKNOWN
     if not isinstance(summed[0], ast.Name):
-        return Presence.ABSENT if isinstance(summed[0], ast.Call) else Presence.UNKNOWN  # of a copy
-    return Presence.of(_is_read_after(count, summed[0].id))
+        copy = ast.unparse(summed[0]).endswith(".clone()")
+        return Presence.ABSENT if copy else Presence.UNKNOWN
+    name = summed[0].id
+    if _is_read_after(count, name):
+        return Presence.PRESENT
+    read = [
+        n for n in count.walk() if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)
+    ]
+    return Presence.ABSENT if len(read) == 1 else Presence.UNKNOWN
 
 
 def _is_read_after(code: "Definition", name: str) -> bool:
@@ -70,7 +78,7 @@ def _divided_by_other_tokens(source: "Evidence") -> Presence:
     known = {"self.global_tokens_per_expert", "self.ga_steps"}
     if not known <= summed or not loss.calls("switch_load_balancing_loss_func"):
         return Presence.UNKNOWN
-    return Presence.PRESENT if summed == known else Presence.ABSENT
+    return Presence.PRESENT if summed == known else Presence.UNKNOWN
 
 
 PATCHES = (

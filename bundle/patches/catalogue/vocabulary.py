@@ -21,11 +21,7 @@ def _columns_of_one_rank(source: "Evidence") -> Presence:
     forward = source[_FORWARD]
     if forward is None or "label_smoothing" not in forward.parameters:
         return Presence.UNKNOWN
-    sizes = {
-        ast.unparse(node.value)
-        for node in forward.walk()
-        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["vocab_size"]
-    }
+    sizes = forward.assigned("vocab_size")
     if sizes == {"exp_logits.size(-1)"}:
         return Presence.PRESENT
     return Presence.ABSENT if any("world_size" in size for size in sizes) else Presence.UNKNOWN
@@ -39,11 +35,10 @@ def _taken_for_a_share(source: "Evidence") -> Presence:
     given = [ast.unparse(call.args[0]) for call in loss.calls("vocab_parallel_cross_entropy") if call.args]
     if given != ["logits"]:
         return Presence.UNKNOWN
-    changed = any(
-        isinstance(node, ast.Assign) and any(ast.unparse(target) == "logits" for target in node.targets)
-        for node in loss.walk()
-    )
-    return Presence.ABSENT if changed else Presence.PRESENT
+    changed = loss.assigned("logits")
+    if any("scatter_to_tensor_model_parallel_region(" in value for value in changed):
+        return Presence.ABSENT
+    return Presence.UNKNOWN if changed else Presence.PRESENT
 
 
 PATCHES = (
