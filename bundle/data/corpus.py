@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bundle.data.samplers import held_out
+from bundle.data.samplers import ORDER, held_out
 from bundle.data.samples import Ints, Packs, Rows, Samples, Spans, Windows, best_fit
 from bundle.data.sources import DataErrors
 from bundle.data.tokenization import Document, Store, documents, key_of, open_store, write
@@ -68,7 +68,7 @@ def prepare(recipe: Recipe, directory: Path, progress: Progress = lambda tokens:
         training=_samples(recipe, store, training, made, "to train on"),
         validation=_samples(recipe, store, validation, made, "held out") if len(validation) else None,
         tokens=len(store.ids),
-        identity=store.facts["identity"] | {"tokens": store.facts["sha256"]} | _packs(recipe),
+        identity=store.facts["identity"] | {"tokens": store.facts["sha256"], "order": ORDER} | _packs(recipe),
         skipped=tuple(store.facts["skipped"]),
         skipped_count=store.facts["skipped_count"],
         store=store,

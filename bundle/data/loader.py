@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from bundle.data.corpus import Corpus
-from bundle.data.samplers import Ints, Shuffle, drawn
+from bundle.data.samplers import Ints, drawn, permutation
 from bundle.data.samples import BLANK, Batch, Samples
 from bundle.recipe import Recipe
 
@@ -31,7 +31,7 @@ class Loader:
         if samples is None:
             return []
         count = min(train.eval_batches * train.global_batch_size, len(samples))
-        numbers = Shuffle(len(samples), f"evaluation {self._recipe.seed}")(np.arange(count))
+        numbers = permutation(len(samples), f"evaluation {self._recipe.seed}")[:count]
         blanks = np.full(-count % train.global_batch_size, BLANK)
         return list(self._batches(samples, np.concatenate([numbers, blanks])))
 

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bundle.errors import BundleError, ExitCode
+from bundle import files
+from bundle.errors import BundleError, ExitCode, JobFailed
 
 # The variable that names the folder of one launch on one node; unset where somebody else started the ranks.
 DIRECTORY = "BUNDLE_OUTCOMES"
@@ -76,9 +77,7 @@ def write(outcome: Outcome) -> None:
     folder = directory()
     if folder is None:
         return
-    temporary = folder / f"rank-{outcome.rank}.{outcome.pid}"
-    temporary.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
-    temporary.replace(folder / f"rank-{outcome.rank}.json")
+    files.write_json(folder / f"rank-{outcome.rank}.json", asdict(outcome))
 
 
 def read(folder: Path) -> list[Outcome]:
@@ -118,7 +117,7 @@ def conclude(
     """Puts down the end of a rank; says it on stderr too, which is the rank's log."""
     try:
         write(Outcome(rank, local_rank, os.getpid(), time.time(), int(code), message, explained))
-    except OSError as error:  # a full disk must not hide why the rank ends
+    except JobFailed as error:  # a full disk must not hide why the rank ends
         print(f"cannot write this rank's outcome: {error}", file=sys.stderr)
     if message:
         print(f"rank {rank}: {message}", file=sys.stderr, flush=True)

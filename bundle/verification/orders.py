@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from bundle import files
 from bundle.patches import plan
 from bundle.patches.plan import PatchPlan
 from bundle.verification.result import Observation
@@ -56,9 +57,7 @@ def answer(directory: Path, order: Order, rank: int, seen: Observation) -> None:
     """Lays down what a rank saw; the first answer stands."""
     file = _file(directory, order, rank)
     if not file.exists():
-        written = file.with_suffix(".part")
-        written.write_text(json.dumps(asdict(seen)))
-        written.rename(file)
+        files.write_json(file, asdict(seen))
 
 
 def answers(directory: Path, order: Order, processes: int) -> list[Observation]:

@@ -205,6 +205,8 @@ def test_changed_data_is_named(rows, tmp_path):
     copy.write_text(Path(rows).read_text().replace("fox", "cat"))
     (line,) = changed(before, prepare(recipe(copy), tmp_path).identity)
     assert line.startswith("data tokens: was ")
+    shuffled_otherwise = {name: value for name, value in before.items() if name != "order"}
+    assert changed(shuffled_otherwise, before) == ["data order: was None, is numpy.random.RandomState"]
     assert changed({"stdlib": "CPython 3.12.1"}, {"stdlib": "CPython 3.11.7"}) == [
         "data stdlib: was CPython 3.12.1, is CPython 3.11.7"
     ]

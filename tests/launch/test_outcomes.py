@@ -1,3 +1,4 @@
+import os
 import signal
 from pathlib import Path
 
@@ -5,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bundle.errors import ExitCode
+from bundle.launch import outcomes as noted
 from bundle.launch.outcomes import Outcome, Verdict, judge
 
 CODES = [None, *(int(code) for code in ExitCode)]
@@ -107,3 +109,18 @@ def test_every_end_has_one_of_our_codes_and_only_success_is_0(ends, agent, stopp
     assert isinstance(found.code, ExitCode)
     assert (found.code == ExitCode.OK) == (agent == 0)
     assert found.message or agent == 0
+
+
+def test_a_rank_that_cannot_write_how_it_ended_says_so_and_why_it_ended(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(noted.DIRECTORY, str(tmp_path / "gone"))
+    noted.conclude(3, 1, ExitCode.JOB_FAILED, "shard 3 is corrupt")
+    said = capsys.readouterr().err
+    assert "cannot write this rank's outcome" in said and "rank 3: shard 3 is corrupt" in said
+
+
+def test_a_rank_puts_down_its_outcome_whole(tmp_path, monkeypatch):
+    monkeypatch.setenv(noted.DIRECTORY, str(tmp_path))
+    noted.conclude(3, 1, ExitCode.PATCHES, "patch x")
+    (found,) = noted.read(tmp_path)
+    assert (found.rank, found.pid, found.code, found.message) == (3, os.getpid(), 4, "patch x")
+    assert [path.name for path in tmp_path.iterdir()] == ["rank-3.json"]
