@@ -1,7 +1,10 @@
 """The command line as a user meets it."""
 
+import os
 import subprocess
 import sys
+
+import pytest
 
 from bundle import __version__
 from bundle.cli import VERBS
@@ -38,3 +41,29 @@ def test_a_verb_s_help_names_the_whole_command():
     result = run("patches", "plan", "--help")
     assert result.returncode == 0
     assert result.stdout.startswith("Usage: mcore-bundle patches plan [OPTIONS]")
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("mcore-bundle re", ["recipes", "report"]),
+        ("mcore-bundle recipes sc", ["schema"]),
+        ("mcore-bundle plan --mc", ["--mcore"]),
+    ],
+)
+def test_a_shell_completes_verbs_and_options(words, offered):
+    asked = {
+        "_MCORE_BUNDLE_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(words.count(" ")),
+    }
+    command = [sys.executable, "-c", "from bundle.cli import main; main()"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **asked})
+    assert ran.stdout.split() == offered, ran.stderr
+
+
+def test_a_verb_is_listed_as_its_own_help_says():
+    listed = run("--help").stdout
+    for verb, what in VERBS.items():
+        assert f"  {verb} " in listed and what.split()[0] in listed
+        assert run(verb, "--help").returncode == 0

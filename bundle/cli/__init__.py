@@ -1,12 +1,12 @@
-"""The command `mcore-bundle`: a module per verb, imported only when that verb runs.
+"""The command `mcore-bundle`: a module per verb, imported only when that verb runs."""
 
-The verbs are listed without typer, which is four fifths of what `--help` would otherwise take.
-"""
-
-import gc
 import importlib
-import os
 import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
 
 from bundle import __version__
 from bundle.cli import output
@@ -15,23 +15,53 @@ from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, UsageError
 # verb -> what it does; the module is bundle.cli.<verb>, which holds a typer app named `app`.
 VERBS: dict[str, str] = {
     "train": "Train a recipe on this machine, or on several.",
-    "recipes": "The job files that come with the package: list them, show one.",
+    "recipes": "The job files that come with the package: list them, show one, their JSON schema.",
     "plan": "All that a job will be, before it starts, and what stands against it.",
     "report": "One page about a run, or several side by side: curves, plan, patches.",
     "doctor": "Can this machine run a job? What is wrong, why, and what to do.",
     "patches": "Which patches does this megatron-core need, and why?",
 }
-HELP = """\
-Usage: mcore-bundle [OPTIONS] COMMAND [ARGS]...
 
-  Post-train large models with Megatron-Core on CUDA, Ascend or a laptop.
 
-Options:
-  --version  Show the version and exit.
-  --help     Show this message and exit.
+class Verbs(TyperGroup):
+    """The verbs by name: their modules are not imported to be listed."""
 
-Commands:
-""" + "\n".join(f"  {verb:<9}{what}" for verb, what in VERBS.items())
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in VERBS:
+            raise UsageError(
+                f"no verb {cmd_name[:100]!r}", [f"{verb}: {what}" for verb, what in VERBS.items()]
+            )
+        return typer.main.get_command(importlib.import_module(f"bundle.cli.{cmd_name}").app)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(VERBS.items()))
+
+
+app = typer.Typer(cls=Verbs, rich_markup_mode=None, no_args_is_help=True)
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        print("mcore-bundle", __version__)
+        raise typer.Exit
+
+
+@app.callback()
+def program(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_say_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    """Post-train large models with Megatron-Core on CUDA, Ascend or a laptop."""
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        raise EnvironmentUnfit("the working directory is gone: change into one that is there") from error
 
 
 def main() -> None:
@@ -39,7 +69,7 @@ def main() -> None:
     output.guard()
     try:
         try:
-            _run(sys.argv[1:])
+            app(prog_name="mcore-bundle")
         finally:
             sys.stdout.flush()
     except BundleError as error:
@@ -47,31 +77,3 @@ def main() -> None:
         sys.exit(int(error.code))
     except KeyboardInterrupt:
         sys.exit(int(ExitCode.INTERRUPTED))
-
-
-def _run(words: list[str]) -> None:
-    if not words:
-        print(HELP, file=sys.stderr)
-        sys.exit(int(ExitCode.USAGE))
-    verb, *rest = words
-    if verb == "--help":
-        print(HELP)
-        return
-    if verb == "--version":
-        print("mcore-bundle", __version__)
-        return
-    if verb not in VERBS:
-        raise UsageError(f"no verb {verb[:100]!r}", [f"{verb}: {what}" for verb, what in VERBS.items()])
-    _refuse_a_directory_that_is_gone()
-    gc.disable()  # modules are no garbage: searching them for some, now and at the end, is a sixth of a verb
-    app = importlib.import_module(f"bundle.cli.{verb}").app
-    gc.freeze()
-    gc.enable()
-    app(rest, prog_name=f"mcore-bundle {verb}")
-
-
-def _refuse_a_directory_that_is_gone() -> None:
-    try:
-        os.getcwd()  # noqa: PTH109  pathlib would be a tenth of --help
-    except FileNotFoundError as error:
-        raise EnvironmentUnfit("the working directory is gone: change into one that is there") from error

@@ -1,21 +1,25 @@
 """`mcore-bundle doctor`: can this machine run a job, and if not, why and what to do."""
 
 import json
+from typing import Annotated
 
 import typer
 
+from bundle.cli.options import JSON
 from bundle.environment import facts, hardware, machine, packages
 from bundle.environment.doctor import examine
 from bundle.environment.facts import Finding, Level
 from bundle.errors import ExitCode
 
-app = typer.Typer(rich_markup_mode=None, add_completion=False)
+app = typer.Typer(rich_markup_mode=None)
 
 
 @app.command()
 def doctor(
-    backend: str = typer.Option("auto", help=f"Examine for this backend: {', '.join(hardware.BACKENDS)}."),
-    as_json: bool = typer.Option(False, "--json", help="One JSON object instead of lines."),
+    backend: Annotated[
+        str, typer.Option(help=f"Examine for this backend: {', '.join(hardware.BACKENDS)}.")
+    ] = "auto",
+    as_json: JSON = False,
 ) -> None:
     """Examine the machine and the installed packages; ends with 3 if something must be fixed first."""
     if backend not in hardware.BACKENDS:

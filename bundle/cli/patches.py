@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from bundle import files
+from bundle.cli.options import JSON, AllowDrift, Mcore
 from bundle.cli.patches_verify import verify
 from bundle.environment import packages, versions
 from bundle.patches import BACKENDS, Action, Decision
@@ -15,19 +16,23 @@ from bundle.patches.subject import Subject, installed, named
 from bundle.patches.survey import Survey, survey
 from bundle.patches.table import load
 
-app = typer.Typer(
-    rich_markup_mode=None, add_completion=False, no_args_is_help=True, help="Patches: which, and why."
-)
+app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Patches: which, and why.")
 
 
 @app.command()
 def plan(
-    mcore: str = typer.Option("", metavar="VERSION|PATH", help="Instead of the installed megatron-core."),
-    backend: str = typer.Option("", help=f"One of {', '.join(BACKENDS)}; without it, all of them."),
-    recipe: str = typer.Option("", help="A recipe's name or file; without it, every feature counts as on."),
-    request: list[str] = typer.Option([], metavar="ID", help="Apply an opt-in patch, or fail."),
-    allow_drift: list[str] = typer.Option([], metavar="ID", help="Go on although this patch drifted."),
-    as_json: bool = typer.Option(False, "--json", help="One JSON object instead of lines."),
+    mcore: Mcore = "",
+    backend: Annotated[
+        str, typer.Option(help=f"One of {', '.join(BACKENDS)}; without it, all of them.")
+    ] = "",
+    recipe: Annotated[
+        str, typer.Option(help="A recipe's name or file; without it, every feature counts as on.")
+    ] = "",
+    request: Annotated[
+        list[str] | None, typer.Option(metavar="ID", help="Apply an opt-in patch, or fail.")
+    ] = None,
+    allow_drift: AllowDrift = None,
+    as_json: JSON = False,
 ) -> None:
     """Decide about every patch; ends with 4 if the job needs one that cannot be applied."""
     if backend not in ("", *BACKENDS):
@@ -40,8 +45,8 @@ def plan(
         here,
         backend=backend or None,
         features=features,
-        requested=request,
-        allowed=allow_drift,
+        requested=request or (),
+        allowed=allow_drift or (),
     )
     print(json.dumps(_document(found), indent=2) if as_json else "\n".join(_lines(found)))
     found.check()
@@ -51,7 +56,7 @@ app.command()(verify)
 
 
 @app.command("list")
-def list_(as_json: bool = typer.Option(False, "--json", help="One JSON object instead of lines.")) -> None:
+def list_(as_json: JSON = False) -> None:
     """Name everything that is patched, relied on, known to fail, or stood in for."""
     from bundle.capabilities.cpu import FACADE
     from bundle.patches.catalogue import PATCHES
@@ -80,7 +85,7 @@ def list_(as_json: bool = typer.Option(False, "--json", help="One JSON object in
 
 @app.command()
 def new(
-    patch_id: str = typer.Argument(metavar="ID", help="Words with dashes, like mtp-zero-layers."),
+    patch_id: Annotated[str, typer.Argument(metavar="ID", help="Words with dashes, like mtp-zero-layers.")],
 ) -> None:
     """Write the files that a new patch starts from, in a checkout of this project."""
     from bundle.patches.scaffold import create

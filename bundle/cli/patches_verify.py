@@ -1,17 +1,23 @@
 """`mcore-bundle patches verify`: each patch fails without and agrees with, on this machine."""
 
 import json
+from typing import Annotated
 
 import typer
 
+from bundle.cli.options import JSON
 from bundle.environment import hardware
 from bundle.errors import ExitCode
 
 
 def verify(
-    ids: list[str] = typer.Argument(None, metavar="[ID]...", help="Patches; without any, all that apply."),
-    backend: str = typer.Option("auto", help=f"Prove on this backend: {', '.join(hardware.BACKENDS)}."),
-    as_json: bool = typer.Option(False, "--json", help="One JSON object instead of lines."),
+    ids: Annotated[
+        list[str] | None, typer.Argument(metavar="[ID]...", help="Patches; without any, all that apply.")
+    ] = None,
+    backend: Annotated[
+        str, typer.Option(help=f"Prove on this backend: {', '.join(hardware.BACKENDS)}.")
+    ] = "auto",
+    as_json: JSON = False,
 ) -> None:
     """Prove patches in child processes; ends with 4 if one does not do what it is for."""
     from bundle.verification import Status

@@ -2,22 +2,22 @@
 
 import json
 import textwrap
+from typing import Annotated
 
 import typer
 from pydantic.json_schema import GenerateJsonSchema
 
+from bundle.cli.options import JSON
 from bundle.recipe import Recipe, about, built_in, find, load
 
 # What pydantic writes its schemas in.
 DIALECT = GenerateJsonSchema.schema_dialect
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
-
-JSON = typer.Option(False, "--json", help="One JSON object instead of text.")
+app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
 
 
 @app.command("list")
-def list_(as_json: bool = JSON) -> None:
+def list_(as_json: JSON = False) -> None:
     """List the built-in recipes."""
     found = [{"name": name, "about": about(name)} for name in built_in()]
     if as_json:
@@ -37,7 +37,8 @@ def schema() -> None:
 
 @app.command()
 def show(
-    name: str = typer.Argument(help="A built-in recipe, or the path of a file."), as_json: bool = JSON
+    name: Annotated[str, typer.Argument(help="A built-in recipe, or the path of a file.")],
+    as_json: JSON = False,
 ) -> None:
     """Print a recipe: its file, which may be saved and changed; with --json every key, resolved."""
     if as_json:
