@@ -16,10 +16,8 @@ from typing import Any, get_args, get_type_hints
 import torch
 from torch import Tensor
 
-from bundle.backends.cpu.runtime.fp8.delayed import Phase
-from bundle.backends.cpu.runtime.fp8.operands import operands
-from bundle.backends.cpu.runtime.fp8.product import product
-from bundle.backends.cpu.runtime.fp8.scales import E4M3, E5M2
+from bundle.backends.cpu.fp8 import product
+from bundle.backends.cpu.scaling import E4M3, E5M2, Phase, operands
 from bundle.capabilities import CUDA
 from bundle.mcore import context
 from bundle.recipe.model import FP8
@@ -169,7 +167,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("There is no GPU here: not run.")
         return 0
-    from bundle.backends.cuda.runtime import libraries
+    from bundle.backends.cuda import libraries
 
     libraries.load()
     generation = ".".join(map(str, torch.cuda.get_device_capability()))

@@ -49,7 +49,7 @@ class _FacadeFirst(MetaPathFinder):
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
         if fullname == "megatron.core":
-            importlib.import_module("bundle.backends.cpu.runtime.facade").install()
+            importlib.import_module("bundle.backends.cpu.facade").install()
 
 
 sys.meta_path.insert(0, _FacadeFirst())
@@ -59,7 +59,7 @@ sys.meta_path.insert(0, _FacadeFirst())
 def megatron() -> Iterator[None]:
     """In this test megatron can be called: the facade is installed and the test runs inside its context."""
     pytest.importorskip("megatron.core")
-    facade = importlib.import_module("bundle.backends.cpu.runtime.facade")
+    facade = importlib.import_module("bundle.backends.cpu.facade")
     facade.install()
     with facade.megatron_calls():
         yield

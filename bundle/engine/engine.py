@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from bundle.backends import Runtime
 from bundle.engine.balancing import Balancing
 from bundle.engine.collection import collect
 from bundle.engine.losses import Losses, LossTap, Objective, weights
@@ -18,7 +19,6 @@ from bundle.errors import JobFailed
 from bundle.mcore import optimization, prediction, schedules, tracker
 from bundle.mcore.config import transformer_config
 from bundle.mcore.groups import Groups
-from bundle.mcore.runtime import Runtime
 from bundle.models import gpt
 from bundle.recipe import Recipe
 

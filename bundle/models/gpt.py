@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
+from bundle.backends import Runtime
 from bundle.mcore import gpt
 from bundle.mcore.groups import Groups
-from bundle.mcore.runtime import Runtime
 from bundle.models import initialization, naming
 from bundle.recipe import Recipe
 

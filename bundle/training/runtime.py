@@ -7,7 +7,7 @@ from bundle.patches import applying, plan
 from bundle.planning import Plan
 
 if TYPE_CHECKING:
-    from bundle.mcore.runtime import Runtime
+    from bundle.backends import Runtime
 
 
 def patched_runtime(of: Plan) -> "Runtime":

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from bundle import data, files
+from bundle.backends import Runtime
 from bundle.checkpoints.checkpoints import Checkpoints
 from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.checkpoints.state import TrainState
@@ -21,7 +22,6 @@ from bundle.engine import Engine, Losses
 from bundle.errors import JobFailed, Preempted, UsageError
 from bundle.mcore import groups
 from bundle.mcore.groups import Groups
-from bundle.mcore.runtime import Runtime
 from bundle.recipe import Recipe
 from bundle.runs.directory import RunDirectory, starting_checkpoint
 from bundle.runs.metrics import JsonLines, Metrics, Sink, TensorBoard, finite, terminal

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
+from bundle.backends import Runtime
 from bundle.mcore import groups
 from bundle.mcore.groups import Groups
-from bundle.mcore.runtime import Runtime
 from bundle.recipe import Parallel
 
 

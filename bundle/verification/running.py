@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from bundle.mcore.runtime import Runtime
+from bundle.backends import Runtime
 from bundle.patches import applying
 from bundle.verification.bench import Bench, NotProvable
 from bundle.verification.orders import Order, read_plan, scratch

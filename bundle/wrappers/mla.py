@@ -145,6 +145,6 @@ def duplicated_linear(original: Any) -> type:
 
     Latent attention asks whether a down projection's class is this one, and builds it whole on every rank.
     """
-    from bundle.backends.cpu.runtime.linear import DuplicatedLinear
+    from bundle.backends.cpu.layers import DuplicatedLinear
 
     return DuplicatedLinear

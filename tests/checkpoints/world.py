@@ -1,6 +1,5 @@
 """What the ranks of these tests have in common: a world of gloo processes, a tiny engine, and its steps."""
 
-import importlib
 import json
 import os
 import subprocess
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bundle import backends
 from bundle.patches import applying
 from tests.matrix.cases import LENGTH, ROWS, VOCABULARY, Case
 from tests.matrix.rank import patches
@@ -48,7 +48,7 @@ def take_part(arguments: list[str], cases: list[Case], body: Callable[[Any, Path
     rank, world, folder = int(arguments[1]), int(arguments[2]), Path(arguments[3])
     torch.set_num_threads(1)
     applying.apply(patches(cases))
-    runtime = importlib.import_module("bundle.backends.cpu.runtime").prepare()
+    runtime = backends.prepare("cpu")
     store = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     found = body(runtime, folder, json.loads(arguments[4]))

@@ -4,13 +4,13 @@ python -m tests.families.rank DIRECTORY (what `reference.write` left, by case) p
 largest distance of a log-probability, an entropy or the loss [nats].
 """
 
-import importlib
 import json
 import sys
 from pathlib import Path
 
 import torch
 
+from bundle import backends
 from bundle.patches import applying
 from bundle.verification.verifying import decide, everything
 from tests import world
@@ -21,7 +21,7 @@ from tests.families.cases import CASES, Case
 def main(directory: Path) -> None:
     torch.set_num_threads(1)
     applying.apply(everything(decide("cpu")))
-    runtime = importlib.import_module("bundle.backends.cpu.runtime").prepare()
+    runtime = backends.prepare("cpu")
     world.join()
     with runtime.megatron():
         found = {

@@ -3,7 +3,6 @@
 python -m tests.matrix.rank RANK WORLD STORE RESULTS NAME...   (NAME: cases of tests.matrix.cases)
 """
 
-import importlib
 import json
 import sys
 from dataclasses import replace
@@ -13,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from bundle import backends
 from bundle.environment import packages
 from bundle.patches import Action, applying, plan, subject, survey, table
 from bundle.patches.plan import PatchPlan
@@ -22,7 +22,7 @@ from tests.matrix.cases import LENGTH, ROWS, STEPS, VOCABULARY, Case
 def main(rank: int, world: int, store: Path, results: Path, cases: list[Case]) -> None:
     torch.set_num_threads(1)
     applying.apply(patches(cases))
-    runtime = importlib.import_module("bundle.backends.cpu.runtime").prepare()
+    runtime = backends.prepare("cpu")
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(str(store), world),

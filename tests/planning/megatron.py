@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from bundle import backends
 from bundle.environment import packages
 from bundle.patches import applying, subject, survey, table
 from bundle.patches import plan as patch_plan
@@ -12,6 +13,4 @@ def ready() -> Any:
     here, reviewed = packages.detect(), table.load()
     of = subject.installed(here, reviewed)
     applying.apply(patch_plan.make(survey.survey(of, reviewed, here, backend="cpu")))
-    from bundle.backends.cpu import runtime
-
-    return runtime.prepare()
+    return backends.prepare("cpu")

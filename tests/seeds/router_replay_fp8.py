@@ -3,13 +3,13 @@
 python -m tests.seeds.router_replay_fp8; see tests.world.
 """
 
-import importlib
 import json
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from bundle import backends
 from tests import world
 from tests.engine.replay.cases import LENGTHS, MICRO_BATCHES, Case
 from tests.engine.replay.rank import micro_batch, same, step, with_routes
@@ -30,7 +30,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     applying.apply(patches([CASE]))
-    runtime = importlib.import_module("bundle.backends.cpu.runtime").prepare()
+    runtime = backends.prepare("cpu")
     rank = world.join()
     from bundle.engine import Engine
     from bundle.engine.replay.rows import forced

@@ -113,8 +113,8 @@ def main() -> None:
     runtime = patched_runtime(plan_for(job, backend="cpu"))
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    from bundle.backends.ascend.runtime import attention, fusion
-    from bundle.backends.cpu.runtime import specs
+    from bundle.backends.ascend import attention
+    from bundle.backends.cpu import runtime as specs
     from bundle.mcore import groups
     from bundle.mcore.config import transformer_config
     from bundle.models import gpt
@@ -130,14 +130,15 @@ def main() -> None:
             return Vision(gpt.build(job, config, runtime, state)[0].eval())
 
         reached: list[dict[str, Any]] = []
+        fused = attention.fused
 
         def noted(query: Tensor, key: Tensor, value: Tensor, inputs: Any, **options: Any) -> Tensor:
             given = inputs.keywords()
             given["atten_mask"] = None if inputs.atten_mask is None else list(inputs.atten_mask.shape)
             reached.append(given)
-            return fusion.attend(query, key, value, inputs, **options)
+            return fused(query, key, value, inputs, **options)
 
-        with patch.object(attention, "attend", noted):
+        with patch.object(attention, "fused", noted):
             seen = {
                 "upstream": upstream(lambda: make(MindSpeedAttention)),
                 "ours": ours(make(attention.CoreAttention), reached),

@@ -11,13 +11,14 @@ import sys
 import pytest
 
 COUNTED = """
-import importlib, json
+import json
+from bundle import backends
 from bundle.patches import applying
 from bundle.verification.verifying import decide, everything
 
 plan = everything(decide("cpu"))
 applying.apply(plan)
-importlib.import_module("bundle.backends.cpu.runtime").prepare()
+backends.prepare("cpu")
 from bundle.wrappers.mtp import only_with_labels
 from megatron.core.models.gpt.gpt_model import GPTModel
 

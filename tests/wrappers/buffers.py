@@ -4,7 +4,6 @@ Reads a JSON list of (data-parallel size, bucket size, sizes of parameters, inde
 order of the backward pass, and writes (first element, last, bucket) of each parameter, and the buckets.
 """
 
-import importlib
 import json
 import sys
 from typing import Any
@@ -12,9 +11,11 @@ from typing import Any
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from bundle import backends
+
 
 def main(patched: bool, cases: list[Any]) -> None:
-    runtime = importlib.import_module("bundle.backends.cpu.runtime").prepare()
+    runtime = backends.prepare("cpu")
     from megatron.core import parallel_state
 
     found: dict[int, Any] = {}

@@ -1,1 +1,11 @@
-"""The ascend backend: megatron-core with MindSpeed and torch-npu over HCCL."""
+"""What differs on Ascend NPUs and needs torch. torch_npu is not imported: its operators are in torch.ops."""
+
+from typing import NoReturn
+
+from bundle.capabilities import ASCEND
+from bundle.errors import EnvironmentUnfit
+
+
+def prepare() -> NoReturn:
+    """Raises EnvironmentUnfit: the core attention is there, what must stand around it is not."""
+    raise EnvironmentUnfit(ASCEND.refusal or "")

@@ -1,1 +1,21 @@
-"""The cpu backend: the real megatron-core over gloo, with the refusals of an accelerator."""
+"""The cpu. `facade` comes first, before megatron is imported; other modules import megatron."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bundle.backends.runtime import Runtime
+
+
+def prepare() -> "Runtime":
+    """The cpu's runtime, with the facade on and libraries for GPUs hidden for the life of this process.
+
+    Raises EnvironmentUnfit where a GPU is visible, or megatron or such a library was imported already.
+    """
+    from bundle.backends.cpu import facade
+
+    facade.hide_gpu_libraries()
+    facade.install()
+    # It imports megatron, which must meet the facade.
+    from bundle.backends.cpu.runtime import CpuRuntime
+
+    return CpuRuntime()

@@ -7,7 +7,7 @@ pytest.importorskip("megatron.core")
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from bundle.backends.ascend.runtime.attention import CoreAttention
+from bundle.backends.ascend.attention import CoreAttention
 
 
 def core_attention(mask: str = "causal", *, heads: int = 4, **fields) -> CoreAttention:

@@ -53,8 +53,8 @@ def main() -> None:
     runtime = patched_runtime(plan_for(recipe("latent"), backend="cpu"))
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    from bundle.backends.ascend.runtime.attention import CoreAttention
-    from bundle.backends.cpu.runtime import specs
+    from bundle.backends.ascend.attention import CoreAttention
+    from bundle.backends.cpu import runtime as specs
 
     registered()
     world.join()

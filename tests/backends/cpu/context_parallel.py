@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from bundle.backends.cpu.runtime import facade
+from bundle.backends.cpu import facade
 from tests import world
 from tests.backends.cpu import reference
 

@@ -10,7 +10,7 @@ from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from bundle.backends.cpu.runtime.attention import CoreAttention
+from bundle.backends.cpu.attention import CoreAttention
 
 
 def core_attention(

@@ -10,8 +10,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from bundle.backends.cpu.runtime import facade
-from bundle.backends.cpu.runtime.facade import megatron_calls
+from bundle.backends.cpu import facade
+from bundle.backends.cpu.facade import megatron_calls
 from bundle.capabilities.cpu import FACADE
 from bundle.errors import EnvironmentUnfit
 
@@ -240,7 +240,7 @@ def test_only_megatron_is_not_compiled():
 TRANSFORMERS = """
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
-from bundle.backends.cpu.runtime import facade
+from bundle.backends.cpu import facade
 
 config = Qwen3Config(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
                      num_attention_heads=4, num_key_value_heads=2, head_dim=8)

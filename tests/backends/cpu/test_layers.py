@@ -15,10 +15,9 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from bundle.backends.cpu.runtime.attention import CoreAttention
-from bundle.backends.cpu.runtime.linear import DuplicatedLinear
-from bundle.backends.cpu.runtime.norm import Norm
-from bundle.backends.cpu.runtime.specs import adapted
+from bundle.backends.cpu.attention import CoreAttention
+from bundle.backends.cpu.layers import DuplicatedLinear, Norm
+from bundle.backends.cpu.runtime import adapted
 from bundle.errors import UsageError
 from bundle.mcore.signatures import known
 

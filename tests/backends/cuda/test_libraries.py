@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from bundle.backends.cuda.runtime import libraries, prepare
+from bundle.backends.cuda import libraries, prepare
 from bundle.errors import EnvironmentUnfit
 
 

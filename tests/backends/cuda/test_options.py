@@ -9,8 +9,8 @@ import pytest
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from bundle.backends.cuda.runtime import options as module
-from bundle.backends.cuda.runtime.options import options
+from bundle.backends.cuda import runtime as module
+from bundle.backends.cuda.runtime import options
 from bundle.environment.hardware import preset
 from bundle.errors import EnvironmentUnfit, UsageError
 from bundle.patches.decision import Action

@@ -3,7 +3,6 @@
 python -m tests.engine.replay.rank NAME...   (of a case; `reference:NAME`: of a case's reference)
 """
 
-import importlib
 import json
 import sys
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from bundle import backends
 from tests import world
 from tests.engine.replay.cases import CASES, LENGTHS, MICRO_BATCHES, MORE, VOCABULARY, Case
 from tests.matrix.rank import patches
@@ -24,7 +24,7 @@ def main(names: list[str]) -> None:
     by_name |= {f"reference:{case.reference.name}": case.reference for case in CASES + MORE}
     cases = [by_name[name] for name in names]
     applying.apply(patches(cases))
-    runtime = importlib.import_module("bundle.backends.cpu.runtime").prepare()
+    runtime = backends.prepare("cpu")
     world.join()
     print(json.dumps({case.name: seen(case, runtime) for case in cases}))
     torch.distributed.destroy_process_group()

@@ -5,8 +5,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from bundle.backends.cpu.runtime.fp8.delayed import Delayed, DelayedWeight, Phase
-from bundle.backends.cpu.runtime.fp8.scales import E4M3
+from bundle.backends.cpu.scaling import E4M3, Delayed, DelayedWeight, Phase
 from bundle.mcore import context
 from bundle.recipe import Recipe, from_mapping
 from bundle.verification.bench import Bench

@@ -4,9 +4,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from bundle.backends.cpu.runtime.fp8.delayed import Delayed, DelayedWeight, Phase, phase_of
-from bundle.backends.cpu.runtime.fp8.operands import operands
-from bundle.backends.cpu.runtime.fp8.scales import E4M3
+from bundle.backends.cpu.scaling import E4M3, Delayed, DelayedWeight, Phase, operands, phase_of
 from bundle.mcore import context
 from bundle.recipe.model import FP8
 from tests.engine.test_layouts import measured, wrong

@@ -10,9 +10,9 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.multi_token_prediction import get_mtp_layer_spec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from bundle.backends.cpu.runtime.fp8.layers import in_fp8
-from bundle.backends.cpu.runtime.linear import DuplicatedLinear
-from bundle.backends.cpu.runtime.specs import adapted
+from bundle.backends.cpu.fp8 import in_fp8
+from bundle.backends.cpu.layers import DuplicatedLinear
+from bundle.backends.cpu.runtime import adapted
 from bundle.errors import JobFailed
 from bundle.recipe.model import FP8
 from tests.backends.cpu.test_layers import config, inside, local_spec

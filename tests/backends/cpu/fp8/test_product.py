@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from bundle.backends.cpu.runtime.fp8.delayed import Phase
-from bundle.backends.cpu.runtime.fp8.operands import operands
-from bundle.backends.cpu.runtime.fp8.product import product
+from bundle.backends.cpu.fp8 import product
+from bundle.backends.cpu.scaling import Phase, operands
 from bundle.recipe.model import FP8
 from tests.backends.cpu.fp8 import reference
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bundle.backends.cpu.runtime.fp8.scales import (
+from bundle.backends.cpu.scaling import (
     E4M3,
     E5M2,
     e8m0_scale,

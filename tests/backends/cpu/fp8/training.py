@@ -46,7 +46,7 @@ class Casts(TorchDispatchMode):
 @contextmanager
 def weight_scales() -> Iterator[dict[int, list[float]]]:
     """The scale that each delayed weight was rounded by in each micro-batch, by layer."""
-    from bundle.backends.cpu.runtime.fp8.delayed import DelayedWeight
+    from bundle.backends.cpu.scaling import DelayedWeight
 
     seen: dict[int, list[float]] = defaultdict(list)
     original = DelayedWeight._scale_of

@@ -1,17 +1,19 @@
-"""Linear layers of megatron whose matrix products are FP8's, with the refusals of Transformer Engine's."""
+"""FP8 by emulation: linear layers whose matrix products take what 8-bit numbers hold, as on a GPU.
+
+With the refusals of Transformer Engine's layers.
+"""
 
 import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import mappings
 from torch import Tensor
 
-from bundle.backends.cpu.runtime.fp8.delayed import phase_of
-from bundle.backends.cpu.runtime.fp8.operands import operands
-from bundle.backends.cpu.runtime.fp8.product import product
+from bundle.backends.cpu.scaling import Operands, Phase, operands, phase_of
 from bundle.errors import JobFailed
 from bundle.fp8 import SCALINGS
 from bundle.mcore.signatures import known
@@ -104,3 +106,42 @@ class _Products:
                 f" {self._name}, input {list(x.shape)}, weight {list(weight.shape)}:",
                 wrong,
             )
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, operands: Operands, phase: Phase) -> Tensor:
+    """`x` [..., in] times `weight` [out, in] transposed, plus `bias` [out]: [..., out], the dtype of `x`.
+
+    Operands are rounded to FP8, sums are float32 (the tensor cores' accumulators), results have the dtype of
+    the operand; a bias is never rounded.
+    """
+    y: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), weight, bias, operands, phase)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+class _Product(torch.autograd.Function):
+    """Keeps the operands as they came, like megatron's own function, and rounds them again when needed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, operands: Operands, phase: Phase
+    ) -> Tensor:
+        of_x, of_weight = operands.input(x.float(), phase), operands.weight(weight.float(), phase)
+        ctx.save_for_backward(x, weight)
+        ctx.roundings, ctx.gradient, ctx.biased = (of_x, of_weight), operands.gradient, bias is not None
+        y = of_x(x.float(), 1) @ of_weight(weight.float(), 1).t()
+        return (y if bias is None else y + bias).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_x, of_weight = ctx.roundings
+        g = gradient.float()
+        of_gradient = ctx.gradient(g, Phase.TRAINED)
+        d_x = d_weight = d_bias = None
+        if ctx.needs_input_grad[0]:
+            d_x = (of_gradient(g, 1) @ of_weight(weight.float(), 0)).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            d_weight = (of_gradient(g, 0).t() @ of_x(x.float(), 0)).to(weight.dtype)
+        if ctx.biased and ctx.needs_input_grad[2]:
+            d_bias = gradient.sum(0)
+        return d_x, d_weight, d_bias, None, None

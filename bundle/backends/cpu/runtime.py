@@ -1,21 +1,56 @@
-"""megatron's layer specs with the cpu's classes in them."""
+"""What the rooms above use of a cpu, and megatron's layer specs with the cpu's classes in them."""
 
 import functools
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+import torch
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from bundle.backends.cpu.runtime.attention import CoreAttention
-from bundle.backends.cpu.runtime.fp8.layers import in_fp8
-from bundle.backends.cpu.runtime.linear import DuplicatedLinear
-from bundle.backends.cpu.runtime.norm import Norm
+from bundle.backends.cpu.attention import CoreAttention
+from bundle.backends.cpu.emulation import megatron_calls
+from bundle.backends.cpu.fp8 import in_fp8
+from bundle.backends.cpu.layers import DuplicatedLinear, Norm
+from bundle.capabilities import CPU
 from bundle.errors import UsageError
+from bundle.mcore import gpt
+from bundle.recipe import Recipe
 from bundle.recipe.model import FP8
+
+
+class CpuRuntime:
+    """Everything that megatron needs to know of a cpu."""
+
+    collectives = CPU.collectives
+
+    def device(self, local_rank: int) -> torch.device:
+        """The cpu, for every rank of this machine."""
+        return torch.device(CPU.device)
+
+    def megatron(self) -> AbstractContextManager[None]:
+        """The context in which megatron is called."""
+        return megatron_calls()
+
+    def options(self, recipe: Recipe) -> dict[str, Any]:
+        """TransformerConfig fields for this recipe: the attention kernel; fusions stay off, as by default.
+
+        FP8 is not told to megatron, which would look for Transformer Engine's contexts and checkpoints: it is
+        in the layers of the specs.
+        """
+        return {"attention_backend": AttnBackend[CPU.attention(recipe, None).value]}
+
+    def specs(self, recipe: Recipe, config: TransformerConfig, chunk: int | None) -> gpt.Specs:
+        """Megatron's specs of model chunk `chunk` (None without interleaving), in the cpu's layers."""
+        given, fp8 = gpt.specs(config, chunk, transformer_engine=False), recipe.model.fp8
+        return gpt.Specs(adapted(given.decoder, fp8), adapted(given.mtp, fp8))
+
 
 _CLASSES: dict[type, type] = {
     DotProductAttention: CoreAttention,

@@ -1,17 +1,51 @@
-"""The TransformerConfig fields that Transformer Engine and the GPU call for, each with its reason."""
+"""What the rooms above use of an NVIDIA GPU, and what is told to megatron because of it, with the reasons."""
 
 import importlib.metadata
 import importlib.util
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from megatron.core.enums import Fp8Recipe
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bundle.capabilities import CUDA
 from bundle.errors import EnvironmentUnfit, UsageError
+from bundle.mcore import gpt
 from bundle.mcore.signatures import accepts
 from bundle.recipe import Recipe
 from bundle.recipe.model import FP8
+
+
+class CudaRuntime:
+    """Everything that megatron needs to know of an NVIDIA GPU."""
+
+    collectives = CUDA.collectives
+
+    def device(self, local_rank: int) -> torch.device:
+        """The GPU with this rank's number among the visible ones, made current: megatron builds on that."""
+        visible = torch.cuda.device_count()
+        if local_rank >= visible:
+            raise EnvironmentUnfit(
+                f"local rank {local_rank} has no GPU: {visible} visible; start at most {visible} ranks on"
+                " this node (devices.per_node), or show more of them (CUDA_VISIBLE_DEVICES)"
+            )
+        torch.cuda.set_device(local_rank)
+        return torch.device(CUDA.device, local_rank)
+
+    def megatron(self) -> AbstractContextManager[None]:
+        """The context in which megatron is called: nothing is needed here."""
+        return nullcontext()
+
+    def options(self, recipe: Recipe) -> dict[str, Any]:
+        """TransformerConfig fields for this recipe: attention, grouped GEMM, fusions, FP8."""
+        major, minor = torch.cuda.get_device_capability()
+        return options(recipe, generation=f"{major}.{minor}")
+
+    def specs(self, recipe: Recipe, config: TransformerConfig, chunk: int | None) -> gpt.Specs:
+        """Megatron's specs of model chunk `chunk` (None without interleaving), of Transformer Engine."""
+        return gpt.specs(config, chunk, transformer_engine=True)
 
 
 def options(recipe: Recipe, *, generation: str) -> dict[str, Any]:

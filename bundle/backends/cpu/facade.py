@@ -4,8 +4,8 @@
     with megatron_calls(): ...    # around whatever executes megatron's code
     facade.uninstall()
 
-`torch.cuda.is_available()` stays False and nothing but the attributes of `seams.FACADE` is touched, so that
-other libraries of the process (transformers, an evaluation) go on choosing the cpu by themselves.
+`torch.cuda.is_available()` stays False and nothing but what `capabilities.cpu.FACADE` lists is touched, so
+that other libraries of the process (transformers, an evaluation) go on choosing the cpu by themselves.
 What megatron bound by value at import keeps our objects after `uninstall`; they are stateless.
 """
 
@@ -18,14 +18,15 @@ from typing import Any
 
 import torch
 
-from bundle.backends.cpu.runtime import stand_ins
-from bundle.backends.cpu.runtime.compiling import eager_for_megatron
-from bundle.backends.cpu.runtime.mode import active, kept_in_backward, megatron_calls
+from bundle.backends.cpu import emulation
+from bundle.backends.cpu.emulation import active, kept_in_backward, megatron_calls
 from bundle.capabilities.cpu import FACADE
 from bundle.errors import EnvironmentUnfit
 
-__all__ = ["install", "installed", "megatron_calls", "uninstall"]
+__all__ = ["hide_gpu_libraries", "install", "installed", "megatron_calls", "uninstall"]
 
+# Megatron takes their optimizer and gradient clipping wherever they can be imported; none takes a cpu tensor.
+_GPU_LIBRARIES = ("transformer_engine", "apex")
 _originals: dict[str, Any] = {}
 # Every fork of a random state warns that the cpu's state changed with the device's: here they are one.
 _LOG = logging.getLogger("megatron.core.tensor_parallel.random")
@@ -50,26 +51,51 @@ def _for_megatron(stand_in: Callable[..., Any], original: Callable[..., Any]) ->
     return call
 
 
+def _eager_for_megatron(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A `torch.compile` that compiles all but megatron's functions, which run as they are under the facade.
+
+    Megatron binds `jit_fuser = torch.compile` when it is imported and decorates its small fused functions
+    with it. Compiling them takes minutes on a cpu and buys nothing. It is decided per function and per call:
+    a megatron that was imported under the facade compiles as it always did when the facade is gone.
+    """
+
+    @functools.wraps(original)
+    def compile(model: Callable[..., Any] | None = None, **options: Any) -> Any:
+        if model is None:
+            return functools.partial(compile, **options)
+        if getattr(model, "__module__", "").partition(".")[0] != "megatron":
+            return original(model, **options)
+        compiled = functools.cache(lambda: original(model, **options))
+
+        @functools.wraps(model)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (model if installed() else compiled())(*args, **kwargs)
+
+        return call
+
+    return compile
+
+
 @functools.cache
 def _replacements() -> dict[str, Any]:
     """Target -> stand-in: the same objects at every installation, since megatron binds some at import."""
     return {
-        "torch.cuda:current_device": stand_ins.current_device,
-        "torch.cuda:device": stand_ins.Device,
-        "torch.cuda:synchronize": stand_ins.synchronize,
-        "torch.cuda:Stream": stand_ins.Stream,
-        "torch.cuda:Event": stand_ins.Event,
-        "torch.cuda:current_stream": stand_ins.current_stream,
-        "torch.cuda:stream": stand_ins.stream,
-        "torch.cuda:default_generators": stand_ins.Generators(),
-        "torch.cuda:manual_seed": _for_megatron(stand_ins.manual_seed, torch.cuda.manual_seed),
-        "torch.cuda:get_rng_state": stand_ins.get_rng_state,
-        "torch.cuda:set_rng_state": stand_ins.set_rng_state,
-        "torch.cuda.random:get_rng_state": stand_ins.get_rng_state,
-        "torch.cuda:_lazy_call": _for_megatron(stand_ins.lazy_call, torch.cuda._lazy_call),
-        "torch.cuda:_lazy_init": _for_megatron(stand_ins.lazy_init, torch.cuda._lazy_init),
+        "torch.cuda:current_device": emulation.current_device,
+        "torch.cuda:device": emulation.Device,
+        "torch.cuda:synchronize": emulation.synchronize,
+        "torch.cuda:Stream": emulation.Stream,
+        "torch.cuda:Event": emulation.Event,
+        "torch.cuda:current_stream": emulation.current_stream,
+        "torch.cuda:stream": emulation.stream,
+        "torch.cuda:default_generators": emulation.Generators(),
+        "torch.cuda:manual_seed": _for_megatron(emulation.manual_seed, torch.cuda.manual_seed),
+        "torch.cuda:get_rng_state": emulation.get_rng_state,
+        "torch.cuda:set_rng_state": emulation.set_rng_state,
+        "torch.cuda.random:get_rng_state": emulation.get_rng_state,
+        "torch.cuda:_lazy_call": _for_megatron(emulation.lazy_call, torch.cuda._lazy_call),
+        "torch.cuda:_lazy_init": _for_megatron(emulation.lazy_init, torch.cuda._lazy_init),
         "torch.autograd:_engine_run_backward": kept_in_backward(torch.autograd._engine_run_backward),
-        "torch:compile": eager_for_megatron(torch.compile, installed),
+        "torch:compile": _eager_for_megatron(torch.compile),
     }
 
 
@@ -79,7 +105,7 @@ def _owner(target: str) -> tuple[Any, str]:
 
 
 def install() -> None:
-    """Replaces the attributes of `seams.FACADE`; does nothing if they are replaced already.
+    """Replaces the attributes of `capabilities.cpu.FACADE`; does nothing if they are replaced already.
 
     Raises EnvironmentUnfit where a GPU is visible, or where megatron was imported before.
     """
@@ -123,3 +149,17 @@ def uninstall() -> None:
         setattr(owner, name, original)
     _LOG.removeFilter(_unless_of_two_generators)
     _originals.clear()
+
+
+def hide_gpu_libraries() -> None:
+    """Lets imports of these libraries fail in this process as if they were not installed.
+
+    Raises EnvironmentUnfit where one of them is there already.
+    """
+    imported = [name for name in _GPU_LIBRARIES if sys.modules.get(name) is not None]
+    if imported:
+        raise EnvironmentUnfit(
+            f"backend cpu: {' and '.join(imported)} was imported before, and megatron would compute with it;"
+            " choose the cpu before anything for GPUs is imported"
+        )
+    sys.modules.update(dict.fromkeys(_GPU_LIBRARIES))  # type: ignore[arg-type]

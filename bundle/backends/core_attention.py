@@ -1,0 +1,116 @@
+"""The core attention that a backend without Transformer Engine's puts into layer specs."""
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from torch import Tensor
+
+from bundle.capabilities import AttentionKernel
+from bundle.errors import UsageError
+
+
+class CoreAttention(torch.nn.Module):
+    """Takes the place of DotProductAttention in layer specs, with its arguments in every release from 0.12.
+
+    A backend says `name`, `kernel_of` and `attend`.
+    """
+
+    name: str
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        cp_comm_type: str | None = None,
+        model_comm_pgs: Any = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__()
+        if wrong := self.not_computed(config):
+            raise UsageError(f"the core attention of {self.name} does not compute", wrong)
+        self.config, self.kernel = config, self.kernel_of(config)
+        self.attn_mask_type = attn_mask_type
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        # apply_query_key_layer_scaling divides by the layer's number before the softmax and multiplies inside
+        # it, for the range of fp16: the product is this scale.
+        self.scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
+        self.groups = pg_collection if pg_collection is not None else model_comm_pgs
+
+    @staticmethod
+    def not_computed(config: Any) -> list[str]:
+        """What this configuration asks for and nobody here computes."""
+        wrong = []
+        if getattr(config, "window_size", None) is not None:
+            wrong.append(f"window_size={config.window_size}: sliding windows")
+        if getattr(config, "softmax_type", "vanilla") != "vanilla":
+            wrong.append(f"softmax_type={config.softmax_type}: softmax sinks")
+        return wrong
+
+    @staticmethod
+    def kernel_of(config: Any) -> AttentionKernel:
+        """The kernel whose refusals hold."""
+        raise NotImplementedError
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, packed: Any, kind: str
+    ) -> Tensor:
+        """[.., n, dv] from what `forward` was given: rows [s, b, heads, d], or packed [t, heads, d].
+
+        `packed`: megatron's PackedSeqParams of thd input, or None; `kind`: the name of the AttnMaskType.
+        """
+        raise NotImplementedError
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """[s, b, n * dv] from [s, b, heads, d]; packed (thd): [t, n * dv] from [t, heads, d].
+
+        `attention_mask`: bool, True = hidden; the backends differ in the shapes that they take.
+        """
+        if attention_bias is not None:
+            raise UsageError(f"the core attention of {self.name} takes no attention bias")
+        kind = (attn_mask_type or self.attn_mask_type).name
+        packed = packed_seq_params if getattr(packed_seq_params, "qkv_format", None) == "thd" else None
+        reasons = self.kernel.refusals(
+            layout="bshd" if packed is None else "thd",
+            mask=kind,
+            qk_head_dim=query.shape[-1],
+            v_head_dim=value.shape[-1],
+        )
+        if reasons:
+            raise UsageError(f"the core attention of {self.name} does not take this model:", reasons)
+        # The latent attention of 0.12 leaves a batch dimension of 1 in packed input, and wants it back.
+        batched = packed is not None and query.dim() == 4
+        if batched:
+            query, key, value = (x.squeeze(1) for x in (query, key, value))
+        with self._random():
+            out = self.attend(query, key, value, attention_mask, packed, kind).flatten(-2)
+        return out.unsqueeze(1) if batched else out
+
+    @property
+    def dropped(self) -> float:
+        """The share of attention weights that is dropped now."""
+        return float(self.dropout) if self.training else 0.0
+
+    def _random(self) -> AbstractContextManager[None]:
+        """The random state of dropout: heads differ between TP ranks, so that their dropout must too."""
+        if self.dropped == 0.0 or self.config.sequence_parallel:
+            return nullcontext()
+        fork: AbstractContextManager[None] = tensor_parallel.get_cuda_rng_tracker().fork()
+        return fork
