@@ -10,11 +10,11 @@ that it disturbed least. `--python` names the interpreter of another environment
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 
 COMMANDS = {
     "python -c pass": ("-c", "pass"),
@@ -44,25 +44,26 @@ def main() -> None:
     if given.json:
         print(json.dumps({"runs": given.runs, "seconds": found}, indent=2))
         return
-    print(f"{'seconds of ' + str(given.runs) + ' runs':<28}{'min':>8}{'median':>8}")
+    print(f"{'CPU seconds of ' + str(given.runs) + ' runs':<28}{'min':>8}{'median':>8}")
     for name, row in found.items():
         print(f"{name:<28}{row['min']:>8.3f}{row['median']:>8.3f}")
 
 
 def measured(python: str, runs: int) -> dict[str, list[float]]:
-    """Wall seconds of every command, `runs` of each after one that writes what Python caches."""
+    """CPU seconds of every command, `runs` of each after one that writes what Python caches."""
     seconds: dict[str, list[float]] = {name: [] for name in COMMANDS}
     # Without the caller's choices for Python: compiled modules must be kept, as they are for a user.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with tempfile.TemporaryDirectory() as elsewhere:
         for index in range(runs + 1):
             for name, arguments in COMMANDS.items():
-                begin = time.perf_counter()
+                before = resource.getrusage(resource.RUSAGE_CHILDREN)
                 ran = subprocess.run(
                     [python, *arguments], cwd=elsewhere, env=environment, capture_output=True, timeout=60
                 )
+                after = resource.getrusage(resource.RUSAGE_CHILDREN)
                 if index:
-                    seconds[name].append(time.perf_counter() - begin)
+                    seconds[name].append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
                 if ran.returncode not in ENDINGS:
                     sys.exit(f"{name} ended with {ran.returncode}: {ran.stderr.decode()}")
     return seconds

@@ -1,18 +1,18 @@
 """How far sequences are padded: the one authority, of ids, labels, masks, positions, temperatures, routes."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import gcd, lcm
 from typing import Literal
 
 from bundle.errors import JobFailed, UsageError
 from bundle.fp8 import SCALINGS, Scaling
-from bundle.frozen import frozen
 
 Layout = Literal["thd", "bshd"]
 CPLayout = Literal["zigzag", "contiguous"]
 
 
-@frozen
+@dataclass(frozen=True)
 class Padding:
     """The lengths of one micro-batch before and after padding; all in tokens."""
 
@@ -41,7 +41,7 @@ class Padding:
         return max(self.rows)
 
 
-@frozen
+@dataclass(frozen=True)
 class Alignment:
     """The multiples that padded lengths keep on one parallel layout.
 

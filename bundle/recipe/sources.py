@@ -5,10 +5,10 @@ import os
 import platform
 import sysconfig
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from bundle.errors import UsageError
-from bundle.frozen import frozen
 
 STDLIB = "stdlib"
 # Tests hold deliberately broken sources, and what pip installed is not the standard library.
@@ -16,7 +16,7 @@ LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packa
 SUFFIXES = {"text": "", "jsonl": ".jsonl", "parquet": ".parquet"}
 
 
-@frozen
+@dataclass(frozen=True)
 class Source:
     """One file, and the name under which messages and digests know it."""
 
