@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,12 @@ def arms(recipe: Recipe, runtime: Any, directory: Path) -> tuple[Callable[[], No
     engine = Engine(recipe, runtime, state, cpu)
     metrics = Metrics([JsonLines(directory / "metrics.jsonl")])
     stop = StopRequest(cpu)
-    hooks = loop.Hooks(save=lambda at: None, should_stop=stop.agreed, alive=lambda step: None)
+    hooks = loop.Hooks(
+        save=lambda at: None,
+        should_stop=stop.agreed,
+        alive=lambda step: None,
+        profiled=lambda step: nullcontext(),
+    )
 
     def bundle() -> None:
         loop.train(engine, batches, Progress(), metrics, hooks)

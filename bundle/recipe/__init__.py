@@ -1,7 +1,7 @@
 """The job file: its keys, the recipes that come with the package, and every violation at once."""
 
 from bundle.recipe.loading import about, built_in, find, from_mapping, load
-from bundle.recipe.recipe import Difference, Layout, Recipe, differences
+from bundle.recipe.recipe import Difference, Layout, Recipe, differences, flat
 from bundle.recipe.sections import Parallel
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "built_in",
     "differences",
     "find",
+    "flat",
     "from_mapping",
     "load",
 ]

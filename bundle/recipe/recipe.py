@@ -1,6 +1,6 @@
 """The job file as one value that never changes, and how two of them differ."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -20,12 +20,21 @@ from bundle.recipe.sections import (
     Metrics,
     Optimizer,
     Parallel,
+    Profile,
     Section,
     Train,
 )
 
 # Sections and keys that decide where and how fast a run computes, not what.
-FREE_ON_RESUME = ("devices", "parallel", "distributed", "checkpoint", "metrics", "train.log_interval")
+FREE_ON_RESUME = (
+    "devices",
+    "parallel",
+    "distributed",
+    "checkpoint",
+    "metrics",
+    "profile",
+    "train.log_interval",
+)
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,7 @@ class Recipe(Section):
         default_factory=Checkpoint, description="When to save, and how much to keep."
     )
     metrics: Metrics = Field(default_factory=Metrics, description="Where numbers go.")
+    profile: Profile | None = Field(default=None, description="Steps to trace.")
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -185,14 +195,15 @@ class Difference:
 
 def differences(old: Recipe, new: Recipe) -> list[Difference]:
     """Every key whose value differs, in the recipe's order."""
-    before, after = dict(_flat(old.dump())), dict(_flat(new.dump()))
+    before, after = dict(flat(old.dump())), dict(flat(new.dump()))
     keys = dict.fromkeys([*after, *before])
     return [Difference(k, before.get(k), after.get(k)) for k in keys if before.get(k) != after.get(k)]
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every key of nested mappings; an empty mapping is a value."""
     for name, value in values.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from flat(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value

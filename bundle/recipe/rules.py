@@ -26,6 +26,7 @@ def violations(recipe: Recipe) -> list[Violation]:
         _arithmetic,
         _data,
         _training,
+        _profile,
     ):
         found += rule(recipe)
     return found
@@ -196,3 +197,11 @@ def _training(recipe: Recipe) -> Iterator[Violation]:
         for violation in recipe.layout_violations(world):
             key, _, reason = violation.partition(": ")
             yield key, reason
+
+
+def _profile(recipe: Recipe) -> Iterator[Violation]:
+    if recipe.profile is None:
+        return
+    first, last = recipe.profile.steps
+    if not first <= last <= recipe.train.steps:
+        yield "profile.steps", f"[{first}, {last}] is no stretch of the steps 1 to {recipe.train.steps}"

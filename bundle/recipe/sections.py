@@ -247,7 +247,39 @@ class Checkpoint(Section):
     )
 
 
+class WeightsAndBiases(Section):
+    """A run of Weights & Biases (extra `wandb`); who it is comes from WANDB_API_KEY."""
+
+    project: str = Field(min_length=1, description="The project.")
+    entity: str | None = Field(default=None, description="The team or user; null: the default one.")
+    mode: Literal["online", "offline"] = Field(
+        default="online", description="offline: into the run directory, for `wandb sync`."
+    )
+
+
+class MLflow(Section):
+    """A run of MLflow (extra `mlflow`)."""
+
+    experiment: str = Field(min_length=1, description="The experiment, made where there is none.")
+    tracking_uri: str | None = Field(
+        default=None, description="The server; null: mlflow.db in the run directory."
+    )
+
+
 class Metrics(Section):
     """Where numbers go besides metrics.jsonl and the terminal."""
 
     tensorboard: bool = Field(default=True, description="Write TensorBoard event files.")
+    wandb: WeightsAndBiases | None = Field(default=None, description="A run of Weights & Biases.")
+    mlflow: MLflow | None = Field(default=None, description="A run of MLflow.")
+
+
+class Profile(Section):
+    """Steps whose trace is written by torch's profiler, into profile/ of the run directory."""
+
+    steps: Annotated[tuple[Count, Count], BeforeValidator(_listed)] = Field(
+        description="The first and the last step, counted from 1."
+    )
+    ranks: Annotated[tuple[CountOrZero, ...], BeforeValidator(_listed)] = Field(
+        default=(0,), min_length=1, description="The ranks that write one each."
+    )

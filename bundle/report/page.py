@@ -6,6 +6,7 @@ from typing import Any
 
 from bundle.errors import EnvironmentUnfit
 from bundle.patches.catalogue import PATCHES
+from bundle.recipe import flat
 from bundle.report.run import Run
 
 # Title of a chart -> beginnings of the names of the numbers on it. What fits nowhere gets a chart of its own.
@@ -135,14 +136,6 @@ def _rows(columns: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]
 
 def _differing(runs: Sequence[Run]) -> Iterator[tuple[str, list[str]]]:
     """The recipe's keys whose values are not the same in all runs."""
-    for name, values in _rows([dict(_flat(run.planned("recipe") or {})) for run in runs]):
+    for name, values in _rows([dict(flat(run.planned("recipe") or {})) for run in runs]):
         if len(set(values)) > 1:
             yield name, values
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value

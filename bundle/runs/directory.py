@@ -48,6 +48,16 @@ class RunDirectory:
         return self.root / "origin.json"
 
     @property
+    def trackers(self) -> Path:
+        """What experiment trackers call this run; missing where it names none."""
+        return self.root / "trackers.json"
+
+    @property
+    def profile(self) -> Path:
+        """Traces of the steps that the recipe names."""
+        return self.root / "profile"
+
+    @property
     def metrics(self) -> Path:
         """One JSON object per line, each with its `step`."""
         return self.root / "metrics.jsonl"
@@ -134,7 +144,12 @@ class RunDirectory:
         """
         self.result.unlink(missing_ok=True)
         CheckpointDirectory(self.checkpoints).empty()
-        for path in (*self.tensorboard.glob("events.out.tfevents.*"), self.metrics, self.origin):
+        for path in (
+            *self.tensorboard.glob("events.out.tfevents.*"),
+            self.metrics,
+            self.origin,
+            self.trackers,
+        ):
             path.unlink(missing_ok=True)
         self.root.mkdir(parents=True, exist_ok=True)
         self._write_recipe(recipe)

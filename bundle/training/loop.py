@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from bundle.engine import Engine, Losses
@@ -21,6 +22,7 @@ class Hooks:
     save: Callable[[Progress], None]
     should_stop: Callable[[], bool]
     alive: Callable[[int], None]
+    profiled: Callable[[int], AbstractContextManager[None]]
 
 
 def train(engine: Engine, data: Batches, progress: Progress, metrics: Metrics, hooks: Hooks) -> None:
@@ -33,8 +35,9 @@ def train(engine: Engine, data: Batches, progress: Progress, metrics: Metrics, h
     held_out = data.validation()
     while progress.step < recipe.train.steps:
         started = time.perf_counter()
-        engine.forward_backward(data.training(progress.consumed_samples))
-        result = engine.step()
+        with hooks.profiled(progress.step + 1):
+            engine.forward_backward(data.training(progress.consumed_samples))
+            result = engine.step()
         progress.unreported_seconds += time.perf_counter() - started
         progress.unreported_steps += 1
         progress.step += 1

@@ -25,6 +25,8 @@ from bundle.mcore.groups import Groups
 from bundle.recipe import Recipe
 from bundle.runs.directory import RunDirectory, starting_checkpoint
 from bundle.runs.metrics import JsonLines, Metrics, Sink, TensorBoard, finite, terminal
+from bundle.runs.profiling import Profiler
+from bundle.runs.trackers import trackers
 from bundle.training import loop
 from bundle.training.batches import Batches
 from bundle.training.job import Job
@@ -74,7 +76,8 @@ def run(
         if corpus.skipped_count and not goes_on:
             metrics.write(0, {"data/skipped": corpus.skipped_count})
         feed = data.Loader(recipe, corpus, state.dp.rank, state.dp.size)
-        hooks = loop.Hooks(save=save, should_stop=stop.agreed, alive=alive)
+        profiler = held.enter_context(Profiler(recipe, directory.profile, rank))
+        hooks = loop.Hooks(save=save, should_stop=stop.agreed, alive=alive, profiled=profiler.step)
         try:
             loop.train(engine, Batches(recipe, feed, state, device), progress, metrics, hooks)
         except Preempted:  # what is said to be written may be under way in the background
@@ -158,6 +161,7 @@ def _metrics(recipe: Recipe, directory: RunDirectory, progress: Progress, *, rep
     sinks: list[Sink] = [JsonLines(directory.metrics)]
     if recipe.metrics.tensorboard:
         sinks.append(TensorBoard(directory.tensorboard, progress.step))
+    sinks += trackers(recipe, directory)
     return Metrics([*sinks, terminal(recipe.train.steps, progress.step)])
 
 

@@ -12,6 +12,8 @@ from bundle.recipe import Parallel, load
 BROKEN = [
     ("qwen3-tp2-sp", ["parallel.tp=4"], "parallel.tp: 4 does not divide num_key_value_heads 2"),
     ("qwen3-tp2-sp", ["parallel.tp=1"], "needs tp > 1"),
+    ("demo", ["profile={steps: [4, 3]}"], "profile.steps: [4, 3] is no stretch of the steps 1 to"),
+    ("demo", ["profile={steps: [1, 100000]}"], "is no stretch of the steps 1 to"),
     ("qwen3-tp2-sp", ["data.sequence_length=127"], "multiple of 2, as tp 2 (sequence parallel) needs it"),
     ("qwen3-tp2-sp", ["parallel.ep=2"], "but the model has none"),
     ("qwen3-tp2-sp", ["parallel.etp=1"], "but the model has none"),

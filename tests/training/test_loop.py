@@ -1,6 +1,7 @@
 """What the loop reports and when it stops; what an engine computes is tested with the engine."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -85,7 +86,7 @@ def run(engine: Slow, progress: Progress, saved: list[int] | None = None) -> lis
         if saved is not None:
             saved.append(now.step)
 
-    hooks = loop.Hooks(save, lambda: False, lambda _: None)
+    hooks = loop.Hooks(save, lambda: False, lambda _: None, lambda _: nullcontext())
     loop.train(either, either, progress, Metrics([kept]), hooks)  # type: ignore[arg-type]
     return kept.lines
 
