@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.arithmetic import flops
 from benchmarks.gpu.cases import CASES, Case, plan_of
 from benchmarks.gpu.run import Run
 from bundle.distributed import world
 from bundle.launch.rendezvous import discover
 from bundle.planning import Plan
+from bundle.planning.size import model_size
 from bundle.recipe import Recipe
 from bundle.training.runtime import patched_runtime
 
@@ -82,14 +82,14 @@ def train(case: Case, backend: str, directory: Path, runtime: Any, device: torch
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begin)
-    tokens = recipe.train.global_batch_size * recipe.data.sequence_length
+    lengths = [recipe.data.sequence_length] * recipe.train.global_batch_size
     return Run(
         name=case.named(backend),
         losses=losses,
         grad_norms=norms,
         seconds=seconds,
-        tokens=tokens,
-        flops=flops(recipe.architecture, recipe.data.sequence_length) * tokens,
+        tokens=sum(lengths),
+        flops=model_size(recipe.architecture).training_flops(lengths),
         peak_bytes=torch.cuda.max_memory_allocated() if device.type == "cuda" else 0,
         versions={name: _version(name) for name in PACKAGES} | {"device": _device(device)},
     )

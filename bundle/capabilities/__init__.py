@@ -10,6 +10,7 @@ from bundle.capabilities.capabilities import (
     Choice,
     LayerTraits,
     Mask,
+    Peak,
     Variable,
 )
 from bundle.capabilities.cpu import CPU, LOCAL
@@ -27,6 +28,7 @@ __all__ = [
     "Choice",
     "LayerTraits",
     "Mask",
+    "Peak",
     "Variable",
     "of",
 ]

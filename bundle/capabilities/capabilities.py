@@ -83,6 +83,15 @@ class Fp8Scaling:
 
 
 @dataclass(frozen=True, slots=True)
+class Peak:
+    """The highest rate of dense matrix products of a device, as its vendor has it."""
+
+    device: str  # as its driver names it (hardware.Device.name)
+    bf16: float  # FLOP/s
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class Variable:
     """An environment variable of every rank, and why it has this value."""
 
@@ -136,6 +145,7 @@ class Capabilities:
     fp8: tuple[Fp8Scaling, ...]
     masks: tuple[Mask, ...]
     environment: tuple[Variable, ...]
+    peaks: tuple[Peak, ...] = ()  # of the devices whose rate somebody read
     refusal: str | None = None  # why nothing can be trained on it
 
     def kernel(self, name: str) -> AttentionKernel:
@@ -182,6 +192,10 @@ class Capabilities:
         if generation is not None and not option.runs_on(generation):
             return f"{scaling} FP8 needs {option.needs}; this device is {generation} ({option.source})"
         return None
+
+    def peak(self, device: str) -> Peak | None:
+        """The highest rate of the device of that name; None where nobody read it."""
+        return next((peak for peak in self.peaks if peak.device == device), None)
 
     def variables(self, features: frozenset[str]) -> tuple[Variable, ...]:
         """The environment of a rank of a job with these features."""

@@ -7,6 +7,7 @@ from bundle.capabilities.capabilities import (
     Choice,
     Fp8Scaling,
     Mask,
+    Peak,
     Preference,
     Variable,
     connections,
@@ -16,6 +17,7 @@ from bundle.fp8 import FORMATS
 from bundle.recipe import Recipe
 
 _MATRIX = "Transformer Engine's support matrix"
+_RATES = "get_peak_flops of pytorch/torchtitan (02581674), which names NVIDIA's own pages"
 
 
 def _at_least(major: int, minor: int) -> Callable[[str], bool]:
@@ -66,6 +68,12 @@ CUDA = Capabilities(
         Mask("text", "bshd", "none", "padding stands at the end, where a causal mask hides it"),
         Mask("vlm", "thd", "valid", "the model looks for its image tokens in it and packs by itself"),
         Mask("vlm", "bshd", "valid", "the model looks for its image tokens in it"),
+    ),
+    peaks=(
+        Peak("NVIDIA A100-SXM4-80GB", 312e12, _RATES),
+        Peak("NVIDIA H100 80GB HBM3", 989e12, _RATES),
+        Peak("NVIDIA H200", 989e12, _RATES),
+        Peak("NVIDIA B200", 2.25e15, _RATES),
     ),
     environment=(
         connections(

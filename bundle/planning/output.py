@@ -8,6 +8,7 @@ from bundle.patches import Action
 from bundle.planning.layout import Chunk, RankLayout
 from bundle.planning.memory import MemoryEstimate, shown
 from bundle.planning.plan import Plan
+from bundle.planning.size import ModelSize
 from bundle.recipe import Recipe
 
 SCHEMA = 1
@@ -27,6 +28,13 @@ def to_json(plan: Plan, run: str, starts: str) -> dict[str, Any]:
             "world": plan.world,
             **(_axes(plan.layout) if plan.layout else {}),
         },
+        "model": {
+            "parameters": plan.size.parameters,
+            "active_parameters": plan.size.active,
+            "mtp_parameters": plan.size.mtp,
+        },
+        "step": {"tokens": plan.step_tokens, "flops": plan.step_flops, "peak": plain(plan.peak)},
+        "checkpoint": {"bytes": plan.size.checkpoint_bytes(plan.recipe.model.dtype)},
         "balancing": _balancing_json(plan.recipe),
         "stages": [_stage(chunks, memory) for chunks, memory in _stages(plan)],
         "attention": plain(plan.attention),
@@ -89,13 +97,16 @@ def to_text(plan: Plan, run: str, starts: str) -> str:
     """The plan in sections; the problems come last, where they are read."""
     sections: list[tuple[str, list[str]]] = [
         ("job", [f"{plan.recipe.name}: {plan.recipe.task} on {plan.hardware.backend}"]),
+        ("model", [_model(plan.size)]),
         ("hardware", [plan.hardware.reason]),
         ("megatron", [f"megatron-core {plan.target.version} ({plan.target.origin})"]),
         ("attention", [f"{plan.attention.value}: {plan.attention.why}"]),
         ("layout", list(_layout(plan))),
+        ("step", [_step(plan)]),
         ("experts", list(_experts(plan.recipe))),
         ("stages", [_holds(memory.stage, chunks) for chunks, memory in _stages(plan)]),
         ("memory", list(_memory(plan))),
+        ("checkpoint", [_checkpoint(plan)]),
         ("patches", list(_patches(plan))),
         ("environment", [f"{each.name}={each.value or repr('')}  {each.why}" for each in plan.environment]),
         ("run", [run] if run else []),
@@ -109,6 +120,34 @@ def to_text(plan: Plan, run: str, starts: str) -> str:
         for first, line in ((index == 0, line) for index, line in enumerate(body))
     ]
     return "\n".join(lines)
+
+
+def _model(size: ModelSize) -> str:
+    active = f", {_decimal(size.active, 'KMBT')} active" if size.active < size.parameters else ""
+    mtp = f"; {_decimal(size.mtp, 'KMBT')} more in MTP layers" if size.mtp else ""
+    return f"{_decimal(size.parameters, 'KMBT')} parameters{active}{mtp}"
+
+
+def _step(plan: Plan) -> str:
+    """Tokens and work of a step, and how long it takes at least where that can be said."""
+    work = f"up to {plan.step_tokens:,} tokens, {_decimal(plan.step_flops, 'KMGTPEZY')}FLOPs"
+    if plan.peak is None or plan.recipe.model.dtype != "bf16" or plan.recipe.model.fp8 is not None:
+        return work
+    seconds = plan.step_flops / (plan.world * plan.peak.bf16)
+    return f"{work}: {seconds:.2g} s at the devices' peak of {_decimal(plan.peak.bf16, 'KMGTPEZY')}FLOP/s"
+
+
+def _checkpoint(plan: Plan) -> str:
+    size, keep = plan.size.checkpoint_bytes(plan.recipe.model.dtype), plan.recipe.checkpoint.keep
+    return f"{shown(size)}, of which {keep} stay and one more is written: {shown(size * (keep + 1))} of disk"
+
+
+def _decimal(amount: float, prefixes: str) -> str:
+    """A number for people, by thousands: 30.5 B, 12.0 T; the prefix stands last."""
+    power = 0
+    while amount >= 999.95 and power < len(prefixes):
+        amount, power = amount / 1000, power + 1
+    return f"{amount:.1f} {prefixes[power - 1]}" if power else f"{amount:.0f} "
 
 
 def _layout(plan: Plan) -> Iterator[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from packaging.version import Version
 
 from bundle import capabilities
-from bundle.capabilities import Choice, Variable
+from bundle.capabilities import Choice, Peak, Variable
 from bundle.environment import packages, versions
 from bundle.environment.facts import Hardware
 from bundle.environment.hardware import NAMES, detect, preset
@@ -27,6 +27,7 @@ from bundle.planning.problems import (
     patch_problems,
     recipe_problem,
 )
+from bundle.planning.size import ModelSize, model_size
 from bundle.recipe import Recipe
 
 # The gravest first: a recipe has to be changed before a machine is worth looking for.
@@ -60,6 +61,8 @@ class Plan:
     target: Target
     nodes: int
     per_node: int
+    size: ModelSize
+    peak: Peak | None  # of a device, where it is known
     layout: RankLayout | None
     memory: tuple[MemoryEstimate, ...]  # of every pipeline stage
     attention: Choice
@@ -78,6 +81,17 @@ class Plan:
         """What a command that was asked to run this should end with."""
         codes = {problem.code for problem in self.problems}
         return next((code for code in _ORDER if code in codes), ExitCode.OK)
+
+    @property
+    def step_tokens(self) -> int:
+        """The most tokens that a step can train on: samples may be shorter, and packs not full."""
+        return self.recipe.train.global_batch_size * self.recipe.data.sequence_length
+
+    @property
+    def step_flops(self) -> int:
+        """FLOPs of such a step, if every sample is one sequence (see `ModelSize`)."""
+        of_one = self.size.training_flops([self.recipe.data.sequence_length])
+        return self.recipe.train.global_batch_size * of_one
 
     def refuse(self) -> None:
         """Raises the gravest problem's error with all problems in it; does nothing when there is none."""
@@ -149,6 +163,8 @@ def plan_on(
         target=target,
         nodes=nodes,
         per_node=per_node,
+        size=model_size(recipe.architecture),
+        peak=can.peak(hardware.devices[0].name) if hardware.devices else None,
         layout=layout,
         memory=stages,
         attention=can.attention(recipe, hardware.generation.value),

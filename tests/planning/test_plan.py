@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from bundle.capabilities import ASCEND
+from bundle.capabilities import ASCEND, CUDA
 from bundle.environment.hardware import detect, preset
 from bundle.errors import EnvironmentUnfit, ExitCode, UsageError
 from bundle.patches import Action, Decision, Presence
@@ -234,10 +234,44 @@ def test_a_plan_is_json_and_text():
     assert said["layout"]["axes"]["ep"] == {"size": 2, "stride": 1, "first_group": [0, 1]}
     assert said["stages"][0]["bytes"]["total"] == made.memory[0].total
     assert said["recipe"] == load("demo").dump()
+    assert said["step"]["tokens"] == 16 * 128 and said["step"]["peak"] is None
     shown = to_text(made, "run it", "start it")
     assert "APPLY a-apply: because" in shown
     assert "1 not needed" in shown
     assert "embedding, layers 0-3, 1 MTP layer, head" in shown
+
+
+def test_the_size_of_the_model_and_the_work_of_a_step_are_shown():
+    wide = QWEN3_MOE | {"hidden_size": 1024, "num_hidden_layers": 4, "vocab_size": 1000}
+    recipe = job(wide, data={"sequence_length": 64}, train={"steps": 1, "global_batch_size": 80})
+    made = plan(recipe, preset("h200"))
+    layer = 128 * 1024 + 1024 * 64 + 2 * 1024 + 2 * 16 + 8 * 1024  # attention, norms, router
+    expert = 3 * 32 * 1024
+    parameters = 2 * 1000 * 1024 + 1024 + 4 * (layer + 8 * expert)
+    matrices = 1000 * 1024 + 4 * (layer - 2 * 1024 - 2 * 16 + 2 * expert)
+    flops = 6 * 80 * (64 * matrices + 64 * 65 // 2 * 4 * 4 * 2 * 16)
+    said = to_json(made, "run", "starts")
+    assert said["model"] == {
+        "parameters": parameters, "active_parameters": parameters - 4 * 6 * expert, "mtp_parameters": 0
+    }  # fmt: skip
+    assert said["step"] == {
+        "tokens": 5120,
+        "flops": flops,
+        "peak": {"device": "NVIDIA H200", "bf16": 989e12, "source": CUDA.peaks[0].source},
+    }
+    shown = to_text(made, "run", "starts")
+    assert f"{parameters / 1e6:.1f} M parameters, {(parameters - 24 * expert) / 1e6:.1f} M active" in shown
+    seconds = flops / (8 * 989e12)
+    assert f"5,120 tokens, {flops / 1e9:.1f} GFLOPs: {seconds:.2g} s at the devices' peak of 989.0 T" in shown
+    stored = parameters + 2 * 24 * 1024
+    assert f"checkpoint   {stored * 14 / 2**20:.1f} MiB, of which 2 stay" in shown
+    assert f"{stored * 14 * 3 / 2**20:.1f} MiB of disk" in shown
+
+
+def test_what_has_no_known_rate_takes_no_time():
+    recipe = job(QWEN3, model={"config": QWEN3, "dtype": "fp32"}, train={"global_batch_size": 16})
+    for made in (plan(recipe, preset("h200")), plan(job(QWEN3))):
+        assert "FLOPs" in (said := to_text(made, "run", "starts")) and "peak of" not in said
 
 
 def test_the_balancing_of_experts_is_shown():

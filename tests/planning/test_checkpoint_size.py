@@ -1,0 +1,45 @@
+"""A checkpoint is as large as its plan says, which the run keeps beside it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.launch.launched import ROOT
+
+# A pipeline whose last stage has a copy of the embedding, for MTP; experts; no multiple of 128 as vocabulary.
+OVERRIDES = (
+    "model.dtype=bf16",
+    "model.config.hidden_size=256",
+    "model.config.vocab_size=1000",
+    "parallel.ep=1",
+    "parallel.pp=2",
+    "train.steps=1",
+    "train.eval_batches=1",
+    "train.global_batch_size=4",
+    "train.micro_batch_size=2",
+    "optimizer.warmup_steps=0",
+)
+
+
+@pytest.mark.world
+def test_bytes_of_a_checkpoint(tmp_path):
+    sets = [word for override in OVERRIDES for word in ("--set", override)]
+    command = [
+        sys.executable,
+        "-m",
+        "bundle",
+        "train",
+        "demo",
+        "--run-directory",
+        str(tmp_path / "run"),
+        *sets,
+    ]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    planned = json.loads((tmp_path / "run/plan.json").read_text())["checkpoint"]["bytes"]
+    written = sum(file.stat().st_size for file in (tmp_path / "run/checkpoints").rglob("*") if file.is_file())
+    assert planned < written < 1.05 * planned, "each tensor and each file has a head of its own"

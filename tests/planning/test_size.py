@@ -1,0 +1,64 @@
+"""Parameters and FLOPs of every family: as plain PyTorch's own models have them, and torch counts them."""
+
+import math
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from bundle.architectures import from_config
+from bundle.planning.size import model_size
+from tests.reference import model
+from tests.reference.configs import CONFIGS
+from tests.reference.weights import drawn, shapes
+
+STEERING = "e_score_correction_bias"  # counts tokens; nothing is learned in it
+SHORT, LONG = 7, 19
+
+
+@pytest.fixture(params=CONFIGS)
+def config(request):
+    return CONFIGS[request.param]
+
+
+def counted(config, weights, tokens):
+    """FLOPs that torch counts in a forward pass, and in the backward pass after it."""
+    ids = torch.randint(0, config["vocab_size"], (tokens,))
+    with FlopCounterMode(display=False) as forward:
+        heads = model.heads(config, weights, ids)
+    with FlopCounterMode(display=False) as backward:
+        sum(logits.square().sum() for logits in heads).backward()
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+def test_flops_are_those_that_torch_counts(config):
+    """The reference computes all n² pairs of positions, of which causality shows a token n (n + 1) / 2."""
+    size, weights = model_size(from_config(config)), drawn(config, seed=5)
+    (short, _), (long, backward) = (counted(config, weights, n) for n in (SHORT, LONG))
+    pair, odd = divmod(long * SHORT - short * LONG, LONG * SHORT * (LONG - SHORT))
+    assert not odd
+    token = long // LONG - pair * LONG
+    assert (size.flops_per_token, size.flops_per_pair) == (token, pair)
+    assert backward == 2 * long
+    causal = [token * n + pair * n * (n + 1) // 2 for n in (SHORT, LONG, LONG)]
+    assert size.training_flops([SHORT, LONG, LONG]) == 3 * sum(causal)
+
+
+def test_parameters_are_those_of_a_published_checkpoint(config):
+    size, layers = model_size(from_config(config)), config["num_hidden_layers"]
+    found = {name: math.prod(shape) for name, shape in shapes(config).items() if not name.endswith(STEERING)}
+    numbers = {name: [int(part) for part in name.split(".") if part.isdigit()] for name in found}
+    mtp = {name for name, at in numbers.items() if at and at[0] >= layers}
+    chosen = config.get("num_experts_per_tok", 0)
+    idle = {name for name, at in numbers.items() if len(at) > 1 and at[1] >= chosen}
+    assert size.mtp == sum(found[name] for name in mtp)
+    assert size.parameters == sum(found.values()) - size.mtp
+    assert size.active == size.parameters - sum(found[name] for name in idle - mtp)
+
+
+def test_a_checkpoint_has_the_rows_of_padding_in_every_arithmetic():
+    config = CONFIGS["llama"]
+    size = model_size(from_config(config))
+    rows = 2 * (128 - config["vocab_size"]) * config["hidden_size"]
+    assert size.checkpoint_bytes("bf16") == (size.parameters + rows) * (2 + 4 + 4 + 4)
+    assert size.checkpoint_bytes("fp32") == (size.parameters + rows) * (4 + 4 + 4 + 4)
