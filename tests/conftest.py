@@ -12,6 +12,8 @@ from hypothesis import settings
 from packaging.version import Version
 
 from bundle.environment.packages import detect
+from tests.matrix.fetch import newest_of_each_minor
+from tests.world import Core, World
 
 # A busy machine is no failure: the time of an example says nothing about the code.
 settings.register_profile("bundle", deadline=None)
@@ -26,6 +28,33 @@ def release_trees() -> dict[str, Path]:
         pytest.skip("BUNDLE_RELEASES names no directory of unpacked megatron-core releases")
     trees = {path.name: path for path in Path(directory).iterdir() if (path / "megatron/core").is_dir()}
     return {version: trees[version] for version in sorted(trees, key=Version)}
+
+
+@pytest.fixture(scope="session")
+def installed() -> Iterator[Core]:
+    """The installed release; skips the test where there is none."""
+    core = detect().megatron.core
+    if core is None or core.version is None:
+        pytest.skip("megatron-core is not installed")
+    with World(megatron=True) as world:
+        yield Core(core.version, None, world)
+
+
+INSTALLED = "installed"
+
+
+@pytest.fixture(
+    scope="session",
+    params=[INSTALLED, *(pytest.param(v, marks=pytest.mark.releases) for v in newest_of_each_minor())],
+)
+def core(request: pytest.FixtureRequest, release: Callable[[str], Path]) -> Iterator[Core]:
+    """The installed release, and then, marked `releases`, the newest of every minor."""
+    if request.param == INSTALLED:
+        yield request.getfixturevalue("installed")
+        return
+    tree = release(request.param)
+    with World(tree, megatron=True) as world:
+        yield Core(request.param, tree, world)
 
 
 @pytest.fixture(scope="session")

@@ -1,53 +1,144 @@
-"""Real ranks for tests: a few processes over gloo on this machine that run one module and end together."""
+"""Real ranks for tests: processes over gloo on this machine that run one module and end together.
+
+A World is one process that imports once what its ranks need, and forks for each rank of each run: to import
+torch and megatron-core takes longer than what most runs do.
+"""
 
 import datetime
+import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
 
+from bundle.patches.plan import PatchPlan
+from bundle.verification.observing import observe
+from bundle.verification.orders import Order
+from bundle.verification.result import Observation
+
+ROOT = Path(__file__).parents[1]
 RANK, SIZE, STORE = "TEST_WORLD_RANK", "TEST_WORLD_SIZE", "TEST_WORLD_STORE"
+Case = TypeVar("Case")
+Seen = TypeVar("Seen")
+_START = 180.0  # seconds for importing torch and megatron on a busy machine
 
 
-def run(
-    module: str, size: int, *arguments: str, timeout: float = 120, environ: dict[str, str] | None = None
-) -> list[str]:
-    """What each of `size` ranks of `python -m module arguments` printed; fails with the errors of any."""
-    command = [sys.executable, "-W", "ignore", "-m", module, *arguments]
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        shared = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            SIZE: str(size),
-            STORE: f"{name}/store",
-            **(environ or {}),
+class World:
+    """Runs modules on forked ranks, with the megatron-core of `tree`, or with the importable one.
+
+    `megatron`: whether that is imported before the ranks are forked, on the cpu; their patches then meet what
+    is imported, and without it are applied while it is imported, as in a job.
+    """
+
+    def __init__(self, tree: Path | None = None, *, megatron: bool = False) -> None:
+        self.tree = tree
+        self._modules = ("torch", *(("tests.imported",) if megatron else ()))
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> "World":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Ends the process and whatever runs in it."""
+        if self._process is not None:
+            self._process.terminate()
+            self._process.communicate()
+            self._process = None
+
+    def run(
+        self,
+        module: str,
+        size: int,
+        *arguments: str,
+        timeout: float = 120,
+        environ: dict[str, str] | None = None,
+    ) -> list[str]:
+        """What each of `size` ranks of `python -m module arguments` printed; fails with the errors of any."""
+        with tempfile.TemporaryDirectory() as name:
+            directory = Path(name)
+            environment = {SIZE: str(size), STORE: f"{name}/store", **(environ or {})}
+            codes = self._codes(directory, module, [arguments] * size, environment, timeout)
+            wrong = [
+                f"rank {rank} ended with {code}:\n{(directory / f'{rank}.err').read_text()[-3000:]}"
+                for rank, code in enumerate(codes)
+                if code != 0
+            ]
+            where = self.tree.name if self.tree else "the installed release"
+            assert not wrong, "\n".join([f"{module} {' '.join(arguments)[:200]} on {where}", *wrong])
+            return [(directory / f"{rank}.out").read_text() for rank in range(size)]
+
+    def observe(self, orders: Sequence[Order], plan: PatchPlan) -> list[list[Observation]]:
+        """What verification's `observe` returns, whose processes are ranks of this world."""
+
+        def start(
+            directory: Path, arguments: Sequence[Sequence[str]], environ: dict[str, str], seconds: float
+        ) -> None:
+            self._codes(directory, "bundle.verification.rank", arguments, environ, seconds)
+
+        return observe(orders, plan, backend="cpu", root=self.tree, start=start)
+
+    def _codes(
+        self,
+        directory: Path,
+        module: str,
+        arguments: Sequence[Sequence[str]],
+        environ: dict[str, str],
+        seconds: float,
+    ) -> list[int]:
+        """How each rank ended; what it printed lies in `directory`, by rank, as .out and .err."""
+        process = self._process = self._process or self._started()
+        assert process.stdin is not None and process.stdout is not None
+        order = {
+            "directory": str(directory),
+            "module": module,
+            "arguments": [list(words) for words in arguments],
+            "environ": environ,
+            "seconds": seconds,
         }
-        ranks = []
-        for rank in range(size):
-            with (directory / f"{rank}.out").open("w") as out, (directory / f"{rank}.err").open("w") as err:
-                environment = {**shared, RANK: str(rank)}
-                ranks.append(subprocess.Popen(command, env=environment, stdout=out, stderr=err))
-        _wait(ranks, time.monotonic() + timeout)
-        wrong = [
-            f"rank {rank} ended with {process.returncode}:\n{(directory / f'{rank}.err').read_text()[-3000:]}"
-            for rank, process in enumerate(ranks)
-            if process.returncode != 0
-        ]
-        assert not wrong, "\n".join(wrong)
-        return [(directory / f"{rank}.out").read_text() for rank in range(size)]
+        process.stdin.write(json.dumps(order) + "\n")
+        process.stdin.flush()
+        ready, _, _ = select.select([process.stdout], [], [], _START + seconds)
+        said = process.stdout.readline() if ready else ""
+        if not said:
+            self.__exit__(None, None, None)
+            raise AssertionError(f"the process that forks ranks of {module} ended, or imports without end")
+        codes: list[int] = json.loads(said)
+        return codes
+
+    def _started(self) -> "subprocess.Popen[str]":
+        given = os.environ.get("PYTHONPATH")
+        path = [str(ROOT), *([str(self.tree)] if self.tree else []), *([given] if given else [])]
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(path),
+            "OMP_NUM_THREADS": "1",
+            # One host: whatever its name resolves to, gloo shall use the loopback device.
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        return subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "tests.forking", *self._modules],
+            env=environment,
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float) -> None:
-    """Returns when all have ended; ends them when one has failed or time is up."""
-    while any(process.poll() is None for process in ranks):
-        if any(process.returncode for process in ranks) or time.monotonic() > deadline:
-            time.sleep(1)  # the others may be about to say why
-            for process in ranks:
-                process.kill()
-        time.sleep(0.05)
+@dataclass(frozen=True)
+class Core:
+    """A megatron-core and a world of ranks that have imported it; `tree` is None for the installed one."""
+
+    version: str
+    tree: Path | None
+    world: World
 
 
 def join(seconds: float = 60) -> int:
@@ -63,3 +154,15 @@ def join(seconds: float = 60) -> int:
         timeout=datetime.timedelta(seconds=seconds),
     )
     return rank
+
+
+def each(cases: Iterable[tuple[str, Case]], body: Callable[[Case], Seen]) -> dict[str, Seen]:
+    """What `body` returns of each case, by its name; an error says which one it was."""
+    seen = {}
+    for name, case in cases:
+        try:
+            seen[name] = body(case)
+        except BaseException as error:
+            error.add_note(f"in the case {name!r}")
+            raise
+    return seen

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,33 +15,37 @@ from bundle.patches.plan import PatchPlan
 from bundle.verification.orders import Order, answers, scratch, write_orders
 from bundle.verification.result import Observation
 
+Start = Callable[[Path, Sequence[Sequence[str]], dict[str, str], float], None]
 _START = 120.0  # seconds for importing torch and megatron on a busy machine
 
 
 def observe(
-    orders: Sequence[Order], plan: PatchPlan, *, backend: str, root: Path | None
+    orders: Sequence[Order], plan: PatchPlan, *, backend: str, root: Path | None, start: Start | None = None
 ) -> list[list[Observation]]:
     """What the ranks of each order saw; a rank that dies or hangs is seen as that.
 
-    `plan`: all patches that an order may name. `root`: the directory that holds `megatron`.
+    `plan`: all patches that an order may name. `root`: the directory that holds `megatron`. `start`: runs
+    `bundle.verification.rank` once for each line of arguments, with this environment, at most so many
+    seconds, and leaves in the directory what each wrote to its standard error, as RANK.err; None: processes.
     """
     # On the cpu a process imports everything once and forks for every run; a device survives no fork.
     portions = [list(orders)] if backend == "cpu" and orders else [[order] for order in orders]
     seen: list[list[Observation]] = []
     with tempfile.TemporaryDirectory(prefix="mcore-bundle-verify-") as name:
         for number, portion in enumerate(portions):
-            seen += _portion(Path(name) / str(number), portion, plan, backend, root)
+            seen += _portion(Path(name) / str(number), portion, plan, backend, root, start or _run)
     return seen
 
 
 def _portion(
-    directory: Path, orders: Sequence[Order], plan: PatchPlan, backend: str, root: Path | None
+    directory: Path, orders: Sequence[Order], plan: PatchPlan, backend: str, root: Path | None, start: Start
 ) -> list[list[Observation]]:
     processes = max((order.world for order in orders), default=0)
     for order in orders:
         scratch(directory, order).mkdir(parents=True)
     write_orders(directory, orders, plan)
-    _run(directory, processes, backend, root, _START + sum(order.seconds for order in orders))
+    arguments = [(str(rank), str(processes), str(directory), backend) for rank in range(processes)]
+    start(directory, arguments, _environ(backend, root), _START + sum(order.seconds for order in orders))
     seen = []
     for order in orders:
         found = answers(directory, order, processes)
@@ -51,23 +55,26 @@ def _portion(
     return seen
 
 
-def _run(directory: Path, processes: int, backend: str, root: Path | None, seconds: float) -> None:
-    """Starts the processes and returns when all have ended; ends them after `seconds`."""
+def _environ(backend: str, root: Path | None) -> dict[str, str]:
     path = [*([str(root)] if root else []), *(entry or str(Path.cwd()) for entry in sys.path)]
     wanted = {variable.name: variable.value for variable in capabilities.of(backend).variables(frozenset())}
     # One host: whatever its name resolves to, gloo shall use the loopback device. And fp32 shall be fp32:
     # Transformer Engine's products would be TF32, whose rounding is larger than what must agree.
-    ours = {"OMP_NUM_THREADS": "1", "NVIDIA_TF32_OVERRIDE": "0"}
-    environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **wanted, **ours}
-    environment["PYTHONPATH"] = os.pathsep.join(path)
+    ours = {"OMP_NUM_THREADS": "1", "NVIDIA_TF32_OVERRIDE": "0", "PYTHONPATH": os.pathsep.join(path)}
+    return {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **wanted, **ours}
+
+
+def _run(
+    directory: Path, arguments: Sequence[Sequence[str]], environ: dict[str, str], seconds: float
+) -> None:
+    """Starts a process for each line of arguments and returns when all have ended, or ends them."""
     running = []
-    for rank in range(processes):
-        arguments = [str(rank), str(processes), str(directory), backend]
-        with (directory / f"{rank}.log").open("wb") as log:
+    for rank, words in enumerate(arguments):
+        with (directory / f"{rank}.err").open("wb") as log:
             running.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "bundle.verification.rank", *arguments],
-                    env=environment,
+                    [sys.executable, "-m", "bundle.verification.rank", *words],
+                    env=environ,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
@@ -93,5 +100,5 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 def _last_words(directory: Path) -> str:
     """The last line of each process's output, where it says why it ended."""
-    logs = (log.read_text(errors="replace").strip().splitlines() for log in sorted(directory.glob("*.log")))
+    logs = (log.read_text(errors="replace").strip().splitlines() for log in sorted(directory.glob("*.err")))
     return " | ".join(dict.fromkeys(lines[-1][:300] for lines in logs if lines)) or "no answer"

@@ -5,7 +5,6 @@ import io
 import pickle
 import resource
 import shutil
-import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -160,4 +159,4 @@ def full_disk(room: int) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    take_part(sys.argv, [CASE], run)
+    take_part([CASE], run)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests import world
 from tests.checkpoints.world import make_engine, take_part, train_step
 from tests.matrix.cases import ROWS, Case
 
@@ -29,7 +30,7 @@ class Stretch:
 
 def run(runtime: Any, folder: Path, plan: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Returns for each stretch its `losses`, bit for bit, what was loaded, and the random states it had."""
-    return {name: train(Stretch(**stretch), runtime, folder) for name, stretch in plan.items()}
+    return world.each(plan.items(), lambda stretch: train(Stretch(**stretch), runtime, folder))
 
 
 def train(stretch: Stretch, runtime: Any, folder: Path) -> dict[str, Any]:
@@ -73,5 +74,5 @@ def random_states() -> list[str]:
 if __name__ == "__main__":
     import json
 
-    cases = [Stretch(**stretch).case() for stretch in json.loads(sys.argv[4]).values()]
-    take_part(sys.argv, cases, run)
+    cases = [Stretch(**stretch).case() for stretch in json.loads(sys.argv[2]).values()]
+    take_part(cases, run)

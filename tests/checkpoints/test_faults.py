@@ -3,15 +3,15 @@ from typing import Any
 import pytest
 
 from tests.checkpoints.world import launch
+from tests.world import Core
 
 pytestmark = pytest.mark.world
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    pytest.importorskip("megatron.core")
+def seen(tmp_path_factory: pytest.TempPathFactory, installed: Core) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("faults")
-    found: dict[str, Any] = launch("tests.checkpoints.faults", folder, 2, None)
+    found: dict[str, Any] = launch("tests.checkpoints.faults", folder, 2, None, installed)
     return found
 
 

@@ -1,11 +1,9 @@
 """What the ranks of these tests have in common: a world of gloo processes, a tiny engine, and its steps."""
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
-from datetime import timedelta
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -14,46 +12,27 @@ import torch.distributed as dist
 
 from bundle import backends
 from bundle.patches import applying
+from tests import world
 from tests.matrix.cases import LENGTH, ROWS, VOCABULARY, Case
 from tests.matrix.rank import patches
-
-ROOT = Path(__file__).parents[2]
-
-
-def launch(module: str, folder: Path, world: int, plan: Any, tree: Path | None = None) -> Any:
-    """Returns what rank 0 of `python -m module` wrote down; fails with the errors of the ranks."""
-    path = [str(p) for p in (ROOT, tree, os.environ.get("PYTHONPATH")) if p]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(path),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    ranks = []
-    for rank in range(world):
-        command = [sys.executable, "-m", module, str(rank), str(world), str(folder), json.dumps(plan)]
-        errors = (folder / f"errors-{rank}").open("wb")
-        ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stderr=errors))
-    try:
-        codes = [rank.wait(timeout=300) for rank in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    logs = [(folder / f"errors-{rank}").read_text()[-3000:] for rank in range(world)]
-    assert codes == [0] * world, "\n".join(logs)
-    return json.loads((folder / "results").read_text())
+from tests.world import Core
 
 
-def take_part(arguments: list[str], cases: list[Case], body: Callable[[Any, Path, Any], Any]) -> None:
+def launch(module: str, folder: Path, size: int, plan: Any, core: Core) -> Any:
+    """Returns what rank 0 of `python -m module` found; fails with the errors of the ranks."""
+    return json.loads(core.world.run(module, size, str(folder), json.dumps(plan), timeout=300)[0])
+
+
+def take_part(cases: list[Case], body: Callable[[Any, Path, Any], Any]) -> None:
     """Runs `body(runtime, folder, plan)` as one rank; what it returns on rank 0 is what `launch` returns."""
-    rank, world, folder = int(arguments[1]), int(arguments[2]), Path(arguments[3])
     torch.set_num_threads(1)
     applying.apply(patches(cases))
     runtime = backends.prepare("cpu")
-    store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-    found = body(runtime, folder, json.loads(arguments[4]))
+    rank = world.join()
+    with redirect_stdout(sys.stderr):
+        found = body(runtime, Path(sys.argv[1]), json.loads(sys.argv[2]))
     if rank == 0:
-        (folder / "results").write_text(json.dumps(found))
+        print(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 

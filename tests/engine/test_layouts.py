@@ -1,19 +1,15 @@
 """One engine in every layout, packed or not: the numbers of `reference`, here and in other releases."""
 
-from importlib.metadata import version as installed_version
-from pathlib import Path
-
 import pytest
 
 from bundle.environment import versions
 from bundle.patches.catalogue import PATCHES
 from bundle.patches.entry import LEFT_TO_MEGATRON
-from bundle.verification.observing import observe
 from bundle.verification.orders import Order
 from bundle.verification.result import Observation
 from bundle.verification.verifying import decide, everything
 from tests.engine.cells import AGREES, GROUPS
-from tests.matrix.test_layouts import newest_of_each_minor
+from tests.world import Core
 
 CELLS, DETACHING, STEERING = "tests.engine.experiments", "tests.engine.detaching", "tests.engine.steering"
 DEFAULT = (
@@ -36,14 +32,18 @@ PACKED_PREDICTION = ("mtp", "mtp pairs", "packed means", "packed scores", "balan
 PREDICTION_OVER_TENSOR_RANKS = ("scores",)
 
 
-def measured(names: tuple[str, ...], tree: Path | None, world: int = 2) -> dict[str, list[Observation]]:
+def measured(names: tuple[str, ...], core: Core, world: int = 2) -> dict[str, list[Observation]]:
     """What all ranks saw of each measurement, with all patches that our own jobs need there."""
-    found = decide("cpu", tree)
+    return seen_by(core, dict.fromkeys(names, world))
+
+
+def seen_by(core: Core, sizes: dict[str, int]) -> dict[str, list[Observation]]:
+    """The same of measurements that take so many ranks each."""
+    found = decide("cpu", core.tree)
     of_others = {patch.id for patch in PATCHES if patch.when & LEFT_TO_MEGATRON}
     ids = tuple(decision.id for decision in found.applied if decision.id not in of_others)
-    orders = [Order(number, name, world, 90, ids) for number, name in enumerate(names)]
-    seen = observe(orders, everything(found), backend="cpu", root=found.subject.root)
-    return dict(zip(names, seen, strict=True))
+    orders = [Order(number, name, world, 90, ids) for number, (name, world) in enumerate(sizes.items())]
+    return dict(zip(sizes, core.world.observe(orders, everything(found)), strict=True))
 
 
 def wrong(seen: dict[str, list[Observation]], agrees: float = AGREES) -> dict[str, list[str]]:
@@ -65,22 +65,10 @@ def possible(names: tuple[str, ...], release: str) -> tuple[str, ...]:
 
 
 @pytest.mark.world
-def test_default_release():
-    pytest.importorskip("megatron.core")
-    assert not wrong(measured(possible(DEFAULT, installed_version("megatron-core")), None))
+def test_every_layout_trains_as_one_process_does(core):
+    assert not wrong(measured(possible(OTHERS if core.tree else DEFAULT, core.version), core))
 
 
 @pytest.mark.world
-def test_tensor_and_context_parallel_together():
-    pytest.importorskip("megatron.core")
-    assert not wrong(measured((f"{CELLS}:crossed",), None, world=4))
-
-
-@pytest.mark.releases
-@pytest.mark.world
-def test_every_minor(release_trees):
-    found = {}
-    for release in newest_of_each_minor(release_trees):
-        if bad := wrong(measured(possible(OTHERS, release), release_trees[release])):
-            found[release] = bad
-    assert not found
+def test_tensor_and_context_parallel_together(installed):
+    assert not wrong(measured((f"{CELLS}:crossed",), installed, world=4))

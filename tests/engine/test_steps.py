@@ -6,7 +6,6 @@ from tests.engine.test_layouts import measured, wrong
 
 
 @pytest.mark.world
-def test_steps():
-    pytest.importorskip("megatron.core")
+def test_steps(installed):
     names = ("clipped", "left_out", "apart", "unlearned", "prediction_in_turn", "shared_head")
-    assert not wrong(measured(tuple(f"tests.engine.steps:{name}" for name in names), None))
+    assert not wrong(measured(tuple(f"tests.engine.steps:{name}" for name in names), installed))

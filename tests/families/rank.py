@@ -24,11 +24,8 @@ def main(directory: Path) -> None:
     runtime = backends.prepare("cpu")
     world.join()
     with runtime.megatron():
-        found = {
-            case.name: distance(case, directory / case.name, runtime)
-            for case in CASES
-            if (directory / case.name).is_dir()
-        }
+        cases = ((case.name, case) for case in CASES if (directory / case.name).is_dir())
+        found = world.each(cases, lambda case: distance(case, directory / case.name, runtime))
     print(json.dumps(found))
 
 

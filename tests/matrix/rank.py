@@ -1,13 +1,11 @@
-"""One rank that trains each case a few steps and writes down what it saw.
+"""One rank that trains each case a few steps and prints what it saw.
 
-python -m tests.matrix.rank RANK WORLD STORE RESULTS NAME...   (NAME: cases of tests.matrix.cases)
+python -m tests.matrix.rank CASES   (a JSON list of cases of tests.matrix.cases); see tests.world.
 """
 
 import json
 import sys
 from dataclasses import replace
-from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,23 +14,18 @@ from bundle import backends
 from bundle.environment import packages
 from bundle.patches import Action, applying, plan, subject, survey, table
 from bundle.patches.plan import PatchPlan
+from tests import world
 from tests.matrix.cases import LENGTH, ROWS, STEPS, VOCABULARY, Case
 
 
-def main(rank: int, world: int, store: Path, results: Path, cases: list[Case]) -> None:
+def main(cases: list[Case]) -> None:
     torch.set_num_threads(1)
     applying.apply(patches(cases))
     runtime = backends.prepare("cpu")
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(str(store), world),
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=60),
-    )
-    seen = {case.name: train(case, runtime) for case in cases}
+    rank = world.join()
+    seen = world.each(((case.name, case) for case in cases), lambda case: train(case, runtime))
     if rank == 0:
-        results.write_text(json.dumps(seen))
+        print(json.dumps(seen))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -81,5 +74,4 @@ def train(case: Case, runtime) -> list[list[float]]:
 
 
 if __name__ == "__main__":
-    _, rank, world, store, results, chosen = sys.argv
-    main(int(rank), int(world), Path(store), Path(results), [Case(**c) for c in json.loads(chosen)])
+    main([Case(**case) for case in json.loads(sys.argv[1])])

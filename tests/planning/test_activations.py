@@ -11,7 +11,6 @@ from bundle.planning.activations import activations
 from bundle.planning.code import MegatronCode
 from bundle.planning.layout import rank_layout
 from bundle.recipe import load
-from tests import world
 
 BF16 = "model.dtype=bf16"
 SELECTIVE = "model.recompute.granularity=selective"
@@ -32,10 +31,9 @@ CASES = [
 
 
 @pytest.mark.world
-def test_what_ranks_keep_and_how_many_wait():
-    pytest.importorskip("megatron.core")
+def test_what_ranks_keep_and_how_many_wait(installed):
     release = MegatronCode(Version(Version(importlib.metadata.version("megatron-core")).base_version))
-    ranks = world.run("tests.planning.rank", 2, *map(json.dumps, CASES), timeout=300)
+    ranks = installed.world.run("tests.planning.rank", 2, *map(json.dumps, CASES), timeout=300)
     measured = [json.loads(said.splitlines()[-1]) for said in ranks]
     for index, (name, *overrides) in enumerate(CASES):
         recipe = load(name, overrides)

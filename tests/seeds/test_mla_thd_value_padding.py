@@ -4,12 +4,9 @@ Below 0.18 megatron hands the kernel what it refuses. Megatron-LM#3003 mends it 
 own patch off from 0.16.2, a number that says nothing about it.
 """
 
-from importlib.metadata import version as installed_version
-
 import pytest
 
 from bundle.environment import versions
-from bundle.verification.observing import observe
 from bundle.verification.orders import Order
 from bundle.verification.verifying import decide, everything
 
@@ -18,21 +15,20 @@ PACKED_AGAINST_UNPACKED = "bundle.verification.measurements.mla:narrow_values"  
 AGREES = 1e-5
 
 
-def seen():
+def seen(core):
     """(whether it is applied, what a run without it saw, what a run with all that is applied saw)."""
-    found = decide("cpu")
+    found = decide("cpu", core.tree)
     applied = tuple(decision.id for decision in found.applied)
     without = tuple(one for one in applied if one != PATCH)
     orders = [Order(n, PACKED_AGAINST_UNPACKED, 1, 60, ids) for n, ids in enumerate((without, applied))]
-    (first,), (second,) = observe(orders, everything(found), backend="cpu", root=found.subject.root)
+    (first,), (second,) = core.world.observe(orders, everything(found))
     return PATCH in applied, first, second
 
 
 @pytest.mark.world
-def test_unpatched_fails_and_patched_equals_the_unpacked_run():
-    pytest.importorskip("megatron.core")
-    applied, without, with_it = seen()
-    needed = versions.within(installed_version("megatron-core"), "<0.18")
+def test_unpatched_fails_and_patched_equals_the_unpacked_run(core):
+    applied, without, with_it = seen(core)
+    needed = versions.within(core.version, "<0.18")
     assert applied is needed
     if needed:
         assert without.raised and "flash attention wants thd heads of one size" in without.message, without

@@ -4,12 +4,9 @@ Megatron's tracker is reduced over data and context parallel ranks; only the ran
 it. The engine's sums are reduced by every rank, and are right where the tracker is a mean of rank means.
 """
 
-from importlib.metadata import version
-
 import pytest
 
 from bundle.environment import versions
-from bundle.verification.observing import observe
 from bundle.verification.orders import Order
 from bundle.verification.verifying import decide, everything
 
@@ -17,15 +14,14 @@ HERE, ENGINE = "tests.seeds.prediction", "tests.engine.experiments:means"
 
 
 @pytest.mark.world
-def test_two_context_parallel_ranks():
-    pytest.importorskip("megatron.core")
-    if not versions.within(version("megatron-core"), "<0.19"):
+def test_two_context_parallel_ranks(core):
+    if not versions.within(core.version, "<0.19"):
         pytest.skip("the tracker is called otherwise from 0.19 on")
-    found = decide("cpu")
+    found = decide("cpu", core.tree)
     applied = tuple(decision.id for decision in found.applied)
     names = (f"{HERE}:logged_alone", f"{HERE}:logged", ENGINE)
     orders = [Order(number, name, 2, 60, applied) for number, name in enumerate(names)]
-    alone, together, engine = observe(orders, everything(found), backend="cpu", root=found.subject.root)
+    alone, together, engine = core.world.observe(orders, everything(found))
     assert alone[0].raised and "imed out" in alone[0].message, alone
     assert [one.gap for one in together] == [0.0, 0.0], together
     assert all(one.gap is not None and one.gap <= 1e-5 for one in engine), engine

@@ -5,23 +5,20 @@ then those of other tokens; megatron's own replay takes them without a word. Her
 """
 
 import json
-from importlib.metadata import version as installed_version
 
 import pytest
 
 from bundle.environment import versions
-from tests import world
 
 
 @pytest.mark.world
-def test_routes_are_padded_as_the_tokens_are():
-    environ = {"GLOO_SOCKET_IFNAME": "lo"}
-    first, second = map(json.loads, world.run("tests.seeds.router_replay_fp8", 2, environ=environ))
+def test_routes_are_padded_as_the_tokens_are(core):
+    first, second = map(json.loads, core.world.run("tests.seeds.router_replay_fp8", 2))
     for rank in (first, second):
         assert rank["rows"] == [14, 16]
         assert "[14, 2] for a micro-batch of shape [16, 2]" in rank["refused"]
         assert "28 rows on this rank" in rank["tokens"]
         assert rank["equal"]
-    if versions.within(installed_version("megatron-core"), ">=0.16"):
+    if versions.within(core.version, ">=0.16"):
         assert 0 < first["misrouted"] < 0.2  # its last tokens have no experts at all
         assert second["misrouted"] > 0.5  # every token has those of the token two places later

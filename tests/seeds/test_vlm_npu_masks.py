@@ -9,13 +9,10 @@ import json
 
 import pytest
 
-from tests import world
-
 
 @pytest.fixture(scope="module")
-def seen():
-    pytest.importorskip("megatron.core")
-    return json.loads(world.run("tests.seeds.vision", 1)[0].splitlines()[-1])
+def seen(core):
+    return json.loads(core.world.run("tests.seeds.vision", 1)[0].splitlines()[-1])
 
 
 @pytest.mark.world

@@ -102,7 +102,7 @@ def main() -> None:
     jobs = {model: recipe(model) for model in MODELS}
     runtime = patched_runtime(plan_for(jobs["latent"], backend="cpu"))
     rank = world.join()
-    seen = {model: train(job, runtime) for model, job in jobs.items()}
+    seen = world.each(jobs.items(), lambda job: train(job, runtime))
     if rank == 0:
         print(json.dumps(seen))
     dist.destroy_process_group()

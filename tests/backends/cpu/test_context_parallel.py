@@ -4,17 +4,17 @@ import json
 
 import pytest
 
-from tests import world
 from tests.backends.cpu.context_parallel import cases
+from tests.world import Core
 
 pytestmark = pytest.mark.world
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, str]]:
+def outcomes(installed: Core) -> list[dict[str, str]]:
     """What was wrong in each case, by rank; one pair of processes runs them all."""
-    pytest.importorskip("megatron.core")
-    return [json.loads(out.splitlines()[-1]) for out in world.run("tests.backends.cpu.context_parallel", 2)]
+    ranks = installed.world.run("tests.backends.cpu.context_parallel", 2)
+    return [json.loads(out.splitlines()[-1]) for out in ranks]
 
 
 @pytest.mark.parametrize("case", list(cases()))

@@ -26,7 +26,7 @@ def main(names: list[str]) -> None:
     applying.apply(patches(cases))
     runtime = backends.prepare("cpu")
     world.join()
-    print(json.dumps({case.name: seen(case, runtime) for case in cases}))
+    print(json.dumps(world.each(((case.name, case) for case in cases), lambda case: seen(case, runtime))))
     torch.distributed.destroy_process_group()
 
 

@@ -103,10 +103,9 @@ def test_both_products_of_a_matrix_have_one_scale_whatever_comes_in_between():
 
 
 @pytest.mark.world
-def test_ranks_share_the_largest_value_of_each_call():
-    pytest.importorskip("megatron.core")
+def test_ranks_share_the_largest_value_of_each_call(installed):
     names = tuple(f"tests.backends.cpu.fp8.shared:{name}" for name in ("calls", "layers"))
-    assert not wrong(measured(names, None))
+    assert not wrong(measured(names, installed))
 
 
 def test_a_checkpoint_goes_on_alike():

@@ -1,12 +1,11 @@
 """Real models train in FP8: every product of every layer that Transformer Engine would multiply in FP8."""
 
 import json
-import os
 from typing import Any
 
 import pytest
 
-from tests import world
+from tests.world import Core
 
 CASES = (
     *(f"dense {scaling}" for scaling in ("delayed", "tensorwise", "blockwise", "mxfp8")),
@@ -22,19 +21,18 @@ LAYERS = {"dense": 2 * 4, "latent": 3 * 5 + 2 + 2 * (4 + 1) * 2 + 1}
 Seen = dict[str, dict[str, Any]]
 
 
-def train(size: int, *cases: str, **environ: str) -> Seen:
+def train(core: Core, size: int, *cases: str) -> Seen:
     """What the rank 0 of `size` saw in each case: losses of each step, operands rounded by dtype."""
-    printed = world.run("tests.backends.cpu.fp8.training", size, *cases, timeout=280, environ=environ)
+    printed = core.world.run("tests.backends.cpu.fp8.training", size, *cases, timeout=280)
     seen: Seen = json.loads(printed[0].splitlines()[-1])
     return seen
 
 
 @pytest.fixture(scope="module")
-def alone() -> Seen:
-    pytest.importorskip("megatron.core")
+def alone(installed: Core) -> Seen:
     full = ("dense delayed full", "latent tensorwise full")
     packed = ("dense bf16 packed", "dense mxfp8 packed", "dense mxfp8 packed unpadded")
-    return train(1, "dense bf16", "latent bf16", *CASES, *full, *packed)
+    return train(installed, 1, "dense bf16", "latent bf16", *CASES, *full, *packed)
 
 
 def close(seen: list[list[float]], reference: list[list[float]]) -> None:
@@ -95,22 +93,19 @@ def test_packs_train_padded_and_are_refused_without(alone):
 
 
 @pytest.mark.world
-def test_ranks_that_share_a_sequence_train_alike(alone):
+def test_ranks_that_share_a_sequence_train_alike(alone, installed):
     """Blocks and shared scales are cut alike; what differs is the order of bf16 sums, seen through FP8."""
     cases = ("dense delayed", "latent blockwise")
-    together = train(2, *(f"{case} tp2" for case in cases))
+    together = train(installed, 2, *(f"{case} tp2" for case in cases))
     for case in cases:
         close(together[f"{case} tp2"]["losses"], alone[case]["losses"])
 
 
-@pytest.mark.releases
 @pytest.mark.world
-@pytest.mark.parametrize("version", ["0.12.3", "0.13.1", "0.19.2"])
-def test_releases(alone, release, version):
+def test_releases(alone, core):
     """0.12 and 0.13 choose the product in every pass; newer ones build layers by another way."""
     cases = ("dense delayed", "latent blockwise")
-    path = os.pathsep.join([str(release(version)), os.environ.get("PYTHONPATH", "")])
-    there = train(1, *cases, PYTHONPATH=path)
+    there = train(core, 1, *cases) if core.tree else alone
     for case in cases:
         assert there[case]["casts"] == rounded(case)
         close(there[case]["losses"], alone[case]["losses"])

@@ -103,7 +103,7 @@ def main(cases: list[str]) -> None:
     jobs = {case: recipe(case) for case in cases}
     runtime = patched_runtime(plan_for(max(jobs.values(), key=lambda job: len(job.features)), backend="cpu"))
     rank = world.join()
-    seen = {case: train(case, job, runtime) for case, job in jobs.items()}
+    seen = world.each(zip(cases, cases, strict=True), lambda case: train(case, jobs[case], runtime))
     if rank == 0:
         print(json.dumps(seen))
     dist.destroy_process_group()

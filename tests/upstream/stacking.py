@@ -1,0 +1,39 @@
+"""How often megatron's forward pass is wrapped: by plan, once patched, patched again, and wrapped naively.
+
+python -m tests.upstream.stacking prints these as a list.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from bundle import backends
+from bundle.patches import applying
+from bundle.verification.verifying import decide, everything
+
+TARGET = "megatron.core.models.gpt.gpt_model:GPTModel.forward"
+
+
+def main() -> None:
+    plan = everything(decide("cpu"))
+    applying.apply(plan)
+    backends.prepare("cpu")
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from bundle.wrappers.mtp import only_with_labels
+
+    counted = [sum(step.target == TARGET for step in plan.steps), depth(GPTModel.forward)]
+    for _ in range(2):
+        applying.apply(plan)
+    counted.append(depth(GPTModel.forward))
+    for _ in range(2):
+        GPTModel.forward = only_with_labels(GPTModel.forward)
+    print(json.dumps([*counted, depth(GPTModel.forward)]))
+
+
+def depth(function: Callable[..., Any]) -> int:
+    return 1 + depth(function.__wrapped__) if hasattr(function, "__wrapped__") else 0
+
+
+if __name__ == "__main__":
+    main()
