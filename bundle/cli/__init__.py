@@ -17,6 +17,7 @@ VERBS: dict[str, str] = {
     "train": "Train a recipe on this machine, or on several.",
     "recipes": "The job files that come with the package: list them, show one, their JSON schema.",
     "plan": "All that a job will be, before it starts, and what stands against it.",
+    "check": "What the data of a job comes to: counts, epochs, and samples with their loss masks.",
     "report": "One page about a run, or several side by side: curves, plan, patches.",
     "doctor": "Can this machine run a job? What is wrong, why, and what to do.",
     "patches": "Which patches does this megatron-core need, and why?",

@@ -26,6 +26,10 @@ class Tokenizer(Protocol):
         """The ids of each text, without special tokens."""
         ...
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some ids, special tokens by their names; for people."""
+        ...
+
 
 class Bytes:
     """UTF-8 bytes as ids 0 to 255; 256 ends a text."""
@@ -37,6 +41,11 @@ class Bytes:
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """The bytes of each text; half surrogate pairs (possible in JSON) become question marks."""
         return [np.frombuffer(t.encode(errors="replace"), np.uint8).astype(np.uint32) for t in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the bytes; an end is <end>."""
+        parts = "".join(chr(i) if i < 256 else "<end>" for i in ids).encode("latin-1")
+        return parts.decode(errors="replace")
 
 
 class HuggingFace:
@@ -69,6 +78,13 @@ class HuggingFace:
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """The ids of each text, without special tokens; half surrogate pairs become question marks."""
         return [np.asarray(ids, np.uint32) for ids in self._encoded(texts)["input_ids"]]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the ids, special tokens and spaces as they are."""
+        text: str = self._tokenizer.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
 
     def encode_placed(self, texts: Sequence[str]) -> list[tuple[Tokens, Places]]:
         """The ids of each text, and of each the character where it begins."""

@@ -1,0 +1,66 @@
+"""`mcore-bundle check`: what the data of a job comes to, and what a model will see of it."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bundle.errors import UsageError
+from bundle.planning.inputs import input_problems
+from bundle.recipe import Recipe, load
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command()
+def check(
+    recipe: Annotated[str, typer.Argument(help="A built-in recipe's name (see `recipes list`) or a file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key of the recipe.")
+    ] = None,
+    run_directory: Annotated[
+        Path | None, typer.Option(help="Where the run will live, and its tokens; without it, runs/NAME.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=0, max=100, help="Samples to show.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of lines.")] = False,
+) -> None:
+    """Read the data as `train` will and say what it comes to; `train` then finds the tokens made."""
+    job = load(recipe, overrides or ())
+    directory = run_directory or Path("runs") / job.name
+    if problems := [problem.text for problem in input_problems(job, directory)]:
+        raise UsageError(f"recipe {job.name} cannot be checked", problems)
+    from bundle.data import prepare
+    from bundle.data.inspection import first_samples, inspect
+
+    corpus = prepare(job, directory / "data")
+    counts, shown = asdict(inspect(job, corpus)), first_samples(job, corpus, samples)
+    if as_json:
+        print(
+            json.dumps(
+                {"schema": 1, **counts, "skipped_rows": list(corpus.skipped), "samples": shown}, indent=2
+            )
+        )
+        return
+    print("\n".join(_lines(job, counts)))
+    for reason in corpus.skipped:
+        print(f"  - {reason}", file=sys.stderr)
+    for number, text in enumerate(shown, start=1):
+        print(f"\nsample {number} of step 1, ⟦learned⟧:\n{text}")
+
+
+def _lines(job: Recipe, counts: dict[str, Any]) -> list[str]:
+    train, kind = job.train, "packs" if job.data.packed else "samples"
+    share = 100 * counts["learned"] / max(1, counts["tokens"])
+    held = f", {counts['held_out']:,} held out" if counts["held_out"] else ", none held out"
+    skipped = f"; {counts['skipped']:,} corrupt rows or files are skipped" if counts["skipped"] else ""
+    return [
+        f"documents  {counts['documents']:,}{skipped}",
+        f"tokens     {counts['tokens']:,}; {share:.1f} % are learned",
+        f"{kind:<10} {counts['training']:,} to train on{held}; of {job.data.sequence_length:,} tokens,"
+        f" filled to {100 * counts['filled']:.1f} %",
+        f"epochs     {train.steps:,} steps of {train.global_batch_size} are {counts['epochs']:.2f} epochs;"
+        f" one is {counts['steps_per_epoch']:.1f} steps",
+    ]
