@@ -16,7 +16,7 @@ from bundle.distributed.together import on_all_ranks, on_rank_0
 from bundle.engine import Engine
 from bundle.errors import BundleError, JobFailed, UsageError
 from bundle.mcore import checkpoints as megatron_checkpoints
-from bundle.mcore import random as megatron_random
+from bundle.mcore import groups
 
 # Its own folder inside a checkpoint, which Megatron-LM's tools read.
 _MEGATRON = "megatron"
@@ -179,7 +179,7 @@ class Checkpoints:
                 state.read_rng(directory, dist.get_rank(), engine.device)
             return Loaded(saved.state, directory)
         with engine.runtime.megatron():
-            megatron_random.begin(engine.recipe.seed, after=saved.state.step)
+            groups.begin_random(engine.recipe.seed, after=saved.state.step)
         note = f"{directory.name} was written at {_spelled(saved.layout)}: random states begin anew"
         return Loaded(saved.state, directory, (note,))
 

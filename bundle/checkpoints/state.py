@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from bundle import files
 from bundle.architectures import Architecture
-from bundle.mcore import random as megatron_random
+from bundle.mcore import groups
 
 NAME = "state.json"
 _SCHEMA = 2
@@ -111,7 +111,7 @@ def write_rng(directory: Path, rank: int, device: torch.device) -> None:
     }
     if device.type != "cpu":
         tensors["device"] = torch.get_device_module(device).get_rng_state()
-    tensors |= {_MEGATRON + name: state for name, state in megatron_random.states().items()}
+    tensors |= {_MEGATRON + name: state for name, state in groups.random_states().items()}
     rest = {"python": [version, gauss], "numpy": [kind, position, has_gauss, cached]}
     path = _rng_path(directory, rank)
     try:
@@ -132,7 +132,7 @@ def read_rng(directory: Path, rank: int, device: torch.device) -> None:
     torch.set_rng_state(tensors["torch"])
     if "device" in tensors:
         torch.get_device_module(device).set_rng_state(tensors["device"])
-    megatron_random.set_states(
+    groups.set_random_states(
         {n.removeprefix(_MEGATRON): t for n, t in tensors.items() if n.startswith(_MEGATRON)}
     )
 

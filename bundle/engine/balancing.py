@@ -24,11 +24,11 @@ from torch import Tensor
 
 from bundle.architectures import MoE
 from bundle.engine.microbatch import MicroBatch, packing_of
-from bundle.engine.replay.rows import seen
-from bundle.mcore import balancing, experts
-from bundle.mcore.balancing import Rows
+from bundle.engine.routes import seen
+from bundle.mcore import routers
 from bundle.mcore.context import in_backward
 from bundle.mcore.groups import Groups, sharing_tokens
+from bundle.mcore.routers import Rows
 from bundle.recipe import Recipe
 from bundle.sequences.packing import Packing
 
@@ -40,14 +40,14 @@ class Balancing:
         """`models` are the bare chunks of this rank."""
         self._moe, self._z_loss_coeff = recipe.architecture.moe, recipe.model.moe.z_loss_coeff
         self._groups, self._tp = groups, groups.tp if recipe.parallel.sequence_parallel else None
-        self._routers = [router for model in models for router in experts.routers(model)]
+        self._routers = [router for model in models for router in routers.of_model(model)]
         self._rows: dict[int, Rows] = {}  # by id of the micro-batch
         self._current: Rows | None = None  # of the forward pass that runs
         self._again: dict[object, deque[Rows]] = defaultdict(deque)  # to be recomputed
         self._weight: Tensor | None = None  # None: no term has a coefficient
         self._biases: list[Tensor] = []
         for router in self._routers:
-            balancing.attach(router, self)
+            routers.attach(router, self)
 
     def counted(self, micro_batches: Sequence[MicroBatch]) -> int | None:
         """The balanced tokens that this rank counts; None where no term has a coefficient."""
@@ -86,7 +86,7 @@ class Balancing:
             router.expert_bias.copy_(bias)
 
     def rows(self, router: object) -> Rows | None:
-        """See `bundle.mcore.balancing.Balancer`."""
+        """See `bundle.mcore.routers.Balancer`."""
         if not self._rows:
             return None
         if in_backward():  # the pipeline recomputes micro-batches in the order of their forward passes
@@ -96,7 +96,7 @@ class Balancing:
         return self._current
 
     def term(self, rows: Rows, logits: Tensor) -> Tensor | None:
-        """See `bundle.mcore.balancing.Balancer`; megatron divides it by the learned tokens."""
+        """See `bundle.mcore.routers.Balancer`; megatron divides it by the learned tokens."""
         if self._weight is None:
             return None
         assert self._moe is not None, "there are routers"

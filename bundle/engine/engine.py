@@ -10,13 +10,12 @@ import torch
 
 from bundle.backends import Runtime
 from bundle.engine.balancing import Balancing
-from bundle.engine.collection import collect
 from bundle.engine.losses import Losses, LossTap, Objective, weights
 from bundle.engine.microbatch import MicroBatch
-from bundle.engine.replay.replay import RouterReplay
-from bundle.engine.scores import Scores
+from bundle.engine.replay import RouterReplay
+from bundle.engine.scores import Scores, collect
 from bundle.errors import JobFailed
-from bundle.mcore import optimization, prediction, schedules, tracker
+from bundle.mcore import mtp, optimization
 from bundle.mcore.config import transformer_config
 from bundle.mcore.groups import Groups
 from bundle.models import gpt
@@ -42,7 +41,7 @@ class Engine:
     def __init__(self, recipe: Recipe, runtime: Runtime, groups: Groups, device: torch.device) -> None:
         self.recipe, self.runtime, self.groups, self.device = recipe, runtime, groups, device
         with runtime.megatron():
-            tracker.clear_logged_losses()
+            mtp.clear_logged_losses()
             self.config = transformer_config(recipe, runtime.options(recipe))
             self.models = gpt.build(recipe, self.config, runtime, groups)
             self.chunks = optimization.data_parallel(recipe, self.config, self.models)
@@ -52,13 +51,13 @@ class Engine:
             self.scheduler = optimization.schedule(recipe, self.optimizer)
         self.replay = RouterReplay(recipe, self.models, groups)
         self._balancing = Balancing(recipe, self.models, groups)
-        mtp = recipe.model.mtp
-        if mtp.detached:
-            prediction.detach(self.models[-1], trunk=mtp.detach_trunk, embeddings=mtp.detach_embeddings)
+        predicted = recipe.model.mtp
+        if predicted.detached:
+            mtp.detach(self.models[-1], trunk=predicted.detach_trunk, embeddings=predicted.detach_embeddings)
         self._tap = LossTap(
             self.models[-1],
             depths=recipe.architecture.mtp_layers,
-            scale=mtp.loss_scale,
+            scale=predicted.loss_scale,
             vocabulary=recipe.architecture.vocab_size,
             tp_group=groups.tp.group,
             device=device,
@@ -140,7 +139,7 @@ class Engine:
                     chunk.train()
 
     def _run(
-        self, micro_batches: Sequence[MicroBatch], step: schedules.ForwardStep, *, forward_only: bool
+        self, micro_batches: Sequence[MicroBatch], step: optimization.ForwardStep, *, forward_only: bool
     ) -> None:
         first = micro_batches[0]
         shapes = {(one.rows, one.sequence_length) for one in micro_batches}
@@ -150,7 +149,7 @@ class Engine:
                 " pad them to one length (the `length` of Packing.of)."
             )
         with self.replay.of_run(micro_batches, backward=not forward_only):
-            schedules.run(
+            optimization.forward_backward(
                 step,
                 micro_batches,
                 self.chunks,
@@ -183,7 +182,7 @@ class Engine:
             return scores.log_probs
 
         micro_batch = next(iterator)
-        with prediction.left_out(self.models[-1]):
+        with mtp.left_out(self.models[-1]):
             output = self._forward(micro_batch, chunk, keep)
         return output, lambda output: (output.sum(), micro_batch.tokens, {})
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bundle.engine.replay.routes import Routes
+from bundle.engine.routes import Routes
 from bundle.mcore.groups import Axis
 from bundle.mcore.packed import packed_seq_params
 from bundle.recipe.alignment import Alignment

@@ -1,19 +1,24 @@
-"""The specs and the GPTModel of one model chunk."""
+"""The specs, the GPTModel and the loss of one model chunk."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bundle.architectures import Architecture, padded_vocabulary
-from bundle.mcore import latent, rotary
+from bundle.errors import EnvironmentUnfit
+from bundle.mcore import rotary
 from bundle.mcore.groups import Groups
 from bundle.mcore.signatures import known
+
+# Each norm, and the projection behind it, into which Transformer Engine folds it.
+_NORMS = (("q_layernorm", "linear_q_up_proj"), ("kv_layernorm", "linear_kv_up_proj"))
 
 
 @dataclass(frozen=True)
@@ -72,5 +77,30 @@ def model(
     built.model_type = ModelType.encoder_or_decoder
     rotary.stretch(built, architecture)
     if architecture.mla is not None:
-        latent.set_norm_epsilon(built, architecture.mla.norm_epsilon)
+        _set_norm_epsilon(built, architecture.mla.norm_epsilon)
     return built
+
+
+def _set_norm_epsilon(chunk: torch.nn.Module, epsilon: float) -> None:
+    """Gives the norms between the projections of every attention of a new GPTModel their own epsilon.
+
+    Raises EnvironmentUnfit where megatron-core keeps them elsewhere.
+    """
+    for attention in chunk.modules():
+        if isinstance(attention, MLASelfAttention):
+            compressed = _NORMS if attention.config.q_lora_rank is not None else _NORMS[1:]
+            for names in compressed:
+                held: list[Any] = [getattr(attention, name, None) for name in names]
+                norms = [module for module in held if hasattr(module, "eps")]
+                if len(norms) != 1:
+                    raise EnvironmentUnfit(
+                        f"this megatron-core has {len(norms)} norms in {' and '.join(names)} of latent "
+                        "attention, not 1: install a release that this version supports"
+                    )
+                norms[0].eps = epsilon
+
+
+def smoothed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, smoothing: float) -> torch.Tensor:
+    """Megatron's loss [s, b] of this rank's columns of the logits [s, b, v / tp], in the current groups."""
+    loss: torch.Tensor = tensor_parallel.vocab_parallel_cross_entropy(logits, labels, smoothing)
+    return loss

@@ -1,12 +1,16 @@
-"""The process groups of one model: sizes and ranks of tp, pp, cp, ep, etp and dp, as plain numbers."""
+"""The process groups of one model as plain numbers, and the random states that differ along them."""
 
+import hashlib
 from dataclasses import dataclass
 
-from megatron.core import parallel_state
+import torch
+from megatron.core import parallel_state, tensor_parallel
 from torch.distributed import ProcessGroup
 
-from bundle.mcore import random
 from bundle.recipe import Parallel
+
+# Megatron tells tensor-parallel ranks apart by adding their number: stages are further apart than those.
+_STAGE = 100
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ def initialize(layout: Parallel, *, seed: int, timeout_seconds: int) -> Groups:
         expert_tensor_parallel_size=layout.etp,
         distributed_timeout_minutes=max(1, -(-timeout_seconds // 60)),
     )
-    random.begin(seed)
+    begin_random(seed)
     return current(layout.vpp or 1)
 
 
@@ -86,3 +90,38 @@ def data_parallel_with_context() -> ProcessGroup:
 def sharing_tokens() -> ProcessGroup:
     """The ranks that hold the parts of one micro-batch under sequence parallelism: tp x cp."""
     return parallel_state.get_tensor_and_context_parallel_group()
+
+
+def begin_random(seed: int, *, after: int = 0) -> None:
+    """Begins megatron's random states of this rank, for a run that goes on after so many steps.
+
+    One for each kind of parallel region, for dropout and recomputation.
+    They differ between pipeline stages, whose layers would all drop the same values; and after another step
+    they are others, so that the masks of the first steps do not come again.
+    """
+    if after:
+        digest = hashlib.sha256(f"{seed} after {after}".encode()).digest()
+        seed = int.from_bytes(digest[:4], "big")
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    tensor_parallel.model_parallel_cuda_manual_seed(seed + _STAGE * stage)
+
+
+def random_states() -> dict[str, torch.Tensor]:
+    """Returns the state of each named generator, as bytes on the CPU."""
+    tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
+    return {
+        name: (state.get_state() if isinstance(state, torch.Generator) else state).cpu()
+        for name, state in tracked.items()
+    }
+
+
+def set_random_states(states: dict[str, torch.Tensor]) -> None:
+    """Puts back what `random_states` returned."""
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    present = tracker.get_states()
+    for name, state in states.items():
+        if isinstance(present.get(name), torch.Generator):
+            present[name].set_state(state)
+        else:
+            present[name] = state
+    tracker.set_states(present)

@@ -1,7 +1,8 @@
-"""Megatron's data-parallel wrapper, distributed optimizer and learning-rate schedule for a recipe."""
+"""One step of megatron: data parallelism, pipeline schedules, optimizers, the learning rate by step."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import tee
 from typing import Any
 
 import torch
@@ -9,12 +10,18 @@ from megatron.core import distributed
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from bundle.mcore import context
 from bundle.mcore.config import DTYPES
 from bundle.mcore.signatures import known
 from bundle.recipe import Recipe
+
+ForwardStep = Callable[[Iterator[Any], torch.nn.Module], tuple[torch.Tensor, Callable[..., Any]]]
+
+OFFLOADED = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}  # of `optimizer`
 
 
 def _finalize_model_grads(*args: Any, **keywords: Any) -> None:
@@ -115,3 +122,58 @@ def schedule(recipe: Recipe, of: MegatronOptimizer) -> OptimizerParamScheduler:
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
+
+
+def forward_backward(
+    step: ForwardStep,
+    micro_batches: Sequence[Any],
+    chunks: Sequence[torch.nn.Module],
+    *,
+    sequence_length: int,
+    micro_batch_size: int,
+    forward_only: bool = False,
+) -> list[dict[str, Any]]:
+    """What the loss function returned for each micro-batch, on the last stage; elsewhere an empty list.
+
+    Runs the micro-batches of a step through every pipeline stage, by megatron's schedule for the layout.
+    `sequence_length` [tokens of the whole row, before it is cut for context parallel] and `micro_batch_size`
+    [rows] give the shape of what stages exchange. Each model chunk reads the same micro-batches.
+    """
+    several = len(chunks) > 1
+    iterators = tee(micro_batches, len(chunks))
+    with context.run.set(object()):
+        results: list[dict[str, Any]] = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=list(iterators) if several else iterators[0],
+            model=list(chunks) if several else chunks[0],
+            num_microbatches=len(micro_batches),
+            seq_length=sequence_length,
+            micro_batch_size=micro_batch_size,
+            forward_only=forward_only,
+        )
+    return results
+
+
+def hybrid(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Adam on the host over parameters of any dtype, its steps in fp32."""
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    adam = torch.optim.AdamW
+    options: dict[str, Any] = {"cpu_optimizer_cls": adam, "gpu_optimizer_cls": adam, "offload_fraction": 1.0}
+    group = {"params": list(parameters), "lr": 1e-3}
+    made: torch.optim.Optimizer = HybridDeviceOptimizer(
+        [group], param_update_in_fp32=True, pin_cpu_grads=False, **options
+    )
+    return made
+
+
+def stepped(optimizer: Any) -> list[torch.Tensor]:
+    """What the parts of an offloaded optimizer step, copies or not, in their order."""
+    distributed = getattr(optimizer, "chained_optimizers", None) or [optimizer]
+    return [
+        parameter
+        for each in distributed
+        for part in each.optimizer.sub_optimizers
+        for group in part.param_groups
+        for parameter in group["params"]
+    ]

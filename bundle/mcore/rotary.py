@@ -6,6 +6,7 @@ is given the frequencies; what yarn multiplies sines and cosines by goes into th
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -119,3 +120,16 @@ def turned(rows: Tensor, boundaries: Tensor, table: Tensor, group: Any) -> Tenso
     turn = rope_utils._apply_rotary_pos_emb_thd
     result: Tensor = turn(rows, boundaries, table, **known(turn, cp_group=group))
     return result
+
+
+def use_three_positions(model: Any, sections: Sequence[int], base: int) -> None:
+    """Has a GPTModel take positions in time, height and width (mrope): ids [3, b, s].
+
+    `sections` share out the pairs of a head's channels.
+    """
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding
+
+    config = model.config
+    config.mrope_section = model.mrope_section = list(sections)
+    model.position_embedding_type = "mrope"
+    model.rotary_pos_emb = MultimodalRotaryEmbedding(config.kv_channels, 1.0, rotary_base=base)

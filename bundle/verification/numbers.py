@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from bundle.mcore import optimization, schedules
+from bundle.mcore import optimization
 from bundle.mcore.groups import Groups
 from bundle.models import naming
 from bundle.recipe import Recipe
@@ -97,7 +97,7 @@ def stepped(
             return loss, lambda _: (loss, tokens.int(), {})
         return loss, lambda _: (loss / (tokens * groups.cp.size), {})  # megatron multiplies by cp
 
-    schedules.run(step, parts, wrapped, sequence_length=32, micro_batch_size=rows_at_once)
+    optimization.forward_backward(step, parts, wrapped, sequence_length=32, micro_batch_size=rows_at_once)
     _, norm, _ = optimizer.step()
     return torch.tensor(norm)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from bundle.mcore import packed, prediction
+from bundle.mcore import mtp, packed
 
 
 def roll_over_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -153,7 +153,7 @@ def only_with_labels(original: Callable[..., Any]) -> Callable[..., Any]:
         inference = given.get("inference_context") or given.get("inference_params")
         if given.get("labels") is not None or inference is not None or not self.config.mtp_num_layers:
             return original(self, *args, **kwargs)
-        with prediction.left_out(self):
+        with mtp.left_out(self):
             return original(self, *args, **kwargs)
 
     return forward

@@ -63,9 +63,9 @@ def random_states() -> list[str]:
     """Those of megatron's dropout, of every rank, as digests."""
     import torch.distributed as dist
 
-    from bundle.mcore import random
+    from bundle.mcore import groups
 
-    state = random.states()["model-parallel-rng"].numpy().tobytes()
+    state = groups.random_states()["model-parallel-rng"].numpy().tobytes()
     seen: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(seen, hashlib.sha256(state).hexdigest())
     return seen

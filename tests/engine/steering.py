@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from bundle.engine import Engine
-from bundle.mcore import experts
+from bundle.mcore import routers
 from bundle.recipe import from_mapping
 from bundle.verification.bench import Bench
 from bundle.verification.numbers import worst
@@ -80,7 +80,7 @@ def _engine(
 
 
 def _biases(of: Engine) -> torch.Tensor:
-    return torch.stack([router.expert_bias.clone() for router in experts.routers(of.models[0])])
+    return torch.stack([router.expert_bias.clone() for router in routers.of_model(of.models[0])])
 
 
 def _moves(logits: torch.Tensor) -> torch.Tensor:

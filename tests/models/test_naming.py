@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bundle.errors import JobFailed
-from bundle.models.initialization import initialize
+from bundle.models.gpt import initialize
 from bundle.models.naming import Shard, parameters
 from tests.models.trees import Weight, chunk, groups
 

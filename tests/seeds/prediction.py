@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from bundle.engine import MicroBatch, Scores
-from bundle.mcore.tracker import clear_logged_losses, logged_losses
+from bundle.mcore.mtp import clear_logged_losses, logged_losses
 from bundle.verification.bench import Bench
 from bundle.verification.tiny import DENSE
 from tests.engine.experiments import EVEN, engine, gradients, micro_batches, recipe

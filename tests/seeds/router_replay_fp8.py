@@ -33,9 +33,9 @@ def main() -> None:
     runtime = backends.prepare("cpu")
     rank = world.join()
     from bundle.engine import Engine
-    from bundle.engine.replay.rows import forced
+    from bundle.engine.routes import forced
     from bundle.errors import JobFailed
-    from bundle.mcore import context, experts, groups
+    from bundle.mcore import context, groups, routers
     from bundle.sequences.packing import Packing
 
     with runtime.megatron():
@@ -65,16 +65,16 @@ def main() -> None:
     assert unpadded is not None and padded is not None
     model, layer = engine.models[0], routing.layers[0]
     said["rows"] = [len(one.experts[layer]) for one in (unpadded, padded)]
-    choices = context.Choices(experts.routers_of_layers(model), routing.dtype, backward=False)
+    choices = context.Choices(routers.of_layers(model), routing.dtype, backward=False)
     with context.choices.set(choices), choices.of_forward(unpadded):
         try:
             forward(engine, batches[0])
         except JobFailed as error:
             said["refused"] = str(error)
-    router = experts.routers(model)[0]
+    router = routers.of_model(model)[0]
     if getattr(router, "router_replay", None):
         # Megatron's own replay takes the rows as they come.
-        experts.give_native_routes(router, unpadded.experts[layer].long())
+        routers.give_native_routes(router, unpadded.experts[layer].long())
         router.register_forward_hook(see)
         try:
             forward(engine, batches[0])

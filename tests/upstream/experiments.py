@@ -7,8 +7,7 @@ import torch
 
 from bundle.engine import Engine
 from bundle.engine.microbatch import from_packing, from_rows
-from bundle.mcore import optimization, schedules
-from bundle.mcore.experts import routers
+from bundle.mcore import optimization, routers
 from bundle.mcore.groups import Groups
 from bundle.mcore.signatures import known
 from bundle.recipe import Recipe
@@ -92,7 +91,7 @@ def packed_gated_delta(bench: Bench) -> float:
         config = tiny.chunk(bench, groups, DENSE).config
         pack = tiny.packed(bench, groups, tiny.texts((6, 10)), multiple=1).packed
         try:
-            from bundle.mcore.gated_delta import gated_delta_net
+            from bundle.mcore.attention import gated_delta_net
         except ImportError:
             return 0.0
         try:
@@ -121,7 +120,9 @@ def prediction_with_two_outputs(bench: Bench) -> float:
             def step(batches: Any, part: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
                 return run(part, next(batches)) / 64, lambda loss: (loss, {})
 
-            schedules.run(step, [batch, batch], wrapped, sequence_length=32, micro_batch_size=2)
+            optimization.forward_backward(
+                step, [batch, batch], wrapped, sequence_length=32, micro_batch_size=2
+            )
             norms.append({"norm": torch.tensor(optimization.optimizer(job, wrapped).step()[1])})
     return gap(norms[1], norms[0])
 
@@ -149,8 +150,8 @@ def _balancing(bench: Bench, groups: Groups, learned: torch.Tensor) -> Numbers:
             loss = run(part, batch)
             return loss, lambda _: (loss, batch.mask.sum().int(), {})
 
-        schedules.run(step, [batch], wrapped, sequence_length=32, micro_batch_size=2)
-        found.append(torch.stack([router.weight.main_grad.clone() for router in routers(model)]))
+        optimization.forward_backward(step, [batch], wrapped, sequence_length=32, micro_batch_size=2)
+        found.append(torch.stack([router.weight.main_grad.clone() for router in routers.of_model(model)]))
     return {"routers": found[0] - found[1]}
 
 
@@ -181,7 +182,7 @@ def _router_gradient(bench: Bench, groups: Groups, kind: str, hidden: torch.Tens
     """What a balancing loss, taken as a mean, gives the weight of a router of hidden states [s, b, h]."""
     options = {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": 2.0}
     model = tiny.chunk(bench, groups, EXPERTS, options | {"calculate_per_token_loss": False})
-    router = routers(model)[0]
+    router = routers.of_model(model)[0]
     router(hidden, **known(router.forward, **how))[0].sum().mul(0.0).backward()
     return {"weight": router.weight.grad}
 

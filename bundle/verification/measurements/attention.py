@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from bundle.mcore import attention
-from bundle.mcore.cross_attention import cross_attention
+from bundle.mcore.attention import cross_attention
 from bundle.mcore.groups import Groups
 from bundle.verification.bench import Bench
 from bundle.verification.numbers import Numbers, gap, run, stepped

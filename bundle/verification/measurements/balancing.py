@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from bundle.mcore import experts, optimization
+from bundle.mcore import optimization, routers
 from bundle.verification.bench import Bench
 from bundle.verification.numbers import gap, gradient_norm, norm_gap, run, worst
 from bundle.verification.tiny import EXPERTS, LATENT, chunk, recipe, rows, texts
@@ -40,7 +40,7 @@ def counts(bench: Bench) -> float:
     with bench.layout() as groups:
         model = chunk(bench, groups, _STEERED, dtype="bf16")
         (wrapped,) = optimization.data_parallel(recipe(_STEERED, groups, dtype="bf16"), model.config, [model])
-        (router,) = experts.routers(model)
+        (router,) = routers.of_model(model)
         sent = torch.zeros(_STEERED["n_routed_experts"], device=bench.device)
 
         def count(_module: torch.nn.Module, _args: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:

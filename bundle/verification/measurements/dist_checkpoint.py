@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bundle.mcore import dist_checkpoint
+from bundle.mcore import checkpoints
 from bundle.verification.bench import Bench
 from bundle.verification.numbers import Numbers, gap
 from bundle.verification.tiny import DENSE, chunk
@@ -21,11 +21,11 @@ def round_trip(bench: Bench) -> float:
     with bench.layout() as groups:
         model = chunk(bench, groups, DENSE)
         before = _weights(model)
-        dist_checkpoint.save({"model": model.sharded_state_dict(), "step": 3}, directory)
+        checkpoints.write({"model": model.sharded_state_dict(), "step": 3}, directory)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
-        loaded = dist_checkpoint.load({"model": model.sharded_state_dict()}, directory)
+        loaded = checkpoints.read({"model": model.sharded_state_dict()}, directory)
         model.load_state_dict(loaded["model"])
         assert loaded["step"] == 3, f"common state came back as {loaded['step']}"
         return gap(_weights(model), before)
@@ -39,16 +39,16 @@ def shared_round_trip(bench: Bench) -> float:
     numbers = torch.arange(12.0).reshape(3, 4)
     with bench.layout() as groups:
         model = chunk(bench, groups, DENSE)
-        shard = dist_checkpoint.flat("numbers", numbers, rank)
-        dist_checkpoint.save_shared({"model": model.sharded_state_dict(), "numbers": shard}, directory)
+        shard = checkpoints.flat("numbers", numbers, rank)
+        checkpoints.write_shared({"model": model.sharded_state_dict(), "numbers": shard}, directory)
         rows, columns = shard.local_coordinates()
         assert (rows * 4 + columns).tolist() == list(range(12)), f"coordinates {rows}, {columns}"
         with torch.no_grad():
             before = _weights(model)
             for parameter in model.parameters():
                 parameter.zero_()
-        empty = dist_checkpoint.flat("numbers", torch.zeros_like(numbers), rank)
-        loaded = dist_checkpoint.load({"model": model.sharded_state_dict(), "numbers": empty}, directory)
+        empty = checkpoints.flat("numbers", torch.zeros_like(numbers), rank)
+        loaded = checkpoints.read({"model": model.sharded_state_dict(), "numbers": empty}, directory)
         model.load_state_dict(loaded["model"])
         seen = {**_weights(model), "numbers": loaded["numbers"].reshape(3, 4)}
         return gap(seen, {**before, "numbers": numbers})
@@ -61,10 +61,10 @@ def code_in_common_state(bench: Bench) -> float:
     honest = _common_state(bench.directory / "honest", {"step": 3, "args": argparse.Namespace(lr=1.0)})
     refused = False
     try:
-        dist_checkpoint.common_state(hostile)
+        checkpoints.read_common(hostile)
     except Exception as error:  # noqa: BLE001  megatron may wrap the refusal in a type of its own
         refused = "Weights only load failed" in str(error)
-    fine = dist_checkpoint.common_state(honest)["step"] == 3
+    fine = checkpoints.read_common(honest)["step"] == 3
     return 0.0 if refused and fine and not witness.exists() else 1.0
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from bundle.mcore.gated_delta import gated_delta_net
+from bundle.mcore.attention import gated_delta_net
 from bundle.verification.bench import Bench
 from bundle.verification.numbers import gap
 from bundle.verification.tiny import DENSE, chunk

@@ -2,7 +2,7 @@
 
 import torch
 
-from bundle.mcore import tracker
+from bundle.mcore import mtp
 from bundle.mcore.groups import Groups
 from bundle.verification.bench import Bench
 from bundle.verification.numbers import Numbers, gap, run, summed, trained, worst
@@ -25,9 +25,9 @@ def _seen(bench: Bench, groups: Groups) -> Numbers:
     mask[:, :3] = 0  # a prompt
     mask[0, 20:29] = 0  # leaves the two ranks with different numbers of tokens
     batch = rows(bench, groups, tokens, mask)
-    tracker.clear_logged_losses()
+    mtp.clear_logged_losses()
     per_token = trained(chunk(bench, groups, DENSE, mtp=_TWO_DEPTHS), groups, [batch])
-    logged = summed(tracker.logged_losses(), groups) / groups.cp.size
+    logged = summed(mtp.logged_losses(), groups) / groups.cp.size
     mean = {"calculate_per_token_loss": False}
     averaged = trained(chunk(bench, groups, DENSE, mean, mtp=_TWO_DEPTHS), groups, [batch])
     # The layers' own gradients are of a mean, which data-parallel reduction averages over these ranks.

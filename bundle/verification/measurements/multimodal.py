@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from bundle.mcore import multimodal
+from bundle.mcore import rotary
 from bundle.mcore.groups import Groups
 from bundle.verification.bench import Bench
 from bundle.verification.numbers import gap, gradients, run, trained
@@ -47,5 +47,5 @@ def packed_positions(bench: Bench) -> float:
 
 def _multimodal(bench: Bench, groups: Groups) -> torch.nn.Module:
     model = chunk(bench, groups, DENSE)
-    multimodal.use_positions(model, (2, 3, 3), base=100)
+    rotary.use_three_positions(model, (2, 3, 3), base=100)
     return model

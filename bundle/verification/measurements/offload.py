@@ -2,7 +2,7 @@
 
 import torch
 
-from bundle.mcore import offload, optimization
+from bundle.mcore import optimization
 from bundle.mcore.groups import Groups
 from bundle.verification.bench import Bench
 from bundle.verification.numbers import Numbers, gap
@@ -28,11 +28,11 @@ def _stepped(bench: Bench, groups: Groups, *, after: bool) -> Numbers:
 
     if not after:
         load()
-    optimizer = optimization.optimizer(job, wrapped, **offload.OPTIONS)
+    optimizer = optimization.optimizer(job, wrapped, **optimization.OFFLOADED)
     if after:
         load()
         optimizer.reload_model_params()
-    return {str(i): x.detach().float().clone() for i, x in enumerate(offload.stepped(optimizer))}
+    return {str(i): x.detach().float().clone() for i, x in enumerate(optimization.stepped(optimizer))}
 
 
 def loaded_state(bench: Bench) -> float:
@@ -40,7 +40,7 @@ def loaded_state(bench: Bench) -> float:
     generator = torch.Generator().manual_seed(12)
     drawn = [torch.randn(5, generator=generator).to(bench.device) for _ in range(6)]
     parameters = [torch.nn.Parameter(drawn[0].clone()), torch.nn.Parameter(drawn[1].bfloat16())]
-    optimizer = offload.hybrid(parameters)
+    optimizer = optimization.hybrid(parameters)
     states = {
         number: {
             "step": torch.tensor(3.0),

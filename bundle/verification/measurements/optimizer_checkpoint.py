@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from bundle.mcore import dist_checkpoint, optimization
+from bundle.mcore import checkpoints, optimization
 from bundle.mcore.groups import Groups
 from bundle.verification.bench import Bench
 from bundle.verification.numbers import Numbers, gap
@@ -19,12 +19,12 @@ def default_form(bench: Bench) -> float:
         model, optimizer = _trained(bench, groups, _STEPS)
         directory = bench.directory / "default"
         directory.mkdir()
-        saved = dist_checkpoint.of_optimizer(model, optimizer, None)
+        saved = checkpoints.optimizer_state(model, optimizer, None)
         kept = _tensors(saved)
-        dist_checkpoint.save({"optimizer": saved}, directory)
+        checkpoints.write({"optimizer": saved}, directory)
         other, resumed = _trained(bench, groups, 1)
-        empty = dist_checkpoint.of_optimizer(other, resumed, None, loading=True)
-        return gap(_tensors(dist_checkpoint.load({"optimizer": empty}, directory)["optimizer"]), kept)
+        empty = checkpoints.optimizer_state(other, resumed, None, loading=True)
+        return gap(_tensors(checkpoints.read({"optimizer": empty}, directory)["optimizer"]), kept)
 
 
 def _tensors(state: Any, path: str = "") -> Numbers:
@@ -42,12 +42,10 @@ def steps(bench: Bench) -> float:
         model, optimizer = _trained(bench, groups, _STEPS)
         directory = bench.directory / "steps"
         directory.mkdir(exist_ok=True)
-        dist_checkpoint.save(
-            {"optimizer": dist_checkpoint.of_optimizer(model, optimizer, _BUCKETS)}, directory
-        )
+        checkpoints.write({"optimizer": checkpoints.optimizer_state(model, optimizer, _BUCKETS)}, directory)
         other, resumed = _trained(bench, groups, 1)
-        empty = dist_checkpoint.of_optimizer(other, resumed, _BUCKETS, loading=True)
-        resumed.load_state_dict(dist_checkpoint.load({"optimizer": empty}, directory)["optimizer"])
+        empty = checkpoints.optimizer_state(other, resumed, _BUCKETS, loading=True)
+        resumed.load_state_dict(checkpoints.read({"optimizer": empty}, directory)["optimizer"])
         return gap(_states(resumed), _states(optimizer))
 
 

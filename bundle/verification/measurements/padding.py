@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from bundle.mcore import experts
+from bundle.mcore import routers
 from bundle.mcore.groups import Groups
 from bundle.verification.bench import Bench
 from bundle.verification.numbers import gap, worst
@@ -62,7 +62,7 @@ def global_loss(bench: Bench) -> float:
 
 def _router(bench: Bench, groups: Groups, options: Mapping[str, Any]) -> torch.nn.Module:
     """The first router of a tiny model, the same weights every time."""
-    return experts.routers(chunk(bench, groups, EXPERTS, options))[0]
+    return routers.of_model(chunk(bench, groups, EXPERTS, options))[0]
 
 
 def _rows(bench: Bench, tokens: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from bundle.mcore import context, experts
+from bundle.mcore import context, routers
 from bundle.mcore.groups import Groups
 from bundle.verification.bench import Bench
 from bundle.verification.numbers import Numbers, gap, gradients, run, worst
@@ -27,7 +27,7 @@ def _replayed(bench: Bench, groups: Groups, how: dict[str, str] | None) -> tuple
     Every fourth token is left to the router, which must keep the k best of its scores.
     """
     model = chunk(bench, groups, EXPERTS, recompute=how, router_replay=True)
-    layers = experts.routers_of_layers(model)
+    layers = routers.of_layers(model)
     wanted = {layer: _routes(layer, 0).to(bench.device) for layer in layers.values()}
     given = torch.arange(_TOKENS, device=bench.device) % 4 > 0
     shares: list[float] = []
@@ -38,7 +38,7 @@ def _replayed(bench: Bench, groups: Groups, how: dict[str, str] | None) -> tuple
         chosen = torch.zeros_like(output[1]).scatter(1, asked, True)
         shares.append((output[1] != chosen).any(-1).float().mean().item())
 
-    order = dict(zip(experts.routers(model), wanted, strict=True))
+    order = dict(zip(routers.of_model(model), wanted, strict=True))
     for router in order:
         router.register_forward_hook(compare)
     choices = context.Choices(layers, torch.uint8, backward=True)
@@ -56,11 +56,11 @@ def native_recompute(bench: Bench) -> float:
         seen: list[Numbers] = []
         for how in (None, _FULL):
             model = chunk(bench, groups, EXPERTS, recompute=how, router_replay=True)
-            routers = experts.routers(model)
+            found = routers.of_model(model)
             losses = []
             for number, part in enumerate(tokens.split(2)):
-                for index, router in enumerate(routers):
-                    experts.give_native_routes(router, _routes(index, number).to(bench.device))
+                for index, router in enumerate(found):
+                    routers.give_native_routes(router, _routes(index, number).to(bench.device))
                 losses.append(run(model, rows(bench, groups, part, torch.ones(2, 16))))
             for loss in losses:
                 loss.backward()

@@ -2,7 +2,7 @@
 
 import torch
 
-from bundle.mcore.vocabulary import smoothed_cross_entropy
+from bundle.mcore.gpt import smoothed_cross_entropy
 from bundle.verification.bench import Bench
 from bundle.verification.numbers import gap, gradients, run
 from bundle.verification.tiny import DENSE, chunk, rows, texts

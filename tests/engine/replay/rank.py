@@ -169,11 +169,11 @@ def interrupt(engine: Any, batches: list[Any]) -> None:
 
 def disturb(models: list[torch.nn.Module]) -> None:
     """Has the routers choose other experts: the same change in every layout."""
-    from bundle.mcore import experts
+    from bundle.mcore import routers
 
     with torch.no_grad():
         for model in models:
-            for router in experts.routers(model):
+            for router in routers.of_model(model):
                 router.weight.copy_(router.weight.roll(1, dims=1))
 
 

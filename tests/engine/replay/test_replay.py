@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from bundle.engine.microbatch import from_rows
-from bundle.engine.replay import Routes
-from bundle.engine.replay.replay import RouterReplay
+from bundle.engine.replay import RouterReplay
+from bundle.engine.routes import Routes
 from bundle.errors import UsageError
 from bundle.mcore.groups import Axis, Groups
 from tests.matrix.cases import Case

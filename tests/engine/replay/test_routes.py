@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bundle.engine.replay import Routes, Routing, dtype_of, joined
+from bundle.engine.routes import Routes, Routing, dtype_of, joined
 from bundle.errors import JobFailed
 from bundle.recipe.alignment import Alignment
 from bundle.sequences.packing import Packing

@@ -4,8 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bundle.engine.replay.routes import Routes, Routing
-from bundle.engine.replay.rows import forced, unseen
+from bundle.engine.routes import Routes, Routing, forced, unseen
 from bundle.mcore.context import Choices
 from bundle.recipe.alignment import Alignment
 from bundle.sequences.packing import Packing

@@ -1,4 +1,4 @@
-"""Multi-token prediction of a bare GPTModel: left out of a forward pass, or detached from the rest."""
+"""Multi-token prediction of a bare GPTModel: left out, or detached from the rest; megatron's record of it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -104,3 +104,23 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         return gradient[: ctx.rows], gradient
+
+
+def logged_losses() -> torch.Tensor:
+    """The loss of each depth as this rank recorded it, [depths]; megatron averages it over dp x cp."""
+    tracker = _tracker()
+    losses: torch.Tensor = tracker["values" if "values" in tracker else "loss_values"]  # renamed in 0.19
+    return losses.clone()
+
+
+def clear_logged_losses() -> None:
+    """Forgets what was recorded, and of how many depths: megatron keeps to those of the first model."""
+    _tracker().clear()
+
+
+def _tracker() -> dict[str, Any]:
+    """Imported late: patches are applied, and need this module, while megatron's own is being imported."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    tracker: dict[str, Any] = MTPLossLoggingHelper.tracker
+    return tracker
