@@ -23,8 +23,8 @@ _LOSS = f"{_SCHEDULES}:forward_step_calc_loss"  # from 0.14
 def _over_ranks(wrapper: str) -> tuple[Replacement, ...]:
     """The function that sets the scale: from 0.14 one of its own, which both schedules call."""
     return (
-        Replacement(_STEP, f"bundle.wrappers.balancing:{wrapper}", by_signature=True),
-        Replacement(_LOSS, f"bundle.wrappers.balancing:{wrapper}", optional=True, by_signature=True),
+        Replacement(_STEP, f"bundle.wrappers.moe:{wrapper}", by_signature=True),
+        Replacement(_LOSS, f"bundle.wrappers.moe:{wrapper}", optional=True, by_signature=True),
     )
 
 
@@ -132,7 +132,7 @@ PATCHES = (
     ),
     Patch(
         id="balancing-per-token-rows",
-        replacements=(Replacement(_SEQUENCES, "bundle.wrappers.balancing:every_sequence"),),
+        replacements=(Replacement(_SEQUENCES, "bundle.wrappers.moe:every_sequence"),),
         why=(
             "Under a loss per token the balancing loss over sequences (seq_aux_loss) is divided by the rows "
             "of a micro-batch, silently."
@@ -147,7 +147,7 @@ PATCHES = (
     ),
     Patch(
         id="expert-bias-counts",
-        replacements=(Replacement(_MAINTAIN, "bundle.wrappers.balancing:exact_counts"),),
+        replacements=(Replacement(_MAINTAIN, "bundle.wrappers.moe:exact_counts"),),
         why=(
             "In bf16 the tokens of each expert are counted in bf16, which has no 257: the bias that steers "
             "the choice moves the wrong way."

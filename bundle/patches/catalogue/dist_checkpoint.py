@@ -72,9 +72,7 @@ def _asked(call: ast.Call, name: str) -> bool | None:
 PATCHES = (
     Patch(
         id="dist-checkpoint-serialization",
-        replacements=(
-            Replacement(_WRITE, "bundle.wrappers.dist_checkpoint:name_the_format", by_signature=True),
-        ),
+        replacements=(Replacement(_WRITE, "bundle.wrappers.checkpoints:name_the_format", by_signature=True),),
         why="Saving fails with torch 2.8 and later, whose _write_item has one more argument.",
         upstream="verl-project/verl#6322",
         range="<0.13",
@@ -88,7 +86,7 @@ PATCHES = (
     Patch(
         id="dist-checkpoint-numpy-product",
         replacements=tuple(
-            Replacement(f"{_CHECKPOINTING}.{module}:np", "bundle.wrappers.dist_checkpoint:with_product")
+            Replacement(f"{_CHECKPOINTING}.{module}:np", "bundle.wrappers.checkpoints:with_product")
             for module in _COUNTING
         ),
         why="The first checkpoint fails with numpy 2: module 'numpy' has no attribute 'product'.",
@@ -104,12 +102,12 @@ PATCHES = (
     Patch(
         id="restricted-unpickle",
         replacements=(
-            Replacement(_LOAD, "bundle.wrappers.dist_checkpoint:data_only", optional=True, by_signature=True),
+            Replacement(_LOAD, "bundle.wrappers.checkpoints:data_only", optional=True, by_signature=True),
             Replacement(
-                _LOAD_METHOD, "bundle.wrappers.dist_checkpoint:data_only", optional=True, by_signature=True
+                _LOAD_METHOD, "bundle.wrappers.checkpoints:data_only", optional=True, by_signature=True
             ),
             Replacement(
-                _LOAD_OBJECTS, "bundle.wrappers.dist_checkpoint:data_only", optional=True, by_signature=True
+                _LOAD_OBJECTS, "bundle.wrappers.checkpoints:data_only", optional=True, by_signature=True
             ),
         ),
         why="Loading a checkpoint runs whatever code its common state holds.",

@@ -33,7 +33,7 @@ def _summed_by_sequence_alone(source: "Evidence") -> Presence:
 PATCHES = (
     Patch(
         id="gated-delta-norm-gradient",
-        replacements=(Replacement(_INIT, "bundle.wrappers.gated_delta:sum_output_norm", by_signature=True),),
+        replacements=(Replacement(_INIT, "bundle.wrappers.attention:sum_output_norm", by_signature=True),),
         why=(
             "Copies of one weight drift apart: under tensor without sequence parallelism the gradient of the "
             "gated delta net's output norm, which all heads share, is that of each rank's own heads."

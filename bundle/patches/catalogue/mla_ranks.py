@@ -77,9 +77,7 @@ PATCHES = (
     Patch(
         id="mla-rotary-key-gradient",
         replacements=(
-            Replacement(
-                f"{_ATTENTION}.__init__", "bundle.wrappers.mla_ranks:sum_rotary_key", by_signature=True
-            ),
+            Replacement(f"{_ATTENTION}.__init__", "bundle.wrappers.mla:sum_rotary_key", by_signature=True),
         ),
         why=(
             "Wrong gradients of the down projection and of all below it, another on each rank: under tensor "
@@ -97,7 +95,7 @@ PATCHES = (
         id="mla-query-norm-gradient",
         replacements=(
             Replacement(
-                f"{_ATTENTION}.__init__", "bundle.wrappers.mla_ranks:share_out_query_norm", by_signature=True
+                f"{_ATTENTION}.__init__", "bundle.wrappers.mla:share_out_query_norm", by_signature=True
             ),
         ),
         why=(

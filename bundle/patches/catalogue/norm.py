@@ -52,7 +52,7 @@ PATCHES = (
     Patch(
         id="cuda-norm-of-whole-weights",
         replacements=(
-            Replacement(_LINEAR, "bundle.wrappers.norm:count_whole_weights_once", by_signature=True),
+            Replacement(_LINEAR, "bundle.wrappers.gradients:count_whole_weights_once", by_signature=True),
         ),
         why=(
             "The gradient norm is too large, clipping too strong: the down projections of latent attention, "
@@ -71,7 +71,7 @@ PATCHES = (
     Patch(
         id="cuda-norm-of-expert-weights",
         replacements=(
-            Replacement(_GROUPED_LINEAR, "bundle.wrappers.norm:count_expert_weights", by_signature=True),
+            Replacement(_GROUPED_LINEAR, "bundle.wrappers.gradients:count_expert_weights", by_signature=True),
         ),
         why=(
             "The gradient norm is too small, clipping too weak: from Transformer Engine 2.13 on the weights "

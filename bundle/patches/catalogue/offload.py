@@ -74,7 +74,7 @@ def _copy_of_every_parameter(source: "Evidence") -> Presence:
 PATCHES = (
     Patch(
         id="offload-stale-weights",
-        replacements=(Replacement(_RELOAD, "bundle.wrappers.offload:every_copy", by_signature=True),),
+        replacements=(Replacement(_RELOAD, "bundle.wrappers.optimizer:every_copy", by_signature=True),),
         why=(
             "With the optimizer on the host, weights that were loaded without its state are overwritten by "
             "the first step with the random ones of the start: nobody fills the copies that it steps."
@@ -91,7 +91,7 @@ PATCHES = (
     Patch(
         id="offload-resume-fp32",
         replacements=(
-            Replacement(_NEW_STATE, "bundle.wrappers.offload:those_with_a_copy", by_signature=True),
+            Replacement(_NEW_STATE, "bundle.wrappers.optimizer:those_with_a_copy", by_signature=True),
         ),
         why=(
             "Loading the state of an optimizer on the host ends in a KeyError as soon as one of its "

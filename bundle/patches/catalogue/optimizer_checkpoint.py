@@ -15,7 +15,7 @@ _SHARDS = f"{_OPTIMIZER}.sharded_param_state_dp_reshardable"
 _LOAD = f"{_OPTIMIZER}.load_parameter_state_from_dp_reshardable"
 _SET = f"{_OPTIMIZER}._set_main_param_and_optimizer_states"
 _CHECKED = "megatron.core.dist_checkpointing.mapping:ShardedTensor.validate_metadata_integrity"
-_WRAPPERS = "bundle.wrappers.optimizer_checkpoint"
+_WRAPPERS = "bundle.wrappers.checkpoints"
 
 
 def _default_is_refused(source: "Evidence") -> Presence:

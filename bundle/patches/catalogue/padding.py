@@ -84,9 +84,7 @@ def _divided_by_other_tokens(source: "Evidence") -> Presence:
 PATCHES = (
     Patch(
         id="padding-mask-expert-bias",
-        replacements=(
-            Replacement(_BIAS, "bundle.wrappers.padding:one_mask_for_all_experts", by_signature=True),
-        ),
+        replacements=(Replacement(_BIAS, "bundle.wrappers.moe:one_mask_for_all_experts", by_signature=True),),
         why=(
             "A padding mask ends in a RuntimeError where routers have an expert bias, and leaves out experts "
             "instead of tokens if there are as many of one as of the other: [t, e] meets a mask [t]."
@@ -100,7 +98,7 @@ PATCHES = (
     ),
     Patch(
         id="padding-mask-own-count",
-        replacements=(Replacement(_REDUCE, "bundle.wrappers.padding:sum_of_a_copy", by_signature=True),),
+        replacements=(Replacement(_REDUCE, "bundle.wrappers.moe:sum_of_a_copy", by_signature=True),),
         why=(
             "With a padding mask the balancing gradient under a loss per token is tp x cp times what it is "
             "without: the sum over those ranks is taken in place, and read as the rank's own count of tokens."
@@ -118,8 +116,8 @@ PATCHES = (
     Patch(
         id="global-aux-loss-tokens",
         replacements=(
-            Replacement(_GLOBAL, "bundle.wrappers.padding:over_the_window", by_signature=True),
-            Replacement(_BALANCE, "bundle.wrappers.padding:counts_like_these_tokens"),
+            Replacement(_GLOBAL, "bundle.wrappers.moe:over_the_window", by_signature=True),
+            Replacement(_BALANCE, "bundle.wrappers.moe:counts_like_these_tokens"),
         ),
         why=(
             "The global balancing loss depends on how tokens are shared out among micro-batches, so on "

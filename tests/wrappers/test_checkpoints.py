@@ -8,7 +8,7 @@ from bundle.patches.decision import Action
 from bundle.patches.subject import named
 from bundle.patches.survey import survey
 from bundle.patches.table import load
-from bundle.wrappers import dist_checkpoint
+from bundle.wrappers import checkpoints
 from tests.environment.test_packages import install, stack
 
 PRODUCT = "dist-checkpoint-numpy-product"
@@ -29,7 +29,7 @@ def numpy_without_product() -> types.ModuleType:
 
 def test_numpy_gets_its_old_name_back_for_one_module_only():
     numpy = numpy_without_product()
-    older = dist_checkpoint.with_product(numpy)
+    older = checkpoints.with_product(numpy)
     assert older.product((3, 4)) == older.prod((3, 4)) == 12
     assert older.char == "found"
     with pytest.raises(AttributeError, match="has no attribute 'alltrue'"):
