@@ -10,7 +10,6 @@ What megatron bound by value at import keeps our objects after `uninstall`; they
 """
 
 import functools
-import importlib
 import logging
 import sys
 from collections.abc import Callable
@@ -101,7 +100,7 @@ def _replacements() -> dict[str, Any]:
 
 def _owner(target: str) -> tuple[Any, str]:
     module, _, name = target.partition(":")
-    return importlib.import_module(module), name
+    return sys.modules[module], name  # parts of torch, which has imported them
 
 
 def install() -> None:
@@ -123,7 +122,8 @@ def install() -> None:
             "of torch.cuda already; install the facade first"
         )
     # Dynamo (every optimizer imports it) copies torch.cuda's classes at import: let it see the real ones.
-    importlib.import_module("torch._dynamo")
+    from torch import _dynamo  # noqa: F401
+
     for seam in FACADE:
         owner, name = _owner(seam.target)
         _originals[seam.target] = getattr(owner, name)
