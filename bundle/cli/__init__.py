@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from bundle import __version__
+from bundle import __version__, log
 from bundle.cli import output
 from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, UsageError
 
@@ -70,6 +70,7 @@ def main() -> None:
     output.guard()
     try:
         try:
+            log.start()
             app(prog_name="mcore-bundle")
         finally:
             sys.stdout.flush()

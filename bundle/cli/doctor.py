@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from bundle.cli.options import JSON
+from bundle.cli.options import JSON, LogLevel
 from bundle.environment import facts, hardware, machine, packages
 from bundle.environment.doctor import examine
 from bundle.environment.facts import Finding, Level
@@ -20,6 +20,7 @@ def doctor(
         str, typer.Option(help=f"Examine for this backend: {', '.join(hardware.BACKENDS)}.")
     ] = "auto",
     as_json: JSON = False,
+    log_level: LogLevel = "",
 ) -> None:
     """Examine the machine and the installed packages; ends with 3 if something must be fixed first."""
     if backend not in hardware.BACKENDS:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from bundle import files
-from bundle.cli.options import JSON, AllowDrift, Mcore
+from bundle.cli.options import JSON, AllowDrift, LogLevel, Mcore
 from bundle.cli.patches_verify import verify
 from bundle.environment import packages, versions
 from bundle.patches import BACKENDS, Action, Decision
@@ -33,6 +33,7 @@ def plan(
     ] = None,
     allow_drift: AllowDrift = None,
     as_json: JSON = False,
+    log_level: LogLevel = "",
 ) -> None:
     """Decide about every patch; ends with 4 if the job needs one that cannot be applied."""
     if backend not in ("", *BACKENDS):

@@ -8,6 +8,7 @@ from pathlib import Path
 import typer
 
 from bundle.cli.arguments import job_words, rank_words
+from bundle.cli.options import LogLevel
 from bundle.environment import hardware
 from bundle.errors import ExitCode
 from bundle.launch import outcomes, torchrun
@@ -37,6 +38,7 @@ def plan(
     mcore: str = typer.Option("", metavar="VERSION|PATH", help="Instead of the installed megatron-core."),
     allow_drift: list[str] = typer.Option([], metavar="ID", help="Go on although this patch drifted."),
     as_json: bool = typer.Option(False, "--json", help="One JSON object instead of lines."),
+    log_level: LogLevel = "",
 ) -> None:
     """Plan a job: layout, memory, patches, traps, environment, command; ends with what would stop it."""
     if backend not in ("", *hardware.BACKENDS):

@@ -10,6 +10,7 @@ import typer
 from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.cli import output
 from bundle.cli.arguments import job_words, rank_words
+from bundle.cli.options import LogLevel
 from bundle.environment import hardware, machine, packages
 from bundle.environment.ascend import cann
 from bundle.environment.compatibility import package_findings
@@ -47,6 +48,7 @@ def train(
         torchrun.WAIT_SECONDS, min=1, metavar="SECONDS", help="How long a node waits for the others."
     ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print what would run on each node, and stop."),
+    log_level: LogLevel = "",
 ) -> None:
     """Train a recipe: pre-training or SFT. A stopped run goes on where its last checkpoint is."""
     if backend not in ("", *hardware.BACKENDS):

@@ -1,5 +1,6 @@
 """The corpus of a run: one rank of each node makes tokens of it, the others wait and map what it wrote."""
 
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ from bundle.distributed.together import on_all_ranks
 from bundle.distributed.watchdog import PATIENCE_SECONDS, Watchdog
 from bundle.errors import EnvironmentUnfit
 from bundle.recipe import Recipe
+
+_log = logging.getLogger(__name__)
 
 # A reader that says nothing for so long hangs: one document may be as large as a file.
 PATIENCE = PATIENCE_SECONDS
@@ -68,8 +71,8 @@ def prepared(recipe: Recipe, directory: Path, dog: Watchdog) -> Corpus:
     if found:
         raise EnvironmentUnfit("the ranks have different data; give every node the same files", found)
     (corpus,) = corpora
-    if corpus.skipped and dist.get_rank() == 0:
-        print(_told(corpus), flush=True)
+    if corpus.skipped:
+        _log.info(_told(corpus))
     return corpus
 
 
@@ -106,8 +109,8 @@ def _progress(dog: Watchdog, readers: _Readers) -> Callable[[int], None]:
         dog.beat("reading the data")
         readers.read(tokens - told)
         told, said = tokens, now
-        if dist.get_rank() == 0 and now - shown >= LINE_SECONDS:
-            print(f"reading the data: {tokens:,} tokens", flush=True)
+        if now - shown >= LINE_SECONDS:
+            _log.info("reading the data: %s tokens", f"{tokens:,}")
             shown = now
 
     return progress

@@ -3,6 +3,7 @@
 A vendor's tool is asked within limits: a driver in trouble keeps its tool silent for minutes, or talking.
 """
 
+import logging
 import os
 import re
 import selectors
@@ -16,6 +17,8 @@ from pathlib import Path
 
 from bundle import files
 from bundle.environment.facts import Fact
+
+_log = logging.getLogger(__name__)
 
 Run = Callable[[Sequence[str]], Fact[str]]
 
@@ -59,7 +62,7 @@ def local() -> Machine:
 
 def run_command(command: Sequence[str]) -> Fact[str]:
     """The command's output, or why there is none: missing, failed, no end of words, or no answer in time."""
-    shown = " ".join(command)
+    shown, begun = " ".join(command), time.monotonic()
     try:
         process = subprocess.Popen(
             command,
@@ -74,7 +77,7 @@ def run_command(command: Sequence[str]) -> Fact[str]:
     except OSError as error:
         return Fact(None, f"`{shown}`: {error}")
     try:
-        out, err = _hear(process, time.monotonic() + SECONDS)
+        out, err = _hear(process, begun + SECONDS)
         status = process.wait(SECONDS)
     except (TimeoutError, subprocess.TimeoutExpired):
         return Fact(None, f"`{shown}` timed out after {SECONDS:g} seconds")
@@ -82,6 +85,7 @@ def run_command(command: Sequence[str]) -> Fact[str]:
         return Fact(None, f"`{shown}` said more than {MOST_BYTES} bytes")
     finally:
         _end(process)
+        _log.debug("`%s` was asked: %.2f seconds", shown, time.monotonic() - begun)
     if status:
         said = (err or out).strip().splitlines()
         return Fact(None, f"`{shown}` ended with {status}: {said[0][:500] if said else 'it said nothing'}")

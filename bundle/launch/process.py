@@ -1,6 +1,7 @@
 """Runs a launch on this node and ends it with one of our exit codes; nothing it started outlives it."""
 
 import ctypes
+import logging
 import os
 import signal
 import subprocess
@@ -16,6 +17,8 @@ from bundle.environment.host import memory_kills
 from bundle.errors import BundleError, EnvironmentUnfit, ExitCode
 from bundle.launch import outcomes, torchrun
 from bundle.launch.rendezvous import Rendezvous
+
+_log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 # The terminal went away or an orchestrator wants the node back: both are a request to save and stop.
@@ -62,7 +65,7 @@ class Waiting:
     def look(self) -> None:
         """Says on stderr what is waited for; every time after twice the time before."""
         if not self.over and self._seconds > self._next_word:
-            print(f"mcore-bundle: {self}", file=sys.stderr, flush=True)
+            _log.info("%s", self)
             self._next_word *= 2
 
     def __str__(self) -> str:
@@ -211,7 +214,7 @@ def _request(folder: Path) -> None:
     try:
         (folder / outcomes.STOP).touch()
     except OSError as error:
-        print(f"cannot leave a request for ranks that are still starting: {error}", file=sys.stderr)
+        _log.warning("cannot leave a request for ranks that are still starting: %s", error)
     for outcome in outcomes.read(folder):
         if outcome.code is None:
             _send(outcome.pid, signal.SIGTERM)

@@ -1,5 +1,6 @@
 """A rank's work once megatron may be imported: groups, data, engine, checkpoint, and the loop."""
 
+import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -31,6 +32,8 @@ from bundle.training import loop
 from bundle.training.batches import Batches
 from bundle.training.job import Job
 from bundle.training.progress import Progress
+
+_log = logging.getLogger(__name__)
 
 
 def run(
@@ -94,7 +97,7 @@ def _begin(job: Job, plan: Mapping[str, Any], versions: Mapping[str, Any]) -> bo
     if not goes_on:
         directory.write_start(recipe, plan, versions, job.start_from)
     elif directory.finished(recipe):
-        print(directory.nothing_left(), flush=True)
+        _log.info(directory.nothing_left())
         return None
     else:
         directory.write_again(recipe, plan, versions)
@@ -141,8 +144,9 @@ def _restore(
         changes = data.changed(saved.metrics.get("data", {}), identity)
         raise UsageError(f"{loaded.directory.name} was trained on other data", changes)
     engine.restore_losses(saved.metrics["losses"])
-    if dist.get_rank() == 0:
-        print("\n".join([*loaded.notes, f"goes on after step {saved.step}"]), flush=True)
+    for note in loaded.notes:
+        _log.info(note)
+    _log.info("goes on after step %d", saved.step)
     carried = saved.metrics
     losses = carried["reported"] and Losses(**carried["reported"])
     return Progress(
@@ -181,7 +185,7 @@ def _conclude(directory: RunDirectory, progress: Progress, corpus: data.Corpus) 
     left_out = f"; {skipped} of {progress.step} updates were skipped" if skipped else ""
     entropy = corpus.bigram_entropy
     pairs = f"; the text's bigram entropy is {entropy:.2f}" if entropy is not None else ""
-    print(f"finished: loss {losses.main:.4f}{depths} nats per token{left_out}{pairs}", flush=True)
+    _log.info("finished: loss %.4f%s nats per token%s%s", losses.main, depths, left_out, pairs)
     result = {
         "step": progress.step,
         "skipped_updates": skipped,

@@ -3,6 +3,7 @@
 from datetime import timedelta
 from pathlib import Path
 
+from bundle import log
 from bundle.digest import of_json
 from bundle.distributed import watchdog, world
 from bundle.distributed.agreement import agree
@@ -34,6 +35,7 @@ def work(job: Job, rendezvous: Rendezvous, backend: str | None, allow_drift: tup
         made.refuse()
         _train(job, made, rendezvous, rank, local_rank, size)
 
+    log.start(rank)
     process.die_with_parent()
     watchdog.show_stacks_on_request()
     return outcomes.report(rank, local_rank, body)

@@ -1,0 +1,58 @@
+"""What a process tells while it works: Python's logging, below `bundle`, with time, level and rank.
+
+A module writes `_log = logging.getLogger(__name__)`. Who uses the package as a library configures that
+logger, or none; the command line and every rank call `start`.
+"""
+
+import logging
+import os
+import sys
+
+from bundle.errors import UsageError
+
+LEVELS = ("debug", "info", "warning", "error")
+# How a level reaches the ranks that a command starts; a person may set it as well.
+VARIABLE = "MCORE_BUNDLE_LOG_LEVEL"
+DEFAULT = "info"
+
+
+class _Lines(logging.Handler):
+    """Prints on the stream of this moment: a progress bar puts another in its place while it is shown."""
+
+    def __init__(self, rank: int | None) -> None:
+        super().__init__()
+        who = "mcore-bundle" if rank is None else f"rank {rank}"
+        self.setFormatter(
+            logging.Formatter(f"%(asctime)s %(levelname)s {who}: %(message)s", "%Y-%m-%d %H:%M:%S")
+        )
+        self._rank = rank
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # Of a rank, stdout is what the launcher shows; a command's own stdout is for what it was asked for.
+        print(self.format(record), file=sys.stderr if self._rank is None else sys.stdout, flush=True)
+
+
+def start(rank: int | None = None) -> None:
+    """Has this process tell what it does, from the chosen level on; ranks other than 0 only what is wrong.
+
+    With `debug` all ranks tell everything. Raises UsageError where the environment names no level.
+    """
+    level = _number(os.environ.get(VARIABLE, DEFAULT), VARIABLE)
+    logger = logging.getLogger("bundle")
+    logger.handlers = [_Lines(rank)]
+    logger.propagate = False
+    quiet = rank not in (None, 0) and level > logging.DEBUG
+    logger.setLevel(max(level, logging.WARNING) if quiet else level)
+
+
+def choose(level: str) -> None:
+    """Has this process and the ranks that it starts tell from `level` on. Raises UsageError."""
+    _number(level, "--log-level")
+    os.environ[VARIABLE] = level
+    start()
+
+
+def _number(level: str, said_by: str) -> int:
+    if level not in LEVELS:
+        raise UsageError(f"{said_by}: {level[:40]!r} is none of {', '.join(LEVELS)}")
+    return int(logging.getLevelName(level.upper()))
