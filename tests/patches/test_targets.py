@@ -72,7 +72,7 @@ OTHERS = ("0.13.1", "0.14.0", "0.15.3", "0.17.0", "0.17.1", "0.18.2")
 )
 def test_every_target_is_wrapped_and_comes_back(version: str, release: Release):
     if find_spec("torch") is None:
-        pytest.skip("there is no torch here")
+        pytest.skip("could not import 'torch': it is not installed")
     paths = [str(Path.cwd()), str(release(version))]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TORCHDYNAMO_DISABLE": "1"}
     command = [sys.executable, "-c", SCRIPT]

@@ -20,7 +20,7 @@ PATCHES = ("cuda-norm-of-whole-weights", "cuda-norm-of-expert-weights")
 def marks(tree: Path, *ids: str) -> dict[str, object]:
     """What `tests.wrappers.marks` finds in a release."""
     if find_spec("torch") is None:
-        pytest.skip("there is no torch here")
+        pytest.skip("could not import 'torch': it is not installed")
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path.cwd()), str(tree)])}
     command = [sys.executable, "-m", "tests.wrappers.marks", *ids]
     ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
