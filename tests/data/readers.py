@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from bundle import log
 from bundle.data import corpus, preparation, tokenization
 from bundle.distributed import world
 from bundle.distributed.watchdog import Watchdog
@@ -37,6 +38,7 @@ def slowly(written, seconds):
 def main() -> None:
     case, me, minute = sys.argv[1], discover(os.environ), timedelta(seconds=60)
     assert me.rank is not None and me.local_rank is not None
+    log.start(me.rank)
     world.initialize(me, world.open_store(me, minute), "gloo", minute, torch.device("cpu"))
     written: list[Path] = []
     limit = 60.0

@@ -32,7 +32,7 @@ def test_one_rank_of_a_node_makes_tokens_all_have_them_and_skipped_rows_are_told
         (tokens, first), (others, second) = said(rows)
         assert tokens == others and (first, second) == (writes, "wrote 0")
         told, *reasons = out.splitlines()
-        assert told == "the data has 1,500 corrupt rows or files, which are skipped"
+        assert told.endswith("INFO rank 0: the data has 1,500 corrupt rows or files, which are skipped")
         assert [line.split(": not JSON")[0] for line in reasons] == [
             *(f"  - rows.jsonl:{line}" for line in (81, 82, 83)),
             "  - and 1,497 more",
