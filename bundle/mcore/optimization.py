@@ -103,7 +103,7 @@ def schedule(recipe: Recipe, of: MegatronOptimizer) -> OptimizerParamScheduler:
 
     Megatron counts the steps that were taken: before the first one it would have a rate of 0, and before the
     last not yet the lowest. Here step n of a warm-up takes n parts of the highest rate, and the last step of
-    the run takes the lowest.
+    the run takes the lowest. An inverse square root is megatron's, of the steps that were taken.
     """
     options = recipe.optimizer
     before_highest = max(0, options.warmup_steps - 1)
@@ -115,6 +115,8 @@ def schedule(recipe: Recipe, of: MegatronOptimizer) -> OptimizerParamScheduler:
         lr_warmup_steps=before_highest,
         lr_decay_steps=max(recipe.train.steps - 1, before_highest + 1),
         lr_decay_style=options.schedule,
+        wsd_decay_steps=options.wsd_decay_steps,
+        lr_wsd_decay_style=options.wsd_decay_style or "exponential",
         start_wd=options.weight_decay,
         end_wd=options.weight_decay,
         wd_incr_steps=recipe.train.steps,

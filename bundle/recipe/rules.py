@@ -183,6 +183,7 @@ def _training(recipe: Recipe) -> Iterator[Violation]:
             f"{optimizer.warmup_steps} leaves nothing of {train.steps} steps: shorten the warm-up as well, "
             f"such as --set optimizer.warmup_steps={train.steps // 10}",
         )
+    yield from _wsd(recipe)
     if not all(0 <= beta < 1 for beta in optimizer.betas):
         yield "optimizer.betas", f"{list(optimizer.betas)}: both must be at least 0 and below 1"
     if distributed.overlap_param_gather and not distributed.overlap_grad_reduce:
@@ -205,3 +206,17 @@ def _profile(recipe: Recipe) -> Iterator[Violation]:
     first, last = recipe.profile.steps
     if not first <= last <= recipe.train.steps:
         yield "profile.steps", f"[{first}, {last}] is no stretch of the steps 1 to {recipe.train.steps}"
+
+
+def _wsd(recipe: Recipe) -> Iterator[Violation]:
+    optimizer, steps = recipe.optimizer, recipe.train.steps
+    decay = optimizer.wsd_decay_steps
+    if optimizer.schedule != "WSD":
+        for key, value in (("wsd_decay_steps", decay), ("wsd_decay_style", optimizer.wsd_decay_style)):
+            if value is not None:
+                yield f"optimizer.{key}", "belongs to schedule WSD"
+    elif decay is None:
+        yield "optimizer.wsd_decay_steps", "WSD falls in its last steps: say in how many"
+    elif optimizer.warmup_steps + decay > steps:
+        warm = optimizer.warmup_steps
+        yield "optimizer.wsd_decay_steps", f"{decay} and {warm} of the warm-up are more than {steps} steps"

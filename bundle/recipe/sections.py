@@ -211,12 +211,21 @@ class Optimizer(Section):
 
     name: Literal["adam"] = Field(default="adam", description="The algorithm.")
     lr: Positive = Field(default=1e-3, description="Highest learning rate.")
-    min_lr: NotNegative = Field(default=0.0, description="Learning rate at the last step.")
+    min_lr: NotNegative = Field(
+        default=0.0,
+        description="Learning rate at the last step; inverse-square-root: below which it does not fall.",
+    )
     warmup_steps: CountOrZero = Field(
         default=0, description="Steps until the highest learning rate, in equal parts."
     )
-    schedule: Literal["cosine", "linear", "constant"] = Field(
-        default="cosine", description="How the learning rate falls after the warm-up."
+    schedule: Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"] = Field(
+        default="cosine",
+        description="How the learning rate falls after the warm-up, by megatron-core's names; WSD: it stays,"
+        " and falls in the last wsd_decay_steps.",
+    )
+    wsd_decay_steps: Count | None = Field(default=None, description="WSD: the steps in which it falls.")
+    wsd_decay_style: Literal["linear", "cosine", "exponential"] | None = Field(
+        default=None, description="WSD: how it falls; null: exponential, as in megatron-core."
     )
     weight_decay: NotNegative = Field(default=0.1, description="Decoupled weight decay.")
     betas: Pair = Field(default=(0.9, 0.95), description="Decay of the two moments.")

@@ -69,5 +69,33 @@ def test_constant():
     assert rates(4, warmup_steps=2, schedule="constant") == pytest.approx([0.2, 0.4, 0.4, 0.4])
 
 
+def test_inverse_square_root_falls_from_the_end_of_the_warm_up_but_not_below_the_lowest():
+    seen = rates(30, warmup_steps=2, schedule="inverse-square-root")
+    wanted = [max(0.1, 0.4 / math.sqrt(max(1, taken))) for taken in range(30)]
+    assert seen == pytest.approx([0.2, *wanted[1:]])
+    assert seen[16:] == pytest.approx([0.1] * 14)
+
+
+FALLEN = {  # megatron's own names -> what is left of the way down, by the part of the decay that is done
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: math.cos(math.pi * done / 2) ** 2,
+    "exponential": lambda done: 2 ** (1 - done) - 1,
+}
+
+
+@pytest.mark.parametrize("resumed_at", [None, 6])
+@pytest.mark.parametrize("style", [*FALLEN, None])
+def test_wsd_is_stable_until_its_last_steps(style, resumed_at):
+    given = {} if style is None else {"wsd_decay_style": style}
+    seen = rates(9, resumed_at, warmup_steps=2, schedule="WSD", wsd_decay_steps=4, **given)
+    left = [FALLEN[style or "exponential"](done / 4) for done in (1, 2, 3, 4)]
+    assert seen == pytest.approx([0.2, 0.4, 0.4, 0.4, 0.4, *(0.1 + 0.3 * part for part in left)])
+
+
+def test_wsd_may_fall_from_the_first_step_after_the_warm_up():
+    seen = rates(5, warmup_steps=1, schedule="WSD", wsd_decay_steps=4, wsd_decay_style="linear")
+    assert seen == pytest.approx([0.4, 0.325, 0.25, 0.175, 0.1])
+
+
 def test_a_single_step_learns():
     assert rates(1, warmup_steps=0, schedule="linear") == pytest.approx([0.4])
