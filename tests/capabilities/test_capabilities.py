@@ -5,9 +5,21 @@ from typing import Any
 import pytest
 
 from bundle.capabilities import ASCEND, CPU, CUDA, Capabilities
+from bundle.environment.hardware import NAMES, preset
 from bundle.fp8 import SCALINGS
 
 BACKENDS = (CPU, CUDA, ASCEND)
+
+
+@pytest.mark.parametrize("named", [name for name in NAMES if preset(name).backend == "cuda"])
+def test_the_rate_of_every_gpu_that_can_be_named_is_known(named):
+    peak = CUDA.peak(preset(named).devices[0].name)
+    assert peak is not None and 1e14 < peak.bf16 < 1e16 and peak.source
+
+
+@pytest.mark.parametrize("device", ["NVIDIA H200 NVL", "NVIDIA H100 PCIe", "NVIDIA", ""])
+def test_the_rate_of_a_device_of_another_name_is_not_guessed(device):
+    assert CUDA.peak(device) is None and CPU.peak(device) is None
 
 
 def refusal(backend: Capabilities, scaling: Any, format: Any, generation: str | None) -> str:
