@@ -63,8 +63,6 @@ def marked(batch: Batch, tokenizer: Tokenizer) -> str:
     ids.append(int(batch.labels[0, -1]))
     learned.append(bool(batch.loss_mask[0, -1] > 0))
     ends = np.cumsum(batch.lengths).tolist() if batch.lengths else [len(ids)]
-    if batch.lengths is not None:  # the last label belongs to no sequence
-        ids.pop(), learned.pop()
     texts, begin = [], 0
     for end in ends:
         texts.append(_text(ids[begin:end], learned[begin:end], tokenizer))

@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from bundle.data import prepare
+from bundle.data import Loader, prepare
 from bundle.data.inspection import first_samples, inspect, marked
 from bundle.data.samples import Batch
 from bundle.data.tokenizers import Bytes
@@ -49,6 +49,14 @@ def test_what_is_learned_stands_in_brackets(tmp_path, packed):
         assert shown == [f"{two}\n\n{one}"] * 2
     else:
         assert sorted(shown) == sorted([two, one])
+
+
+def test_the_samples_are_those_of_step_1(tmp_path):
+    many = [[("q", f"answer {number}")] for number in range(40)]
+    recipe = job(rows(tmp_path / "chat.jsonl", *many), "train.global_batch_size=8")
+    corpus = prepare(recipe, tmp_path / "data")
+    step = [marked(batch, corpus.tokenizer) for batch in Loader(recipe, corpus, 0, 1).training(0)]
+    assert first_samples(recipe, corpus, 5) == step[:5] and len(set(step)) == 8
 
 
 def test_running_text_is_learned_but_for_its_first_token():
