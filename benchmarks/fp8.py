@@ -16,11 +16,15 @@ from typing import Any, get_args, get_type_hints
 import torch
 from torch import Tensor
 
+from bundle.backends.cuda import libraries
+from bundle.capabilities import CUDA
+from bundle.recipe.model import FP8
+
+if torch.cuda.is_available():
+    libraries.load()  # before megatron is imported, as in a job
 from bundle.backends.cpu.fp8 import product
 from bundle.backends.cpu.scaling import E4M3, E5M2, Phase, operands
-from bundle.capabilities import CUDA
 from bundle.mcore import context
-from bundle.recipe.model import FP8
 
 TOKENS, INPUTS, OUTPUTS = 528, 1040, 784
 # Delayed scales are those of the calls before: three steps of two micro-batches, of growing operands. Weights
@@ -167,9 +171,6 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("There is no GPU here: not run.")
         return 0
-    from bundle.backends.cuda import libraries
-
-    libraries.load()
     generation = ".".join(map(str, torch.cuda.get_device_capability()))
     reference, wrong = exact(dtype), 0
     print(f"| {'scaling':<10} | {'format':<6} | {'product':<15} | ours - TE | ours - exact | TE - exact |")

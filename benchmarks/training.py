@@ -164,7 +164,7 @@ def report(blocks: list[tuple[float, float]], steps: int) -> dict[str, float]:
 def bound(count: int) -> int:
     """The index in the sorted sample that lies below the median of its distribution with 95 % confidence."""
     chances = accumulate(math.comb(count, below) / 2**count for below in range(count))
-    return sum(chance <= 0.05 for chance in chances) - 1
+    return sum(1 for chance in chances if chance <= 0.05) - 1
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def one(case: Case, backend: str, results: Path) -> Run | None:
     """The run of one case on one backend; None when it failed, with the end of what its ranks wrote."""
     name = case.named(backend)
     try:
-        variables = plan_of(case, backend).plan.environment
+        variables = plan_of(case, backend).environment
     except BundleError as error:
         print(f"FAILED {name}: {error}", flush=True)
         return None
