@@ -67,7 +67,9 @@ PRESENT: dict[str, Criterion] = {
     ),
     "mtp-loss-context-parallel-normalisation": _RATIO,
     "mtp-zero-layers": _has(_GPT, r"if self\.config\.mtp_num_layers is not None:"),
-    "mtp-without-labels": _lacks(_GPT, "mtp_labels"),
+    "mtp-without-labels": _lacks(
+        _GPT, r"if (mtp_in_postprocess|self\.mtp_process) and (mtp_kwargs|mtp_labels|labels)\b"
+    ),
     "mtp-packed-full-recompute": _all(
         _has(_PREDICTION, r"def _checkpointed_forward\(self, forward_func, \*args, \*\*kwargs\)"),
         _lacks(_PREDICTION, r"is_tensor\(arg\)"),
