@@ -97,3 +97,4 @@ class Trap:
     instead: str  # what to change
     backends: tuple[str, ...] = BACKENDS
     unless: frozenset[str] = frozenset()  # features of which any one avoids it
+    unshown: str = ""  # what showing it would take, where no test does

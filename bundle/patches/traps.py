@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from bundle.patches.catalogue import gated_delta, mla_ranks, mtp
 from bundle.patches.entry import MEGATRONS_BALANCING, Presence, Trap
+from bundle.patches.unshown import UNSHOWN
 
 if TYPE_CHECKING:
     from bundle.patches.definitions import Evidence
@@ -268,4 +269,5 @@ TRAPS = (
         cause="GatedDeltaNet.forward raises NotImplementedError for any packed_seq_params; #2645 in 0.18.0",
         instead="Set data.packed to false, or use megatron-core 0.18 or later.",
     ),
+    *UNSHOWN,
 )

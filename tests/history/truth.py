@@ -19,6 +19,8 @@ _TE = "extensions.transformer_engine"
 _ROUTER = f"{_MOE}.router"
 _DISTRIBUTED = "optimizer.distrib_optimizer"
 _LANGUAGE = "models.common.language_module.language_module"
+_LLAVA = "models.multimodal.llava_model"
+_FSDP = "distributed.fsdp.mcore_fsdp_adapter"
 _ROPE = "models.common.embeddings"
 
 
@@ -177,4 +179,21 @@ PRESENT: dict[str, Criterion] = {
     "balancing-of-packs": _lacks(_ROUTER, "cu_seqlens"),
     "balancing-of-padding": _lacks(_ROUTER, "padding_mask"),
     "overlap-tied-mtp": _lacks("distributed.param_and_grad_buffer", "golden_per_param_grad_ready_counts"),
+    "mtp-recompute-fp8": _has(_PREDICTION, r"te_checkpoint\([\s\S]{0,300}?\*\*kwargs"),
+    "mtp-recompute-groups": _has(
+        _PREDICTION, r"te_checkpoint\([\s\S]{0,300}?parallel_state\.get_tensor_model_parallel_group\(\)"
+    ),
+    "padding-mask-stages": _has(
+        _GPT, r"self\.pre_process:\s+if padding_mask is not None:[\s\S]{0,2000}?scatter_to_sequence_parallel"
+    ),
+    "llava-groups": _all(
+        _has(_LLAVA, r"def __init__\([^)]*(pg_collection|model_comm_pgs)"),
+        _has(_LLAVA, r"scatter_to_sequence_parallel_region\(\s*combined_embeddings\s*\)"),
+    ),
+    "fsdp-checkpoint-stages": _has(
+        _FSDP, r"self\.module\.state_dict_for_save_checkpoint = self\.module\.state_dict\n"
+    ),
+    "mxfp8-gather-of-experts": _all(
+        _has(_DISTRIBUTED, "def _copy_main_params_to_param_buffer"), _lacks(_DISTRIBUTED, "_defer_param_sync")
+    ),
 }

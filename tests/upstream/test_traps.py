@@ -95,8 +95,8 @@ def _check(case: Case, version: str, tree: Path | None) -> None:
         assert all(one.gap is not None and one.gap <= AGREES for one in seen), seen
 
 
-def test_every_trap_has_an_experiment():
-    assert {trap.id for trap in TRAPS} == {case.trap for case in CASES if case.trap}
+def test_every_trap_has_an_experiment_or_says_what_one_would_take():
+    assert {trap.id for trap in TRAPS if not trap.unshown} == {case.trap for case in CASES if case.trap}
 
 
 @pytest.mark.world
