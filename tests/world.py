@@ -18,9 +18,8 @@ from types import TracebackType
 from typing import TypeVar
 
 from bundle.patches.plan import PatchPlan
-from bundle.verification.observing import observe
-from bundle.verification.orders import Order
-from bundle.verification.result import Observation
+from bundle.verification.check import Observation
+from bundle.verification.observing import Order, observe
 
 ROOT = Path(__file__).parents[1]
 RANK, SIZE, STORE = "TEST_WORLD_RANK", "TEST_WORLD_SIZE", "TEST_WORLD_STORE"

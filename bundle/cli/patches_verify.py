@@ -26,11 +26,13 @@ def verify(
     if backend not in hardware.BACKENDS:
         raise typer.BadParameter(f"choose one of {', '.join(hardware.BACKENDS)}", param_hint="--backend")
     found = hardware.detect(backend)
-    results = run(found.backend, ids or (), devices=len(found.devices) or None)
+    results = []
+    for result in run(found.backend, ids or (), devices=len(found.devices) or None):
+        results.append(result)
+        if not as_json:
+            print(f"{result.status:<19}{result.patch:<42}{result.reason}", flush=True)
     if as_json:
         rows = [result.as_json() for result in results]
         print(json.dumps({"schema": 1, "backend": found.backend, "results": rows}, indent=2))
-    else:
-        print("\n".join(f"{result.status:<19}{result.patch:<42}{result.reason}" for result in results))
     if any(result.status is Status.FAILED for result in results):
         raise typer.Exit(int(ExitCode.PATCHES))

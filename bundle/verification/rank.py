@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bundle import backends
-from bundle.verification.orders import Order, answer, read_orders
-from bundle.verification.result import Observation
+from bundle.verification.check import Observation
+from bundle.verification.observing import Order, answer, read_orders
 
 
 def main(rank: int, processes: int, directory: Path, backend: str) -> None:

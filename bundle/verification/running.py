@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from bundle.backends import Runtime
 from bundle.patches import applying
-from bundle.verification.bench import Bench, NotProvable
-from bundle.verification.orders import Order, read_plan, scratch
-from bundle.verification.result import Observation
+from bundle.verification.check import Observation
+from bundle.verification.numbers import Bench, NotProvable
+from bundle.verification.observing import Order, read_plan, scratch
 
 _COLLECTIVES = 20  # seconds until a rank gives up on another one
 

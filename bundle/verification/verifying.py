@@ -1,7 +1,8 @@
 """Runs the check of each patch and judges it."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from bundle.environment import packages
@@ -11,16 +12,14 @@ from bundle.patches.catalogue import PATCHES
 from bundle.patches.subject import installed, named
 from bundle.patches.survey import Survey, survey
 from bundle.patches.table import load
-from bundle.verification.check import CHECKS, Check
-from bundle.verification.observing import observe
-from bundle.verification.orders import Order
-from bundle.verification.result import Result, Status, judge
+from bundle.verification.check import CHECKS, Check, Observation, Result, Status, judge
+from bundle.verification.observing import Order, observed
 
 
 def verify(
     backend: str, ids: Collection[str] = (), *, tree: Path | None = None, devices: int | None = None
-) -> list[Result]:
-    """Whether patches are proven on this machine: those named, or all that this megatron needs.
+) -> Iterator[Result]:
+    """Whether patches are proven on this machine, each as soon as it is known: those named, or all needed.
 
     `tree`: the directory that holds `megatron`; None for the one that is importable. `devices`: how many
     ranks there may be; None for any number. Raises UsageError for unknown ids, EnvironmentUnfit where there
@@ -44,10 +43,8 @@ def verify(
         for patch in asked
         if devices is not None and CHECKS[patch.id].world > devices
     }
-    proven = _proven([patch for patch in asked if patch.id not in impossible], found, backend)
-    return [
-        proven.get(patch.id) or Result(patch.id, Status.NOT_PROVABLE, impossible[patch.id]) for patch in asked
-    ]
+    unproven = (Result(patch, Status.NOT_PROVABLE, why) for patch, why in impossible.items())
+    return chain(unproven, _proven([patch for patch in asked if patch.id not in impossible], found, backend))
 
 
 def decide(backend: str, tree: Path | None = None, requested: Collection[str] | None = None) -> Survey:
@@ -69,7 +66,7 @@ def everything(found: Survey) -> plan.PatchPlan:
     return plan.make(replace(found, decisions=found.applied))
 
 
-def _proven(patches: Sequence[Patch], found: Survey, backend: str) -> dict[str, Result]:
+def _proven(patches: Sequence[Patch], found: Survey, backend: str) -> Iterator[Result]:
     standing = needed(found)
     # Checks of several ranks come first, while no process is ahead of another one.
     checked = sorted(((p, CHECKS[p.id]) for p in patches), key=lambda pair: -pair[1].world)
@@ -78,11 +75,13 @@ def _proven(patches: Sequence[Patch], found: Survey, backend: str) -> dict[str, 
         base = _base(patch, check, standing, backend)
         for applied in (base, (*base, patch.id)):
             orders.append(Order(len(orders), check.measurement, check.world, check.seconds, applied))
-    seen = observe(orders, everything(found), backend=backend, root=found.subject.root)
-    return {
-        patch.id: judge(patch.id, check, seen[2 * index], seen[2 * index + 1])
-        for index, (patch, check) in enumerate(checked)
-    }
+    seen: dict[int, list[Observation]] = {}
+    for order, answers in observed(orders, everything(found), backend=backend, root=found.subject.root):
+        seen[order.number] = answers
+        index = order.number // 2
+        if {2 * index, 2 * index + 1} <= seen.keys():
+            patch, check = checked[index]
+            yield judge(patch.id, check, seen[2 * index], seen[2 * index + 1])
 
 
 def _base(patch: Patch, check: Check, standing: Sequence[Patch], backend: str) -> tuple[str, ...]:

@@ -2,9 +2,7 @@
 
 import torch
 
-from bundle.verification.bench import Bench
-from bundle.verification.numbers import Numbers, gap, worst
-from bundle.verification.tiny import DENSE
+from bundle.verification.numbers import DENSE, Bench, Numbers, gap, worst
 from tests.engine.experiments import EVEN, engine, gradients, micro_batches, recipe
 from tests.engine.reference import computed, texts
 

@@ -16,9 +16,7 @@ from bundle.models import naming
 from bundle.recipe import Recipe, from_mapping
 from bundle.recipe.alignment import Alignment, Layout
 from bundle.sequences.packing import Packing
-from bundle.verification.bench import Bench
-from bundle.verification.numbers import Numbers, gap
-from bundle.verification.tiny import DENSE, EXPERTS, LATENT
+from bundle.verification.numbers import DENSE, EXPERTS, LATENT, Bench, Numbers, gap
 from tests.engine.balanced import Balance
 from tests.engine.cells import AGREES, GROUPS, Cell
 from tests.engine.reference import computed, texts

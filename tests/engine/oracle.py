@@ -11,8 +11,7 @@ from bundle.environment import versions
 from bundle.models import naming
 from bundle.models.naming import Named
 from bundle.recipe import Recipe, from_mapping
-from bundle.verification.bench import Bench
-from bundle.verification.numbers import Numbers, gap
+from bundle.verification.numbers import Bench, Numbers, gap
 from tests.engine.cells import AGREES_WITH_DOUBLES
 from tests.engine.experiments import UNEVEN, engine, gradients, micro_batches, scored
 from tests.reference import experts, model

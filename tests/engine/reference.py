@@ -4,9 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from bundle.models import naming
-from bundle.verification.bench import Bench
-from bundle.verification.numbers import Numbers
-from bundle.verification.tiny import VOCABULARY, chunk
+from bundle.verification.numbers import VOCABULARY, Bench, Numbers, chunk
 from tests.engine.balanced import Balance, hear, term
 from tests.reference import losses
 from tests.reference.texts import Text

@@ -11,9 +11,7 @@ import torch.distributed as dist
 from bundle.engine import Engine
 from bundle.mcore import routers
 from bundle.recipe import from_mapping
-from bundle.verification.bench import Bench
-from bundle.verification.numbers import worst
-from bundle.verification.tiny import chunk
+from bundle.verification.numbers import Bench, chunk, worst
 from tests.engine.balanced import hear
 from tests.engine.experiments import MODELS, UNEVEN, engine, micro_batches, recipe
 from tests.engine.reference import texts

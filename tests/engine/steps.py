@@ -11,9 +11,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from bundle.engine.scores import score
 from bundle.recipe import Recipe, from_mapping
-from bundle.verification.bench import Bench
-from bundle.verification.numbers import worst
-from bundle.verification.tiny import DENSE
+from bundle.verification.numbers import DENSE, Bench, worst
 from tests.engine.experiments import EVEN, MODELS, engine, gradients, micro_batches, recipe
 from tests.engine.reference import texts
 

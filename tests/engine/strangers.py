@@ -7,8 +7,7 @@ import torch
 
 from bundle.engine import Engine
 from bundle.engine.microbatch import from_rows
-from bundle.verification.bench import Bench
-from bundle.verification.tiny import DENSE
+from bundle.verification.numbers import DENSE, Bench
 from tests.engine.experiments import engine, recipe
 
 ROWS, LENGTH = 2, 16

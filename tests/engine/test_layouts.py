@@ -5,8 +5,8 @@ import pytest
 from bundle.environment import versions
 from bundle.patches.catalogue import PATCHES
 from bundle.patches.entry import LEFT_TO_MEGATRON
-from bundle.verification.orders import Order
-from bundle.verification.result import Observation
+from bundle.verification.check import Observation
+from bundle.verification.observing import Order
 from bundle.verification.verifying import decide, everything
 from tests.engine.cells import AGREES, GROUPS
 from tests.world import Core

@@ -7,8 +7,7 @@ import torch.distributed as dist
 
 from bundle.engine import MicroBatch, Scores
 from bundle.mcore.mtp import clear_logged_losses, logged_losses
-from bundle.verification.bench import Bench
-from bundle.verification.tiny import DENSE
+from bundle.verification.numbers import DENSE, Bench
 from tests.engine.experiments import EVEN, engine, gradients, micro_batches, recipe
 from tests.engine.reference import texts
 

@@ -7,11 +7,13 @@ own patch off from 0.16.2, a number that says nothing about it.
 import pytest
 
 from bundle.environment import versions
-from bundle.verification.orders import Order
+from bundle.verification.observing import Order
 from bundle.verification.verifying import decide, everything
 
 PATCH = "mla-thd-value-padding"
-PACKED_AGAINST_UNPACKED = "bundle.verification.measurements.mla:narrow_values"  # loss and every gradient
+PACKED_AGAINST_UNPACKED = (
+    "bundle.verification.measurements.attention:narrow_values"  # loss and every gradient
+)
 AGREES = 1e-5
 
 

@@ -7,7 +7,7 @@ it. The engine's sums are reduced by every rank, and are right where the tracker
 import pytest
 
 from bundle.environment import versions
-from bundle.verification.orders import Order
+from bundle.verification.observing import Order
 from bundle.verification.verifying import decide, everything
 
 HERE, ENGINE = "tests.seeds.prediction", "tests.engine.experiments:means"

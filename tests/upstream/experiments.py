@@ -13,10 +13,8 @@ from bundle.mcore.signatures import known
 from bundle.recipe import Recipe
 from bundle.recipe.alignment import Alignment
 from bundle.sequences.packing import Packing
-from bundle.verification import tiny
-from bundle.verification.bench import Bench
-from bundle.verification.numbers import Numbers, gap, norm_gap, run
-from bundle.verification.tiny import DENSE, EXPERTS, LATENT, VOCABULARY
+from bundle.verification import numbers
+from bundle.verification.numbers import DENSE, EXPERTS, LATENT, VOCABULARY, Bench, Numbers, gap, norm_gap, run
 from tests.engine.experiments import engine as engine_of
 
 ROWS, LENGTH, STEPS = 8, 32, 2
@@ -88,8 +86,8 @@ def packed_gated_delta(bench: Bench) -> float:
     Where it is taken, the layer asks for a kernel of flash-linear-attention that torch alone has not.
     """
     with bench.layout() as groups:
-        config = tiny.chunk(bench, groups, DENSE).config
-        pack = tiny.packed(bench, groups, tiny.texts((6, 10)), multiple=1).packed
+        config = numbers.chunk(bench, groups, DENSE).config
+        pack = numbers.packed(bench, groups, numbers.texts((6, 10)), multiple=1).packed
         try:
             from bundle.mcore.attention import gated_delta_net
         except ImportError:
@@ -112,10 +110,10 @@ def prediction_with_two_outputs(bench: Bench) -> float:
     norms = []
     for sizes in (_ALONE, {"cp": 2}):
         with bench.layout(**sizes) as groups:
-            job = tiny.recipe(DENSE, groups, mtp={"layers": 1})
-            model = tiny.chunk(bench, groups, DENSE, options, mtp={"layers": 1})
+            job = numbers.recipe(DENSE, groups, mtp={"layers": 1})
+            model = numbers.chunk(bench, groups, DENSE, options, mtp={"layers": 1})
             wrapped = optimization.data_parallel(job, model.config, [model])
-            batch = tiny.rows(bench, groups, torch.stack(tiny.texts((32, 32))), torch.ones(2, 32))
+            batch = numbers.rows(bench, groups, torch.stack(numbers.texts((32, 32))), torch.ones(2, 32))
 
             def step(batches: Any, part: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
                 return run(part, next(batches)) / 64, lambda loss: (loss, {})
@@ -141,9 +139,9 @@ def _balancing(bench: Bench, groups: Groups, learned: torch.Tensor) -> Numbers:
     found = []
     for coefficient in (2.0, 0.0):
         options = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": coefficient}
-        model = tiny.chunk(bench, groups, EXPERTS, options)
-        wrapped = optimization.data_parallel(tiny.recipe(EXPERTS, groups), model.config, [model])
-        batch = tiny.rows(bench, groups, torch.stack(tiny.texts((32, 32))), learned)
+        model = numbers.chunk(bench, groups, EXPERTS, options)
+        wrapped = optimization.data_parallel(numbers.recipe(EXPERTS, groups), model.config, [model])
+        batch = numbers.rows(bench, groups, torch.stack(numbers.texts((32, 32))), learned)
 
         def step(batches: Any, part: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
             batch = next(batches)
@@ -181,7 +179,7 @@ def balancing_of_padding(bench: Bench) -> float:
 def _router_gradient(bench: Bench, groups: Groups, kind: str, hidden: torch.Tensor, **how: Any) -> Numbers:
     """What a balancing loss, taken as a mean, gives the weight of a router of hidden states [s, b, h]."""
     options = {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": 2.0}
-    model = tiny.chunk(bench, groups, EXPERTS, options | {"calculate_per_token_loss": False})
+    model = numbers.chunk(bench, groups, EXPERTS, options | {"calculate_per_token_loss": False})
     router = routers.of_model(model)[0]
     router(hidden, **known(router.forward, **how))[0].sum().mul(0.0).backward()
     return {"weight": router.weight.grad}

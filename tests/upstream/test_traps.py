@@ -12,10 +12,8 @@ import pytest
 
 from bundle.environment import versions
 from bundle.patches.traps import TRAPS
-from bundle.verification.check import Gap, Raises
-from bundle.verification.observing import observe
-from bundle.verification.orders import Order
-from bundle.verification.result import Observation, matches
+from bundle.verification.check import Gap, Observation, Raises, matches
+from bundle.verification.observing import Order, observe
 from bundle.verification.verifying import decide, everything
 
 AGREES = 1e-4

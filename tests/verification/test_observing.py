@@ -2,11 +2,11 @@
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 
-from bundle.verification.observing import observe
-from bundle.verification.orders import Order
+from bundle.verification.observing import Order, observe, observed
 from bundle.verification.verifying import decide, everything
 
 
@@ -30,3 +30,20 @@ def test_what_a_run_started_ends_with_it():
     ((seen,),) = observe([order], everything(found), backend="cpu", root=found.subject.root)
     assert seen.gap is not None, seen
     assert not running(int(seen.gap))
+
+
+@pytest.mark.world
+def test_what_has_ended_is_told_while_others_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("megatron.core")
+    found, file = decide("cpu"), tmp_path / "go on"
+    monkeypatch.setenv("BUNDLE_TEST_WAITS_FOR", str(file))
+    orders = [
+        Order(n, f"tests.verification.leaving:{name}", 1, 60, ())
+        for n, name in enumerate(("nothing", "wait"))
+    ]
+    told = observed(orders, everything(found), backend="cpu", root=found.subject.root)
+    first, (seen,) = next(told)
+    assert (first.number, seen.gap) == (0, 0.0)
+    file.touch()  # the other one has waited for this until now
+    second, (seen,) = next(told)
+    assert (second.number, seen.gap) == (1, 0.0)

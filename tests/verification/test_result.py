@@ -2,8 +2,7 @@
 
 import pytest
 
-from bundle.verification.check import CHECKS, Check, Gap, Raises
-from bundle.verification.result import Observation, Status, judge
+from bundle.verification.check import CHECKS, Check, Gap, Observation, Raises, Status, judge
 
 CHECK = Check(
     patch="c",

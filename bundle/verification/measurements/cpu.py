@@ -3,9 +3,19 @@
 import torch
 
 from bundle.mcore.groups import Groups
-from bundle.verification.bench import Bench
-from bundle.verification.numbers import Numbers, gap, gradient_norm, trained
-from bundle.verification.tiny import DENSE, EXPERTS, Batch, chunk, rows, texts
+from bundle.verification.numbers import (
+    DENSE,
+    EXPERTS,
+    Batch,
+    Bench,
+    Numbers,
+    chunk,
+    gap,
+    gradient_norm,
+    rows,
+    texts,
+    trained,
+)
 
 
 def experts_over_ranks(bench: Bench) -> float:

@@ -1,9 +1,26 @@
-"""Gradients as the schedule and the data-parallel wrapper leave them."""
+"""Gradients and weights that a step leaves: norms, buckets, an optimizer on the host, shared vocabularies."""
 
+import torch
+
+from bundle.mcore import optimization
+from bundle.mcore.gpt import smoothed_cross_entropy
 from bundle.mcore.groups import Groups
-from bundle.verification.bench import Bench
-from bundle.verification.numbers import Numbers, gap, norm_gap, stepped
-from bundle.verification.tiny import DENSE, chunk, recipe
+from bundle.verification.numbers import (
+    DENSE,
+    EXPERTS,
+    LATENT,
+    Bench,
+    Numbers,
+    chunk,
+    gap,
+    gradients,
+    norm_gap,
+    recipe,
+    rows,
+    run,
+    stepped,
+    texts,
+)
 
 
 def per_token(bench: Bench) -> float:
@@ -27,3 +44,98 @@ def _step(bench: Bench, groups: Groups, *, shared: bool) -> Numbers:
         vars(model.get_parameter("embedding.word_embeddings.weight"))["shared_embedding"] = True
     norm = stepped(bench, groups, recipe(DENSE, groups), model)
     return {"norm": norm, **{name: x.detach().clone() for name, x in model.named_parameters()}}
+
+
+def latent_attention(bench: Bench) -> float:
+    """Latent attention, whose down projections every rank holds whole, split over two ranks."""
+    return norm_gap(bench, LATENT, tp=2)
+
+
+def experts(bench: Bench) -> float:
+    """Half of the experts on each of two tensor-parallel ranks."""
+    return norm_gap(bench, EXPERTS, tp=2, ep=2)
+
+
+def loaded_weights(bench: Bench) -> float:
+    """What is stepped after weights were loaded, against an optimizer that is made when they are there."""
+    with bench.layout() as groups:
+        return gap(_stepped(bench, groups, after=True), _stepped(bench, groups, after=False))
+
+
+def _stepped(bench: Bench, groups: Groups, *, after: bool) -> Numbers:
+    job = recipe(DENSE, groups, dtype="bf16")
+    model = chunk(bench, groups, DENSE, dtype="bf16")
+    wrapped = optimization.data_parallel(job, model.config, [model])
+
+    def load() -> None:
+        generator = torch.Generator().manual_seed(11)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+
+    if not after:
+        load()
+    optimizer = optimization.optimizer(job, wrapped, **optimization.OFFLOADED)
+    if after:
+        load()
+        optimizer.reload_model_params()
+    return {str(i): x.detach().float().clone() for i, x in enumerate(optimization.stepped(optimizer))}
+
+
+def loaded_state(bench: Bench) -> float:
+    """The states of a parameter in fp32 and of one in bf16, as loaded, and the latter's fp32 weights."""
+    generator = torch.Generator().manual_seed(12)
+    drawn = [torch.randn(5, generator=generator).to(bench.device) for _ in range(6)]
+    parameters = [torch.nn.Parameter(drawn[0].clone()), torch.nn.Parameter(drawn[1].bfloat16())]
+    optimizer = optimization.hybrid(parameters)
+    states = {
+        number: {
+            "step": torch.tensor(3.0),
+            "exp_avg": drawn[2 + 2 * number],
+            "exp_avg_sq": drawn[3 + 2 * number].square(),
+        }
+        for number in range(2)
+    }
+    masters = {0: parameters[0].detach().clone(), 1: drawn[1].clone()}
+    given = {number: {**state, "master_param": masters[number]} for number, state in states.items()}
+    optimizer.load_state_dict({"state": given, "param_groups": optimizer.state_dict()["param_groups"]})
+    inner = [optimizer.param_to_inner_param[parameter] for parameter in parameters]
+    kept = {part: state for each in optimizer.sub_optimizers for part, state in each.state.items()}
+    seen = {f"{i} {k}": kept[part][k].float() for i, part in enumerate(inner) for k in states[i]}
+    wanted = {f"{i} {k}": value.float() for i, state in states.items() for k, value in state.items()}
+    weights = {f"{i} weights": part.detach().float() for i, part in enumerate(inner)}
+    return gap(seen | weights, wanted | {f"{i} weights": masters[i] for i in masters})
+
+
+_SMOOTHING = 0.3
+
+
+def label_smoothing(bench: Bench) -> float:
+    """Loss and gradient of smoothed labels, against the formula over all columns."""
+    generator = torch.Generator().manual_seed(7)
+    logits = torch.randn(6, 2, 10, generator=generator).mul(3).to(bench.device).requires_grad_()
+    labels = torch.randint(0, 10, (6, 2), generator=generator).to(bench.device)
+    weights = torch.rand(6, 2, generator=generator).to(bench.device)
+    wanted = torch.full_like(logits, _SMOOTHING / 9).scatter(-1, labels[..., None], 1 - _SMOOTHING)
+    loss = -(wanted * logits.log_softmax(-1)).sum(-1)
+    (loss * weights).sum().backward()
+    with bench.layout(tp=2) as groups:
+        own = logits.detach().chunk(2, -1)[groups.tp.rank].clone().requires_grad_()
+        seen = smoothed_cross_entropy(own * 1.0, labels, _SMOOTHING)
+        (seen * weights).sum().backward()
+        whole = logits.grad.chunk(2, -1)[groups.tp.rank]  # type: ignore[union-attr]
+        return gap({"loss": seen.detach(), "gradient": own.grad}, {"loss": loss.detach(), "gradient": whole})
+
+
+def gathered_logits(bench: Bench) -> float:
+    """Loss and gradients of a model that gathers its logits, against those of one that does not."""
+    with bench.layout(tp=2) as groups:
+        batch = rows(bench, groups, torch.stack(texts((16, 16))), torch.ones(2, 16))
+        seen = []
+        for gather in (True, None):
+            # 0.12 gathers nothing where ranks share the sequence
+            model = chunk(bench, groups, DENSE, {"sequence_parallel": False})
+            loss = run(model, batch, runtime_gather_output=gather)
+            loss.backward()
+            seen.append({"loss": loss.detach(), **gradients(model, groups)})
+        return gap(*seen)

@@ -1,14 +1,28 @@
-"""Packed input, against each sequence alone, and without a look at what lies on the device."""
+"""What packed input makes the host wait for, and what recomputation keeps."""
 
+import weakref
 from itertools import accumulate
 from typing import Any
 
 import torch
 
 from bundle.mcore import rotary
-from bundle.verification.bench import Bench, NotProvable
-from bundle.verification.numbers import gap, trained
-from bundle.verification.tiny import DENSE, chunk, packed, single, texts
+from bundle.mcore.context import in_backward
+from bundle.verification.numbers import (
+    DENSE,
+    EXPERTS,
+    Bench,
+    NotProvable,
+    chunk,
+    gap,
+    packed,
+    rows,
+    run,
+    single,
+    texts,
+    trained,
+    worst,
+)
 
 LENGTHS, HEADS, WIDTH = (8, 4, 20, 12), 3, 16  # multiples of 4: both chunks of two ranks are even
 
@@ -70,3 +84,42 @@ def _rotated(sequence: torch.Tensor) -> torch.Tensor:
     first, second = sequence.double().chunk(2, -1)
     turned = (first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin())
     return torch.cat(turned, -1).float()
+
+
+_FULL = {"granularity": "full"}
+
+
+def prediction_layers(bench: Bench) -> float:
+    """Layers of multi-token prediction on packed and on unpacked input."""
+    sequences = texts((12, 24, 6))
+    gaps = []
+    with bench.layout() as groups:
+        for batches in (
+            [packed(bench, groups, sequences, multiple=1)],
+            single(bench, groups, sequences),
+        ):
+            kept, recomputed = (
+                trained(chunk(bench, groups, DENSE, mtp={"layers": 1}, recompute=how), groups, batches)
+                for how in (None, _FULL)
+            )
+            gaps.append(gap(recomputed, kept))
+    return worst(gaps)
+
+
+def inputs_alive(bench: Bench) -> float:
+    """How many layers' recomputed inputs are still in memory after the backward pass."""
+    inputs: list[weakref.ref[torch.Tensor]] = []
+
+    def remember(_module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if in_backward():
+            inputs.extend(weakref.ref(x) for x in (*args, kwargs.get("hidden_states")) if torch.is_tensor(x))
+
+    with bench.layout() as groups:
+        model = chunk(bench, groups, EXPERTS, recompute=_FULL)
+        for layer in model.decoder.layers:
+            layer.register_forward_pre_hook(remember, with_kwargs=True)
+        batch = rows(bench, groups, torch.stack(texts((16, 16))), torch.ones(2, 16))
+        run(model, batch).backward()
+        if not inputs:
+            return float("inf")
+        return float(sum(reference() is not None for reference in inputs))

@@ -8,9 +8,7 @@ import torch.distributed as dist
 from bundle.backends.cpu.scaling import E4M3, Delayed, DelayedWeight, Phase
 from bundle.mcore import context
 from bundle.recipe import Recipe, from_mapping
-from bundle.verification.bench import Bench
-from bundle.verification.numbers import worst
-from bundle.verification.tiny import DENSE
+from bundle.verification.numbers import DENSE, Bench, worst
 from tests.engine.experiments import EVEN, engine, micro_batches
 from tests.engine.reference import texts
 
