@@ -171,7 +171,7 @@ PRESENT: dict[str, Criterion] = {
         _lacks("transformer.attention", r"gate = gate\["),
     ),
     "mrope-packed": _lacks(
-        f"{_ROPE}.rotary_pos_embedding", r"class Multimodal[\s\S]*? def forward\([^)]*\bpacked_seq"
+        f"{_ROPE}.rotary_pos_embedding", r"class Multimodal[\s\S]*?size\(\) > 1 and \(?not packed_seq"
     ),
     "mtp-whole-embeddings": _lacks(_PREDICTION, r"embedding, .scatter_to_sequence_parallel"),
     "interleaved-batched-exchange": _always,

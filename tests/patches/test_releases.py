@@ -80,6 +80,12 @@ PRESENT = {
     "global-aux-loss-tokens": [("0.15.0", "0.19.2")],
     "label-smoothing-over-ranks": [("0.12.0", "0.19.2")],
     "loss-of-gathered-logits": [("0.12.0", "0.19.2")],
+    "mtp-recompute-fp8": [("0.14.0", "0.17.1")],
+    "mtp-recompute-groups": [("0.14.0", "0.19.2")],
+    "padding-mask-stages": [("0.16.0", "0.19.2")],
+    "llava-groups": [("0.14.0", "0.19.2")],
+    "fsdp-checkpoint-stages": [("0.14.0", "0.19.2")],
+    "mxfp8-gather-of-experts": [("0.13.0", "0.17.1")],
 }
 
 

@@ -74,9 +74,16 @@ def _one_row(source: "Evidence") -> Presence:
     weights = [ast.unparse(count.value) for count in counts]
     if weights == ["local_num_tokens * bsz"]:
         return Presence.ABSENT
-    own = weights == ["local_num_tokens"] and apply.calls("get_tokens_per_expert_and_token_count")
-    # dev weighs by a sum over ranks that it hands over beside it
-    return Presence.PRESENT if own and "aux_loss_scale_num_tokens" not in apply.names else Presence.UNKNOWN
+    scales = {
+        ast.unparse(keyword.value)
+        for call in apply.calls("attach_and_log_load_balancing_loss")
+        for keyword in call.keywords
+        if keyword.arg == "aux_loss_scale_num_tokens"
+    }
+    own = weights == ["local_num_tokens"] and scales <= {"total_num_tokens"}  # of one of them, over the ranks
+    return (
+        Presence.PRESENT if own and apply.calls("get_tokens_per_expert_and_token_count") else Presence.UNKNOWN
+    )
 
 
 def _counts_in_bf16(source: "Evidence") -> Presence:
