@@ -1,9 +1,9 @@
 """A recipe's data section made into numbered samples for training and for evaluation."""
 
+import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bundle.data.samplers import ORDER, held_out
-from bundle.data.samples import Ints, Packs, Rows, Samples, Spans, Windows, best_fit
-from bundle.data.sources import DataErrors
-from bundle.data.tokenization import Document, Store, documents, key_of, open_store, write
+from bundle.data.samples import Ints, Packs, Rows, Samples, Spans, Windows, best_fit, joined
+from bundle.data.sources import SHOWN, DataErrors
+from bundle.data.store import Document, Progress, Store, adopt, key_of, open_store, write
+from bundle.data.tokenization import documents
 from bundle.data.tokenizers import Tokenizer, tokenizer
+from bundle.digest import of_json
 from bundle.errors import JobFailed
 from bundle.recipe import Recipe
-from bundle.recipe.sources import STDLIB, Source, expand, interpreter
+from bundle.recipe.sections import BYTE_VOCABULARY
+from bundle.recipe.sources import MEGATRON, STDLIB, Source, expand, interpreter
 
-Progress = Callable[[int], None]
 # Running text is held out in pieces of this many sequences: small enough for an even sample.
 SEQUENCES_PER_PIECE = 16
 # Packed sequences are given room in these multiples, so that packs are the same at cp 1, 2, 4 and 8. At any
@@ -35,45 +37,65 @@ class Corpus:
 
     training: Samples
     validation: Samples | None
-    tokens: int  # of all documents
     identity: Mapping[str, str]  # of the tokens and how they were made: what a resume must find again
-    skipped: tuple[str, ...]  # the first rows and files that were passed over, with the reason
-    skipped_count: int  # how many there are
-    store: Store
-    tokenizer: Tokenizer
+    stores: tuple[Store, ...]  # one for each data set
+    bytes_of_text: bool  # whether every token is a byte or the end of a text
 
-    @cached_property
+    @property
+    def tokens(self) -> int:
+        """Tokens of all documents."""
+        return sum(len(store.ids) for store in self.stores)
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """The first rows and files that were passed over, with the reason."""
+        return tuple(place for store in self.stores for place in store.facts["skipped"])[:SHOWN]
+
+    @property
+    def skipped_count(self) -> int:
+        """How many there are."""
+        return sum(store.facts["skipped_count"] for store in self.stores)
+
+    @functools.cached_property
     def bigram_entropy(self) -> float | None:
-        """Nats per byte that the text's own pair counts leave; None for other tokenizers than bytes."""
-        if self.tokenizer.identity != "bytes":
-            return None
-        return bigram_entropy(self.store.ids, self.tokenizer.vocab_size)
+        """Nats per byte that the text's own pair counts leave; None where tokens are not bytes."""
+        return _bigram_entropy([store.ids for store in self.stores]) if self.bytes_of_text else None
 
 
 def prepare(recipe: Recipe, directory: Path, progress: Progress = lambda tokens: None) -> Corpus:
     """The corpus of a recipe; its tokens are written under `directory` once and found there afterwards.
 
-    `progress` is told after each document how many tokens there are so far. Any number of processes may do
+    `progress` is told now and then how many tokens there are so far. Any number of processes may do
     this at once on one file system. Raises UsageError for paths and tokenizers
     that are not there, JobFailed for corrupt data (`data.on_error: stop`) or too little of it.
     """
     data = recipe.data
     made = tokenizer(data.tokenizer, recipe.architecture.vocab_size)
     sources = expand(data.path, data.source)
-    room, _ = _room(recipe)
-    path = directory / f"tokens-{key_of(_key(recipe, sources, made, room))}"
-    store = open_store(path) or _written(path, recipe, sources, made, room, progress)
-    training, validation = _parts(recipe, store)
+    data_sets = [[source] for source in sources] if data.source == MEGATRON else [sources]
+    stores: list[Store] = []
+    for data_set in data_sets:
+        before = sum(len(store.ids) for store in stores)
+        stores.append(
+            _store(recipe, directory, data_set, made, functools.partial(_further, progress, before))
+        )
+    training, validation = [], []
+    for store in stores:
+        learned_from, held = _parts(recipe, store)
+        training.append(_samples(recipe, store, learned_from, made, "to train on"))
+        if len(held):
+            validation.append(_samples(recipe, store, held, made, "held out"))
     return Corpus(
-        training=_samples(recipe, store, training, made, "to train on"),
-        validation=_samples(recipe, store, validation, made, "held out") if len(validation) else None,
-        tokens=len(store.ids),
-        identity=store.facts["identity"] | {"tokens": store.facts["sha256"], "order": ORDER} | _packs(recipe),
-        skipped=tuple(store.facts["skipped"]),
-        skipped_count=store.facts["skipped_count"],
-        store=store,
-        tokenizer=made,
+        training=joined(training),
+        validation=joined(validation) if validation else None,
+        identity=_identity(recipe, sources, made, stores),
+        stores=tuple(stores),
+        bytes_of_text=made.identity == "bytes" and data.source != MEGATRON,
     )
+
+
+def _further(progress: Progress, before: int, tokens: int) -> None:
+    progress(before + tokens)
 
 
 def changed(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
@@ -82,34 +104,49 @@ def changed(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     return [f"data {k}: was {saved.get(k)}, is {now.get(k)}" for k in keys if saved.get(k) != now.get(k)]
 
 
+def _identity(
+    recipe: Recipe, sources: Sequence[Source], made: Tokenizer, stores: Sequence[Store]
+) -> dict[str, str]:
+    digests = [store.facts["sha256"] for store in stores]
+    identity = {"files": str(len(sources)), "tokenizer": made.identity}
+    identity |= {"stdlib": interpreter()} if STDLIB in recipe.data.path else {}
+    identity |= {"tokens": digests[0] if len(digests) == 1 else of_json(digests), "order": ORDER}
+    return identity | _packs(recipe)
+
+
 def _key(recipe: Recipe, sources: Sequence[Source], made: Tokenizer, room: int) -> Any:
     """What the token store is made from. File contents count by size and time; the tokens get a digest."""
-    stats = [(source.name, source.path.stat().st_size, source.path.stat().st_mtime_ns) for source in sources]
+    paths = [(source.name, source.path) for source in sources]
+    if recipe.data.source == MEGATRON:
+        paths += [(name, path.with_suffix(".bin")) for name, path in paths]
+    stats = [(name, path.stat().st_size, path.stat().st_mtime_ns) for name, path in paths]
     names = ("source", "separator", "fields", "template", "learn", "on_error")
     given = recipe.data.dump()
     chosen = {name: given[name] for name in names}
-    return [recipe.task, chosen, made.identity, room if recipe.task == "sft" else 0, stats]
+    vocabulary = recipe.architecture.vocab_size if recipe.data.source == MEGATRON else 0
+    return [recipe.task, chosen, made.identity, vocabulary, room if recipe.task == "sft" else 0, stats]
 
 
-def _written(
-    path: Path,
-    recipe: Recipe,
-    sources: Sequence[Source],
-    made: Tokenizer,
-    room: int,
-    progress: Progress,
+def _store(
+    recipe: Recipe, directory: Path, sources: Sequence[Source], made: Tokenizer, progress: Progress
 ) -> Store:
-    errors = DataErrors(recipe.data.on_error)
-    identity = {"files": str(len(sources)), "tokenizer": made.identity}
-    if STDLIB in recipe.data.path:
-        identity["stdlib"] = interpreter()
+    """The store of one data set, made unless it is there."""
+    room, _ = _room(recipe)
+    path = directory / f"tokens-{key_of(_key(recipe, sources, made, room))}"
+    if store := open_store(path):
+        return store
+    if recipe.data.source == MEGATRON:
+        (source,) = sources
+        adopt(path, source.path.with_suffix(""), recipe.architecture.vocab_size, progress)
+    else:
+        errors = DataErrors(recipe.data.on_error)
 
-    def conclude() -> dict[str, Any]:
-        errors.settle()
-        return {"identity": identity, "skipped": errors.first, "skipped_count": errors.count}
+        def conclude() -> dict[str, Any]:
+            errors.settle()
+            return {"skipped": errors.first, "skipped_count": errors.count}
 
-    found = documents(recipe.data, recipe.task, sources, made, room, errors)
-    write(path, _counted(found, progress), made.vocab_size, conclude)
+        found = documents(recipe.data, recipe.task, sources, made, room, errors)
+        write(path, _counted(found, progress), made.vocab_size, conclude)
     store = open_store(path)
     if store is None:
         raise JobFailed(f"{path}: the tokens just written are gone; is another job deleting them?")
@@ -180,13 +217,14 @@ def _rounded(lengths: Ints, multiple: int) -> Ints:
     return -(-lengths // multiple) * multiple
 
 
-def bigram_entropy(ids: NDArray[Any], vocabulary: int) -> float:
-    """H(next | previous) of the text's own pair counts, in nats per token; for small vocabularies."""
-    counts = np.zeros(vocabulary * vocabulary, np.int64)
-    for start in range(0, max(0, len(ids) - 1), CHUNK):
-        part = ids[start : start + CHUNK + 1].astype(np.int64)
-        counts += np.bincount(part[:-1] * vocabulary + part[1:], minlength=len(counts))
-    pairs = counts.reshape(vocabulary, vocabulary)
+def _bigram_entropy(texts: Sequence[NDArray[Any]]) -> float:
+    """H(next | previous) of the texts' own pair counts, in nats per byte; a text's end counts as one."""
+    pairs = np.zeros((BYTE_VOCABULARY, BYTE_VOCABULARY), np.int64)
+    for ids in texts:
+        for start in range(0, max(0, len(ids) - 1), CHUNK):
+            part = ids[start : start + CHUNK + 1].astype(np.int64)
+            found = np.bincount(part[:-1] * BYTE_VOCABULARY + part[1:], minlength=pairs.size)
+            pairs += found.reshape(pairs.shape)
     return _entropy(pairs) - _entropy(pairs.sum(1))
 
 

@@ -1,6 +1,7 @@
 """Numbered samples as tensors: windows of running text, rows of equal length, packs of sequences."""
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -9,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bundle.data.tokenization import Store
+from bundle.data.store import Store
 from bundle.sequences.rows import ramp
 
 Ints = NDArray[np.int64]
@@ -163,6 +164,38 @@ class Packs:
         positions = ramp(np.zeros(len(spans), np.int64), spans.lengths)
         lengths = tuple(spans.lengths.tolist())
         return _batch(ids[None], np.roll(ids, -1)[None], learned[None], positions[None], lengths)
+
+
+class Joined:
+    """Samples of several data sets, numbered one after the other."""
+
+    def __init__(self, parts: Sequence[Samples]) -> None:
+        self._parts = parts
+        self._ends = np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def batch(self, numbers: Ints) -> Batch:
+        """The samples in their order, each from its data set; a pack comes alone, as it does from there."""
+        owners = np.searchsorted(self._ends, np.maximum(numbers, 0), side="right")
+        found = []
+        for number, owner in zip(numbers.tolist(), owners.tolist(), strict=True):
+            part = self._parts[owner]
+            own = number if number == BLANK else number - int(self._ends[owner]) + len(part)
+            found.append(part.batch(np.asarray([own])))
+        return Batch(
+            torch.cat([one.ids for one in found]),
+            torch.cat([one.labels for one in found]),
+            torch.cat([one.loss_mask for one in found]),
+            torch.cat([one.position_ids for one in found]),
+            found[0].lengths,
+        )
+
+
+def joined(parts: Sequence[Samples]) -> Samples:
+    """The samples of all parts as one."""
+    return parts[0] if len(parts) == 1 else Joined(parts)
 
 
 def _batch(

@@ -167,7 +167,7 @@ def _data(recipe: Recipe) -> Iterator[Violation]:
             "data.tokenizer",
             f"bytes needs a vocab_size of at least {BYTE_VOCABULARY}, the model's is {vocabulary}",
         )
-    if recipe.task == "sft" and data.source == "text":
+    if recipe.task == "sft" and data.source in ("text", "megatron"):
         yield "data.source", "sft needs rows with a prompt and a response: jsonl or parquet"
     if data.template == "chat" and data.tokenizer == "bytes":
         yield "data.template", "bytes has no chat template: use plain, or a tokenizer hf:DIR"

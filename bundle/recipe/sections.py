@@ -140,10 +140,13 @@ class Fields(Section):
 class Data(Section):
     """What is trained on."""
 
-    source: Literal["text", "jsonl", "parquet"] = Field(description="Kind of the files.")
+    source: Literal["text", "jsonl", "parquet", "megatron"] = Field(
+        description="Kind of the files; megatron: ids as its own tools write them (.bin and .idx)."
+    )
     path: Names = Field(
         min_length=1,
-        description="Files, directories, globs, or `stdlib`: the running Python's standard library.",
+        description="Files, directories, globs, or `stdlib`: the running Python's standard library. megatron:"
+        " what both files' names begin with.",
     )
     separator: str | None = Field(
         default=None,

@@ -11,9 +11,10 @@ from pathlib import Path
 from bundle.errors import UsageError
 
 STDLIB = "stdlib"
+MEGATRON = "megatron"
 # Tests hold deliberately broken sources, and what pip installed is not the standard library.
 LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
-SUFFIXES = {"text": "", "jsonl": ".jsonl", "parquet": ".parquet"}
+SUFFIXES = {"text": "", "jsonl": ".jsonl", "parquet": ".parquet", MEGATRON: ".idx"}
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,16 @@ class Source:
 def expand(paths: Sequence[str], kind: str) -> tuple[Source, ...]:
     """The files of `paths`, each once: files, directories (recursively), globs, and `stdlib`.
 
+    megatron's are named by their index, their tokens or what both begin with; here they are the index.
     Raises UsageError naming every path that means no file.
     """
     found: dict[Path, Source] = {}
     violations = []
     for path in paths:
-        sources = list(_stdlib() if path == STDLIB else _given(path, SUFFIXES[kind]))
+        sources = list(_stdlib() if path == STDLIB else _given(_index_of(path, kind), SUFFIXES[kind]))
+        if kind == MEGATRON:
+            alone = [source.name for source in sources if not source.path.with_suffix(".bin").is_file()]
+            violations += [f"data.path {name}: no .idx with a .bin beside it" for name in alone]
         if not sources:
             ending = f" ending in {SUFFIXES[kind]}" if SUFFIXES[kind] and Path(path).is_dir() else ""
             violations.append(f"data.path {path}: no such file, or no files{ending}")
@@ -56,6 +61,14 @@ def _stdlib() -> Iterator[Source]:
         for name in sorted(name for name in names if name.endswith(".py")):
             path = Path(directory) / name
             yield Source(path, f"{STDLIB}/{path.relative_to(root).as_posix()}", may_be_empty=True)
+
+
+def _index_of(path: str, kind: str) -> str:
+    """The index that `path` means where it is one of megatron's files or their prefix, else `path`."""
+    if kind != MEGATRON or Path(path).is_dir():
+        return path
+    index = path.removesuffix(".bin").removesuffix(".idx") + SUFFIXES[MEGATRON]
+    return index if Path(index).is_file() else path
 
 
 def _given(path: str, suffix: str) -> Iterator[Source]:

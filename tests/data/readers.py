@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from bundle import log
-from bundle.data import corpus, preparation, tokenization
+from bundle.data import corpus, preparation
+from bundle.data import store as tokens
 from bundle.distributed import world
 from bundle.distributed.watchdog import Watchdog
 from bundle.launch import outcomes, process
@@ -31,7 +32,7 @@ def slowly(written, seconds):
         written.append(path)
         return original(path, late(), *rest)
 
-    original = tokenization.write
+    original = tokens.write
     return write
 
 

@@ -11,7 +11,7 @@ import torch
 
 from bundle.data import Loader, changed, prepare
 from bundle.data import corpus as corpus_module
-from bundle.data.tokenization import open_store
+from bundle.data.store import open_store
 from bundle.errors import JobFailed
 from bundle.recipe import load
 from bundle.recipe.alignment import Alignment
@@ -43,7 +43,7 @@ def everything(samples, size):
 
 def test_windows_are_the_running_text_shifted_by_one(rows, tmp_path):
     corpus = prepare(recipe(rows, "data.validation=0"), tmp_path)
-    text = corpus.store.ids.tolist()
+    text = corpus.stores[0].ids.tolist()
     for number in (0, 3, len(corpus.training) - 1):
         batch = corpus.training.batch(np.asarray([number]))
         assert batch.ids[0].tolist() == text[number * 64 : number * 64 + 64]
@@ -247,7 +247,7 @@ def test_gsm8k_answers_are_what_is_learned(tmp_path, packed):
     ]
     length = ["data.sequence_length=2048", f"data.packed={str(packed).lower()}", "train.micro_batch_size=1"]
     corpus = prepare(recipe(GSM8K, *overrides, *length), tmp_path)
-    assert corpus.skipped == () and len(corpus.store.lengths) == 7473
+    assert corpus.skipped == () and len(corpus.stores[0].lengths) == 7473
     batch = corpus.training.batch(np.asarray([0]))
     learned = bytes(i for i in batch.labels[batch.loss_mask > 0].tolist() if i < 256).decode()
     assert "#### " in learned and "### User" not in learned

@@ -71,7 +71,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     ]
     (tmp_path / "b.txt").write_bytes(bom + b"four" * 40)
     corpus = prepare(recipe(tmp_path / "b.txt", "data.validation=0", source="text"), tmp_path / "cache")
-    assert bytes(corpus.store.ids[:5].tolist()) == b"fourf"
+    assert bytes(corpus.stores[0].ids[:5].tolist()) == b"fourf"
 
 
 @pytest.mark.parametrize("indent", [None, 1])
@@ -89,7 +89,7 @@ def test_a_first_row_that_is_cut_does_not_condemn_the_file(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "x\n' + "\n".join([json.dumps(GOOD)] * 9))
     corpus = prepare(recipe(path, "data.on_error=skip", "data.validation=0"), tmp_path / "cache")
-    assert len(corpus.store.lengths) == 9 and len(corpus.skipped) == 1
+    assert len(corpus.stores[0].lengths) == 9 and len(corpus.skipped) == 1
 
 
 def test_ids_that_the_model_does_not_have_are_named_by_row(tmp_path, monkeypatch):
@@ -130,7 +130,7 @@ def test_what_a_template_refuses_is_named_by_row_and_can_be_skipped(tmp_path):
     refused = "the chat template refuses it: roles must take turns, and this one does not"
     assert corrupt(tmp_path, recipe(path, *keys)) == (f"{path}:2: {refused}", f"{path}:4: {refused}")
     corpus = prepare(recipe(path, *keys, "data.on_error=skip"), tmp_path / "cache")
-    assert len(corpus.store.lengths) == 3 and len(corpus.skipped) == 2
+    assert len(corpus.stores[0].lengths) == 3 and len(corpus.skipped) == 2
 
 
 def test_a_limit_keeps_the_message_short_and_counts_the_rest(tmp_path):
@@ -148,7 +148,7 @@ def test_skipping_counts_and_goes_on_also_from_the_cache(tmp_path):
         corpus = prepare(made, tmp_path / "cache")
         assert corpus.skipped_count == 30 and len(corpus.skipped) == 20
         assert all("not JSON" in reason for reason in corpus.skipped)
-        assert len(corpus.store.lengths) == 5
+        assert len(corpus.stores[0].lengths) == 5
 
 
 def test_parquet_is_read(tmp_path):
@@ -157,7 +157,7 @@ def test_parquet_is_read(tmp_path):
     good = tmp_path / "good.parquet"
     parquet.write_table(pa.table({"text": [GOOD["text"]] * 9, "other": [1] * 9}), good)
     corpus = prepare(recipe(good, "data.validation=0", source="parquet"), tmp_path / "cache")
-    assert len(corpus.store.lengths) == 9
+    assert len(corpus.stores[0].lengths) == 9
 
 
 def test_faults_of_parquet_files_are_named_at_once(tmp_path):
@@ -209,5 +209,5 @@ def test_separators_divide_files_into_documents(tmp_path):
     (tmp_path / "a.txt").write_text("one and one\n\n\ntwo and two\n\n\n\n\n\nthree and three" * 9)
     made = recipe(tmp_path / "a.txt", r'data.separator="\n\n\n"', "data.validation=0", source="text")
     corpus = prepare(made, tmp_path / "cache")
-    assert len(corpus.store.lengths) == 2 * 9 + 1
-    assert bytes(corpus.store.ids[:11].astype("uint8").tolist()) == b"one and one"
+    assert len(corpus.stores[0].lengths) == 2 * 9 + 1
+    assert bytes(corpus.stores[0].ids[:11].astype("uint8").tolist()) == b"one and one"

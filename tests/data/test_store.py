@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from bundle.data.tokenization import Document, key_of, open_store, write
+from bundle.data.store import Document, key_of, open_store, write
 from bundle.errors import JobFailed
 
 
@@ -59,16 +59,28 @@ def test_nothing_half_written_stays(tmp_path):
     assert list(tmp_path.iterdir()) == [] and open_store(tmp_path / "s") is None
 
 
-@pytest.mark.parametrize("name", ["ids", "lengths.npy", "facts.json"])
+@pytest.mark.parametrize("name", ["tokens.bin", "tokens.idx", "learned.bin", "learned.idx", "facts.json"])
 @pytest.mark.parametrize("damage", ["cut", "gone"])
 def test_a_damaged_store_is_named(tmp_path, name, damage):
-    write(tmp_path / "s", documents(), 300, dict)
+    masked = (Document(one.ids, one.ids > 0) for one in documents())
+    write(tmp_path / "s", masked, 300, dict)
     path = tmp_path / "s" / name
     if damage == "cut":
         path.write_bytes(path.read_bytes()[:-1])
     else:
         path.unlink()
     with pytest.raises(JobFailed, match=r"damaged.*delete it"):
+        open_store(tmp_path / "s")
+
+
+def test_a_loss_mask_of_other_documents_is_damage(tmp_path):
+    mask = np.asarray([True, False, True])
+    write(tmp_path / "s", iter([Document(mask.astype(np.uint32), mask)]), 300, dict)
+    cut = (Document(part.astype(np.uint32), part) for part in (mask[:1], mask[1:]))
+    write(tmp_path / "other", cut, 300, dict)
+    for suffix in ("bin", "idx"):
+        (tmp_path / "other" / f"learned.{suffix}").rename(tmp_path / "s" / f"learned.{suffix}")
+    with pytest.raises(JobFailed, match="not of the same documents"):
         open_store(tmp_path / "s")
 
 
@@ -90,7 +102,7 @@ def test_a_full_disk_is_a_failed_job_and_leaves_nothing(tmp_path):
 import resource, signal, sys, numpy as np
 from pathlib import Path
 from bundle.errors import JobFailed
-from bundle.data.tokenization import Document, write
+from bundle.data.store import Document, write
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
