@@ -39,6 +39,7 @@ class Corpus:
     validation: Samples | None
     identity: Mapping[str, str]  # of the tokens and how they were made: what a resume must find again
     stores: tuple[Store, ...]  # one for each data set
+    tokenizer: Tokenizer
     bytes_of_text: bool  # whether every token is a byte or the end of a text
 
     @property
@@ -90,6 +91,7 @@ def prepare(recipe: Recipe, directory: Path, progress: Progress = lambda tokens:
         validation=joined(validation) if validation else None,
         identity=_identity(recipe, sources, made, stores),
         stores=tuple(stores),
+        tokenizer=made,
         bytes_of_text=made.identity == "bytes" and data.source != MEGATRON,
     )
 

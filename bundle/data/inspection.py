@@ -8,6 +8,7 @@ import numpy as np
 from bundle.data.corpus import Corpus
 from bundle.data.samplers import drawn
 from bundle.data.samples import Batch
+from bundle.data.store import Store
 from bundle.data.tokenizers import Tokenizer
 from bundle.recipe import Recipe
 
@@ -32,20 +33,24 @@ class Inspection:
 
 def inspect(recipe: Recipe, corpus: Corpus) -> Inspection:
     """The counts; nothing is read but what lies in the token store."""
-    store, train = corpus.store, recipe.train
+    train = recipe.train
     whole = len(corpus.training) + (len(corpus.validation) if corpus.validation is not None else 0)
     room = whole * recipe.data.sequence_length
     return Inspection(
-        documents=len(store.lengths),
+        documents=sum(len(store.lengths) for store in corpus.stores),
         skipped=corpus.skipped_count,
         tokens=corpus.tokens,
-        learned=corpus.tokens if store.learned is None else int(np.count_nonzero(store.learned)),
+        learned=sum(map(_learned, corpus.stores)),
         training=len(corpus.training),
         held_out=len(corpus.validation) if corpus.validation is not None else 0,
         filled=min(1.0, corpus.tokens / room),
         steps_per_epoch=len(corpus.training) / train.global_batch_size,
         epochs=train.steps * train.global_batch_size / len(corpus.training),
     )
+
+
+def _learned(store: Store) -> int:
+    return len(store.ids) if store.learned is None else int(np.count_nonzero(store.learned))
 
 
 def first_samples(recipe: Recipe, corpus: Corpus, count: int) -> list[str]:

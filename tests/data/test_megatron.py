@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from bundle.data import Loader, changed, prepare
+from bundle.data.inspection import inspect
 from bundle.errors import JobFailed, UsageError
 from bundle.planning.inputs import input_problems
 from bundle.recipe import load
@@ -130,3 +131,11 @@ def test_conversations_need_a_loss_mask_that_these_files_have_not():
     with pytest.raises(UsageError) as caught:
         recipe(["x"], "task=sft")
     assert any("data.source" in line for line in caught.value.violations)
+
+
+def test_what_check_counts_is_of_all_data_sets(built):
+    made = recipe([built / name for name in NAMES])
+    corpus = prepare(made, built / "data")
+    counted = inspect(made, corpus)
+    tokens = len(flat(built / "small", np.uint16)) + len(flat(built / "large.v2", np.int32))
+    assert (counted.documents, counted.tokens, counted.learned) == (260, tokens, tokens)
