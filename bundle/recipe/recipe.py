@@ -25,8 +25,9 @@ from bundle.recipe.sections import (
     Train,
 )
 
-# Sections and keys that decide where and how fast a run computes, not what.
+# Sections and keys that decide where and how fast a run computes, not what; of samples, steps tell.
 FREE_ON_RESUME = (
+    "train.samples",
     "devices",
     "parallel",
     "distributed",

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -179,11 +179,22 @@ class Data(Section):
     )
 
 
+def _steps(samples: int, batch: int) -> int:
+    return -(-samples // batch)
+
+
 class Train(Section):
     """How long and in which portions."""
 
-    steps: Count = Field(
-        description="Optimizer steps. --resume takes more of them, with the schedule of the new length."
+    steps: Count = Field(  # type: ignore[assignment]  # filled in, or refused
+        default=None,
+        json_schema_extra=or_null,
+        description="Optimizer steps; null or left out: of samples. --resume takes more of them, with the"
+        " schedule of the new length.",
+    )
+    samples: Count | None = Field(
+        default=None,
+        description="Instead of steps: samples (packed: packs) to train on, rounded up to whole steps.",
     )
     micro_batch_size: Count = Field(default=1, description="Samples of one forward pass on one rank.")
     global_batch_size: Count = Field(description="Samples of one optimizer step over all ranks.")
@@ -207,6 +218,30 @@ class Train(Section):
             "about no learned token: stop, or go on."
         ),
     )
+
+    @model_validator(mode="before")
+    @staticmethod
+    def _complete(given: Any) -> Any:
+        """Steps from samples, where nobody says how many."""
+        if not isinstance(given, dict) or given.get("steps") is not None:
+            return given
+        rest = {name: value for name, value in given.items() if name != "steps"}
+        match rest.get("samples"), rest.get("global_batch_size"):
+            case int(samples), int(batch) if samples > 0 and batch > 0:
+                return rest | {"steps": _steps(samples, batch)}
+        return rest
+
+    @model_validator(mode="after")
+    def _agreed(self) -> Self:
+        if self.steps is None:
+            raise ValueError("give steps or samples")
+        if self.samples is not None and self.steps != _steps(self.samples, self.global_batch_size):
+            made = f"{_steps(self.samples, self.global_batch_size)} steps of {self.global_batch_size}"
+            raise ValueError(
+                f"samples {self.samples} make {made}, and steps is {self.steps}:"
+                " give one of them, and null for the other"
+            )
+        return self
 
 
 class Optimizer(Section):

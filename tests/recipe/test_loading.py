@@ -60,7 +60,7 @@ def test_all_violations_at_once_each_with_its_place():
         "train.stesp=3", "modle.dtype=bf16", "lr=3", "parallel.ep=3", "data.sequence_length=1000", "task=sft"
     )
     assert [line.partition(": ")[2] for line in found] == [
-        "train.stesp: unknown key; did you mean train.steps?",
+        "train.stesp: unknown key; did you mean train.steps or train.samples?",
         "modle: unknown key; did you mean model?",
         "lr: unknown key; did you mean optimizer.lr?",
         "parallel.ep: 3 does not divide the 8 experts",
@@ -174,3 +174,34 @@ def test_steps_within_the_warm_up_are_refused_with_an_override_that_works():
     override = re.search(r"--set (optimizer\.\S+)", line)
     assert override and load("demo", ["train.steps=12", override[1]]).train.steps == 12
     assert load("demo", ["train.steps=1", "optimizer.warmup_steps=0"]).train.steps == 1
+
+
+@pytest.mark.parametrize(("samples", "steps"), [(1, 1), (16, 1), (17, 2), (4800, 300), (4801, 301)])
+def test_samples_instead_of_steps_are_rounded_up_to_whole_steps(samples, steps):
+    given = [f"train.samples={samples}", "train.steps=null", "optimizer.warmup_steps=0"]
+    train = load("demo", given).train
+    assert (train.samples, train.steps, train.global_batch_size) == (samples, steps, 16)
+    assert from_mapping(load("demo", given).dump()).train == train
+
+
+def test_samples_follow_the_batch():
+    given = ["train.samples=1000", "train.steps=null", "train.global_batch_size=32"]
+    assert load("demo", given).train.steps == 32  # 31.25
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (
+            ["train.samples=1000"],
+            "train: samples 1000 make 63 steps of 16, and steps is 300: give one of them",
+        ),
+        (["train.steps=null"], "train: give steps or samples"),
+        (["train.steps=null", "train.samples=0"], "train.samples: must be greater than or equal to 1, is 0"),
+        (["train.steps=null", "train.samples=true"], "train.samples: must be a valid integer, is True"),
+        (["train.steps=null", "train.samples=9", "train.global_batch_size=0"], "train.global_batch_size: "),
+    ],
+)
+def test_samples_and_steps_that_cannot_be_are_named_once(given, named):
+    (line,) = violations(*given)
+    assert named in line

@@ -33,6 +33,7 @@ SHORT = {
     "parallel": {"tp": 2, "etp": None, "sequence_parallel": None},
     "model": {"path": "/models/any", "fp8": {"scaling": "mxfp8", "format": None}},
     "optimizer": {"lr": 1, "betas": [0.9, 0.99]},
+    "train": {"samples": 1000, "global_batch_size": 8},
 }
 
 

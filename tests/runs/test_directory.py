@@ -173,6 +173,18 @@ def test_where_something_was_trained_it_does_not(run, kept):
         begin(run, "data.on_error=skip")
 
 
+def test_samples_are_another_word_for_steps(run):
+    begin(run)
+    train(run)
+    same, longer = (("train.steps=null", f"train.samples={samples}") for samples in (4800, 6400))
+    assert begin(run, *same)
+    with pytest.raises(UsageError, match=r"train\.steps: 300 -> 400"):
+        begin(run, *longer)
+    finish(run)
+    assert run.finished(recipe(*same)) and not run.finished(recipe(*longer))
+    assert begin(run, *longer, resume=True)
+
+
 def test_a_finished_run_is_made_longer_by_resume_only(run):
     train(run)
     finish(run)
