@@ -1,6 +1,7 @@
 """The exception types and the exit codes: rooms raise these, `cli` and workers turn them into a status."""
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Collection, Sequence
 from enum import IntEnum
 
 
@@ -67,3 +68,13 @@ def shown(value: object) -> str:
     """A value as a message quotes it: at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def nearest(name: str, known: Collection[str], *, most: int = 2, cutoff: float = 0.6) -> list[str]:
+    """The known names spelled most like `name`, the likest first; `cutoff` is from 0, all, to 1, equal."""
+    return difflib.get_close_matches(name[:100], sorted(known), n=most, cutoff=cutoff)
+
+
+def did_you_mean(names: Sequence[str]) -> str:
+    """The end of a message that names them: "; did you mean a or b?", or nothing."""
+    return f"; did you mean {' or '.join(names)}?" if names else ""

@@ -15,8 +15,8 @@ from bundle.architectures.architecture import (
     padded_vocabulary,
 )
 from bundle.architectures.families import FAMILIES
-from bundle.architectures.keys import Keys, closest
-from bundle.errors import UsageError
+from bundle.architectures.keys import Keys
+from bundle.errors import UsageError, did_you_mean, nearest
 
 __all__ = [
     "MLA",
@@ -41,7 +41,7 @@ def from_config(config: Mapping[str, Any], origin: str = "config") -> Architectu
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        near = closest(str(model_type), FAMILIES)
+        near = did_you_mean(nearest(str(model_type), FAMILIES))
         supported = f"supported: {', '.join(SUPPORTED)}"
         raise UsageError(
             f"{origin}: this model is not supported",

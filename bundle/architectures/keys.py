@@ -1,10 +1,9 @@
 """Reading a Hugging Face config: typed access that remembers what was asked for and all that is wrong."""
 
-import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from bundle.errors import shown
+from bundle.errors import did_you_mean, nearest, shown
 
 REQUIRED: Any = object()
 
@@ -130,16 +129,10 @@ class Keys:
         known = self._taken | IRRELEVANT
         for name, value in self._config.items():
             if name not in known and value is not None:
-                self.violations.append(f"{name}: unknown key{closest(str(name), known)}")
+                self.violations.append(f"{name}: unknown key{did_you_mean(nearest(str(name), known))}")
 
     def absorb(self, nested: "Keys", prefix: str) -> None:
         """Takes over the violations of a nested mapping's keys, unknown keys included."""
         nested.rest()
         self.unreadable |= nested.unreadable
         self.violations += [f"{prefix}.{v}" for v in nested.violations]
-
-
-def closest(name: str, known: Collection[str]) -> str:
-    """ "; did you mean ...?" with the nearest known names, or nothing."""
-    near = difflib.get_close_matches(name[:100], sorted(known), n=2)
-    return f"; did you mean {' or '.join(near)}?" if near else ""

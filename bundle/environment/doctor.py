@@ -11,7 +11,7 @@ from pathlib import Path
 import bundle
 from bundle.environment.ascend import cann
 from bundle.environment.compatibility import package_findings
-from bundle.environment.facts import GIB, Fact, Finding, Hardware, fail, ok, size, warn
+from bundle.environment.facts import GIB, Fact, Finding, Hardware, bytes_shown, fail, ok, warn
 from bundle.environment.hardware import detect
 from bundle.environment.image import image_findings
 from bundle.environment.machine import Machine
@@ -105,7 +105,7 @@ def _devices(hardware: Hardware) -> Iterator[Finding]:
     yield ok("rdma", ", ".join(ports) or hardware.rdma.reason)
     locked = hardware.host.locked_memory
     if ports and locked.value is not None and locked.value < math.inf:
-        cause = f"RDMA registers memory, and only {size(locked.value)} may be locked ({locked.reason})"
+        cause = f"RDMA registers memory, and only {bytes_shown(locked.value)} may be locked ({locked.reason})"
         yield warn("locked memory", cause, "`ulimit -l unlimited`, docker `--ulimit memlock=-1`, or IPC_LOCK")
 
 
@@ -120,13 +120,13 @@ def _known(subject: str, fact: Fact[str]) -> Finding:
 def _host(hardware: Hardware) -> Iterator[Finding]:
     host = hardware.host
     ranks = max(len(hardware.devices), 1)
-    yield ok("memory", f"{size(host.memory.value)} ({host.memory.reason})")
+    yield ok("memory", f"{bytes_shown(host.memory.value)} ({host.memory.reason})")
     if host.processors.value is not None and host.processors.value < ranks:
         cause = f"{host.processors.value:g} processors for {ranks} ranks ({host.processors.reason})"
         yield warn("processors", cause, "raise the container's cpu limit to a few per device")
     shared = host.shared_memory
     if shared.value is None or shared.value < ENOUGH_SHARED_MEMORY:
-        cause = f"/dev/shm has {size(shared.value)} ({shared.reason})"
+        cause = f"/dev/shm has {bytes_shown(shared.value)} ({shared.reason})"
         fix = "docker `--shm-size=16g` or `--ipc=host`; Kubernetes: an emptyDir of medium Memory at /dev/shm"
         yield warn("shared memory", cause, fix)
     files = host.open_files

@@ -156,7 +156,7 @@ def fail(subject: str, cause: str, fix: str) -> Finding:
     return Finding(subject, Level.FAIL, cause, fix)
 
 
-def size(amount: float | None) -> str:
+def bytes_shown(amount: float | None) -> str:
     """A number of bytes for people: "178.4 GiB", "64.0 MiB", "no limit"; None is unknown."""
     if amount is None:
         return "an unknown size"

@@ -1,9 +1,9 @@
 """Definitions by name in a source tree, as Python finds them: inherited, re-exported, under if and try."""
 
 import ast
-import difflib
 from dataclasses import dataclass, field
 
+from bundle.errors import nearest
 from bundle.patches.definition import Definition
 from bundle.patches.lookup import Lookup
 from bundle.patches.source import SourceTree, bindings
@@ -43,7 +43,7 @@ class Definitions:
         if owner and not classes:
             owner, name = "", owner.partition(".")[0]  # the class itself is gone
         scope = [known for node in classes for known in bindings(node.body)] if owner else module.bindings
-        close = difflib.get_close_matches(name, scope, n=3, cutoff=0.5)
+        close = nearest(name, scope, most=3, cutoff=0.5)
         return tuple(
             f"{module_name}:{owner}.{match}" if owner else f"{module_name}:{match}" for match in close
         )

@@ -2,10 +2,9 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 from bundle.environment.packages import Stack
-from bundle.errors import PatchError, UsageError
+from bundle.errors import PatchError, UsageError, did_you_mean, nearest
 from bundle.patches import deciding
 from bundle.patches.catalogue import PATCHES
 from bundle.patches.deciding import Job
@@ -84,10 +83,6 @@ def _assumed(features: frozenset[str] | None, backend: str | None) -> frozenset[
 
 
 def _check_ids(ids: Collection[str], known: Collection[str]) -> None:
-    unknown = [
-        f"{name}{' (did you mean ' + close[0] + '?)' if (close := get_close_matches(name, known)) else ''}"
-        for name in sorted(ids)
-        if name not in known
-    ]
+    unknown = [f"{name}{did_you_mean(nearest(name, known))}" for name in sorted(ids) if name not in known]
     if unknown:
         raise UsageError("There are no patches with these ids; `patches list` names them all:", unknown)

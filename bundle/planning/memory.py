@@ -17,7 +17,7 @@ from itertools import accumulate
 from typing import Self
 
 from bundle.capabilities import LayerTraits
-from bundle.environment.facts import Fact
+from bundle.environment.facts import Fact, bytes_shown
 from bundle.planning.activations import ActivationBytes, activations
 from bundle.planning.code import EXPERT_GROUPS_BY_ETP, MegatronCode
 from bundle.planning.layout import Chunk, RankLayout
@@ -82,17 +82,9 @@ def memory_note(stages: Sequence[MemoryEstimate], device: Fact[int]) -> str | No
     if device.value is None or not device.value * (1 - HEADROOM) < worst <= device.value:
         return None
     return (
-        f"memory is tight: {shown(worst)} of {shown(device.value)}, and the device's context, communication "
-        "buffers and fragmentation are not counted"
+        f"memory is tight: {bytes_shown(worst)} of {bytes_shown(device.value)}, and the device's context, "
+        "communication buffers and fragmentation are not counted"
     )
-
-
-def shown(amount: float) -> str:
-    """A size for people: 12.3 GiB, 45.6 MiB."""
-    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if amount >= size:
-            return f"{amount / size:.1f} {unit}"
-    return f"{amount:.0f} B"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from typing import Any
 
-from bundle.environment.facts import plain
+from bundle.environment.facts import bytes_shown, plain
 from bundle.patches import Action
 from bundle.planning.layout import Chunk, RankLayout
-from bundle.planning.memory import MemoryEstimate, shown
+from bundle.planning.memory import MemoryEstimate
 from bundle.planning.plan import Plan
 from bundle.planning.size import ModelSize
 from bundle.recipe import Recipe
@@ -139,7 +139,8 @@ def _step(plan: Plan) -> str:
 
 def _checkpoint(plan: Plan) -> str:
     size, keep = plan.size.checkpoint_bytes(plan.recipe.model.dtype), plan.recipe.checkpoint.keep
-    return f"{shown(size)}, of which {keep} stay and one more is written: {shown(size * (keep + 1))} of disk"
+    whole = bytes_shown(size * (keep + 1))
+    return f"{bytes_shown(size)}, of which {keep} stay and one more is written: {whole} of disk"
 
 
 def _decimal(amount: float, prefixes: str) -> str:
@@ -207,17 +208,17 @@ def _memory(plan: Plan) -> Iterator[str]:
     for stage in plan.memory:
         states, flying = stage.states, stage.activations
         parts = [
-            f"weights {shown(states.parameters)}",
-            f"gradients {shown(states.gradients)}",
-            f"optimizer {shown(states.master + states.moments + states.counters)}",
-            f"activations {shown(flying.held)} ({max(flying.in_flight)} in flight)",
-            f"passing {shown(flying.passing)}",
+            f"weights {bytes_shown(states.parameters)}",
+            f"gradients {bytes_shown(states.gradients)}",
+            f"optimizer {bytes_shown(states.master + states.moments + states.counters)}",
+            f"activations {bytes_shown(flying.held)} ({max(flying.in_flight)} in flight)",
+            f"passing {bytes_shown(flying.passing)}",
         ]
-        yield f"{stage.stage}: {shown(stage.total)} = {', '.join(parts)}"
+        yield f"{stage.stage}: {bytes_shown(stage.total)} = {', '.join(parts)}"
     size = plan.hardware.device_memory
     if plan.memory and size.value is not None:
         worst = max(stage.total for stage in plan.memory)
-        yield f"fullest rank: {worst / size.value:.0%} of {shown(size.value)} ({size.reason})"
+        yield f"fullest rank: {worst / size.value:.0%} of {bytes_shown(size.value)} ({size.reason})"
 
 
 def _patches(plan: Plan) -> Iterator[str]:

@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from bundle.capabilities import Capabilities
-from bundle.environment.facts import Hardware
+from bundle.environment.facts import Hardware, bytes_shown
 from bundle.errors import ExitCode
 from bundle.fp8 import SCALINGS, Scaling
 from bundle.patches import Action, Decision
 from bundle.planning.code import DISCARD_ASKS_FP8, SHARED_EXPERTS_AGAIN, MegatronCode
 from bundle.planning.layout import RankLayout
-from bundle.planning.memory import MemoryEstimate, shown, splits_shared_embedding
+from bundle.planning.memory import MemoryEstimate, splits_shared_embedding
 from bundle.planning.parameters import parameters
 from bundle.recipe import Recipe
 from bundle.recipe.sections import MOST_PER_NODE
@@ -103,15 +103,17 @@ def memory_problems(stages: Sequence[MemoryEstimate], hardware: Hardware, per_no
     if hardware.backend == "cpu":
         host = hardware.host.memory.value
         if host is not None and worst.total * per_node > host:
-            needed = f"{per_node} ranks of {shown(worst.total)}"
-            yield hardware_problem(f"memory: {needed} do not fit this host's {shown(host)} ({_less(worst)})")
+            needed = f"{per_node} ranks of {bytes_shown(worst.total)}"
+            yield hardware_problem(
+                f"memory: {needed} do not fit this host's {bytes_shown(host)} ({_less(worst)})"
+            )
         return
     size = hardware.device_memory.value
     for stage in stages:
         if size is not None and stage.total > size:
             yield hardware_problem(
-                f"memory: a rank of stage {stage.stage} needs {shown(stage.total)}, "
-                f"a device has {shown(size)} ({_less(stage)})"
+                f"memory: a rank of stage {stage.stage} needs {bytes_shown(stage.total)}, "
+                f"a device has {bytes_shown(size)} ({_less(stage)})"
             )
 
 

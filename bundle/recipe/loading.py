@@ -1,6 +1,5 @@
 """From a name or a file and a command line's overrides to a Recipe, with every violation at once."""
 
-import difflib
 import itertools
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +9,7 @@ from pydantic import ValidationError
 
 from bundle import files
 from bundle.architectures import from_config, read_config
-from bundle.errors import UsageError, shown
+from bundle.errors import UsageError, did_you_mean, nearest, shown
 from bundle.recipe import rules
 from bundle.recipe.document import LARGEST_TEXT, Document, Path, parse, parse_value
 from bundle.recipe.recipe import Recipe
@@ -62,10 +61,8 @@ def find(name_or_path: str | pathlib.Path) -> pathlib.Path:
     names = built_in()
     if text in names:
         return DIRECTORY / f"{text}.yaml"
-    near = difflib.get_close_matches(text[:100], names, n=2)
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
     raise UsageError(
-        f"no recipe named {text!r}{hint}",
+        f"no recipe named {text!r}{did_you_mean(nearest(text, names))}",
         [f"built in: {', '.join(names)}", "a file is given with its path: ./mine.yaml"],
     )
 
@@ -192,8 +189,8 @@ def _meant(name: str, known: Sequence[str]) -> str:
     """ "; did you mean ...?" with keys of the same last part anywhere, else with the nearest spellings."""
     last = name.rpartition(".")[2]
     same = [key for key in known if key.rpartition(".")[2] == last]
-    near = same or difflib.get_close_matches(name[:100], known, n=2, cutoff=0.75)
+    near = same or nearest(name, known, cutoff=0.75)
     if not near:
         lasts = {key.rpartition(".")[2]: key for key in known}
-        near = [lasts[part] for part in difflib.get_close_matches(last[:100], list(lasts), n=2, cutoff=0.75)]
-    return f"; did you mean {' or '.join(near[:3])}?" if near else ""
+        near = [lasts[part] for part in nearest(last, lasts, cutoff=0.75)]
+    return did_you_mean(near[:3])
