@@ -95,9 +95,9 @@ def sharing_tokens() -> ProcessGroup:
 def begin_random(seed: int, *, after: int = 0) -> None:
     """Begins megatron's random states of this rank, for a run that goes on after so many steps.
 
-    One for each kind of parallel region, for dropout and recomputation.
-    They differ between pipeline stages, whose layers would all drop the same values; and after another step
-    they are others, so that the masks of the first steps do not come again.
+    There is one for each kind of parallel region, for dropout and recomputation. They differ between pipeline
+    stages, whose layers would all drop the same values; and after another step they are others, so that the
+    masks of the first steps do not come again.
     """
     if after:
         digest = hashlib.sha256(f"{seed} after {after}".encode()).digest()

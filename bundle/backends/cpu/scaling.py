@@ -8,6 +8,8 @@ The scales of Transformer Engine's recipes (transformer_engine.common.recipe):
   that the largest value fits; the OCP formula rounds it down and lets values saturate.
 What every recipe does: values beyond the range become the largest FP8 number, NaN stays, and a scale that
 cannot be had (nothing but zeros, or an infinity) is 1.
+
+First numbers and their rounding, then delayed scales and what they remember, then a layer's three operands.
 """
 
 from collections import deque
