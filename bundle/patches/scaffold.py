@@ -1,4 +1,4 @@
-"""The files that a new patch starts from: an entry of the catalogue and a test, both to be filled in."""
+"""The files that a new patch starts from, and the way from them to a green test."""
 
 import re
 from pathlib import Path
@@ -8,54 +8,114 @@ from bundle.patches.catalogue import PATCHES
 
 _ENTRY = '''"""{title}."""
 
-from bundle.patches.definitions import Evidence
-from bundle.patches.entry import Patch, Presence, Replacement
+from typing import TYPE_CHECKING
 
-_TARGET = "megatron.core.module:Class.method"
+from bundle.patches.entry import NOTHING, Patch, Presence, Replacement
+
+if TYPE_CHECKING:
+    from bundle.patches.definitions import Evidence
+
+_TARGET = "megatron.core.module:Class.method"  # what the wrapper replaces
 
 
-def _defect(source: Evidence) -> Presence:
+def _defect(source: "Evidence") -> Presence:
+    """Whether ... (the question that the source answers)."""
     found = source[_TARGET]
     if found is None:
         return Presence.UNKNOWN
-    return Presence.of("what only the mended code mentions" not in found.names)
+    if found.has("the_wrong_code(_, 1)"):  # as in the releases that have it; `_` is any expression
+        return Presence.PRESENT
+    return Presence.ABSENT if found.has("the_mended_code(_, 2)") else Presence.UNKNOWN  # never guess
 
 
 PATCHES = (
     Patch(
         id="{patch_id}",
-        replacements=(Replacement(_TARGET, "bundle.wrappers.{module}:wrapper"),),
-        why="",
-        upstream="",
-        range="",
-        assumes="",
-        evidence=(_TARGET,),
+        replacements=(Replacement(_TARGET, "bundle.wrappers.{module}:mended", by_signature=True),),
+        why="What a user sees, and what causes it.",
+        upstream="where upstream knows of it, or how it was found",
+        range="",  # the releases that have it, like ">=0.16,<0.18"
+        when=frozenset(),  # features of a recipe that meets it: Recipe.features
+        assumes=NOTHING,  # of the caller
+        evidence=(_TARGET,),  # all that _defect reads
         defect=_defect,
     ),
 )
 '''
-_TEST = '''"""{patch_id}: what goes wrong without the patch, and does not with it."""
+_WRAPPER = '''"""{title}."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+def mended(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the target with the defect mended around it; nothing of its body is copied."""
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, *args, **kwargs)  # change what goes in, or what comes out
+
+    return method
+'''
+_MEASUREMENT = '''"""{title}: a run against one that does not meet the defect."""
+
+from bundle.verification.numbers import DENSE, Bench, Numbers, chunk, gap, rows, texts, trained
+
+
+def distance(bench: Bench) -> float:
+    """How far loss and gradients are from those of a run that does not need the patch."""
+    return gap(_run(bench, meets=True), _run(bench, meets=False))
+
+
+def _run(bench: Bench, *, meets: bool) -> Numbers:
+    with bench.layout() as groups:  # layout(tp=2) shares the model out
+        model = chunk(bench, groups, DENSE)  # make this one meet the defect, or not
+        (text,) = texts([32])
+        return trained(model, groups, [rows(bench, groups, text[None], (text[None, 1:] > 0).float())])
+'''
+_TEST = '''"""{patch_id}: what goes wrong without the patch does not with it."""
 
 import pytest
 
-
-def test_without_the_patch():
-    pytest.fail("show the defect on a megatron-core that has it")
+from bundle.verification import Status, verify
 
 
-def test_with_the_patch():
-    pytest.fail("show that the patch mends it")
+@pytest.mark.world
+def test_it_is_proven():
+    pytest.importorskip("megatron.core")
+    (result,) = verify("cpu", ["{patch_id}"])
+    assert result.status is Status.PROVEN, result.reason
 '''
 _STEPS = """\
-1. fill in {entry} and give it to bundle/patches/catalogue/__init__.py
-2. write bundle/wrappers/{module}.py
-3. python -m tools.patches.review RELEASES/* --write
-4. python -m tools.patches.page > docs/patches.md
-5. make {test} pass"""
+Written: {files}
+
+1. Evidence: in {entry}
+   name the target, and have _defect tell the wrong code from the mended one. In
+   bundle/patches/catalogue/__init__.py import {module} and put *{module}.PATCHES into PATCHES.
+2. Review: have the reviewed list read every release that is in it, and say yourself where the defect is:
+     python -m tests.matrix.fetch .cache/reviewed reviewed
+     python -m tools.patches.review --write .cache/reviewed/*
+     tests/patches/test_releases.py, PRESENT:  "{patch_id}": [("0.12.0", "0.19.2")],
+     tests/history/truth.py, PRESENT:  "{patch_id}": _has("module", r"the wrong code"),
+   Look: mcore-bundle patches plan --mcore .cache/reviewed/0.16.1 says APPLY, or SKIP where it is mended.
+3. Check: in {measurement}
+   show the defect as a distance or an error, and put into bundle/verification/check.py, in _CHECKS:
+     Check(
+         patch="{patch_id}",
+         measurement=f"{{_MEASURED}}.{module}:distance",
+         without=(Gap(1e-2),),  # or Raises("TypeError", "part of the message"); world=2 for two ranks
+     ),
+   Look: mcore-bundle patches verify {patch_id} --backend cpu fails for the gap that the patch leaves.
+4. Replacement: in {wrapper} mend it around the original.
+   Look: the same command says "proven".
+5. Page: python -m tools.patches.page > docs/patches.md
+6. Green: BUNDLE_RELEASES=.cache/reviewed python -m pytest {test} tests/patches tests/tools
+"""
 
 
 def create(patch_id: str, checkout: Path) -> str:
-    """Writes both files into a checkout of this project; returns what to do next.
+    """Writes the files into a checkout of this project; returns what to do next.
 
     Raises UsageError for an id that is taken or none, and where a file is there already.
     """
@@ -65,15 +125,21 @@ def create(patch_id: str, checkout: Path) -> str:
         )
     if patch_id in {patch.id for patch in PATCHES}:
         raise UsageError(f"{patch_id}: there is a patch of this id")
-    module = patch_id.replace("-", "_")
-    names = {"patch_id": patch_id, "module": module, "title": patch_id.replace("-", " ").capitalize()}
-    entry, test = f"bundle/patches/catalogue/{module}.py", f"tests/upstream/test_{module}.py"
     if not (checkout / "bundle/patches/catalogue").is_dir():
         raise UsageError(f"{checkout} is no checkout of mcore-bundle: go to one")
-    taken = [file for file in (entry, test) if (checkout / file).exists()]
+    module = patch_id.replace("-", "_")
+    names = {"patch_id": patch_id, "module": module, "title": patch_id.replace("-", " ").capitalize()}
+    files = {
+        "entry": (f"bundle/patches/catalogue/{module}.py", _ENTRY),
+        "wrapper": (f"bundle/wrappers/{module}.py", _WRAPPER),
+        "measurement": (f"bundle/verification/measurements/{module}.py", _MEASUREMENT),
+        "test": (f"tests/upstream/test_{module}.py", _TEST),
+    }
+    taken = [file for file, _ in files.values() if (checkout / file).exists()]
     if taken:
         raise UsageError("There are files already where the new ones would be:", taken)
-    for file, template in ((entry, _ENTRY), (test, _TEST)):
+    for file, template in files.values():
         (checkout / file).parent.mkdir(parents=True, exist_ok=True)
         (checkout / file).write_text(template.format(**names), "utf-8")
-    return _STEPS.format(entry=entry, test=test, **names)
+    paths = {name: file for name, (file, _) in files.items()}
+    return _STEPS.format(files=", ".join(paths.values()), **paths, **names)

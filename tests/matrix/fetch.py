@@ -2,8 +2,8 @@
 
 python -m tests.matrix.fetch DIRECTORY [VERSION...]
 
-A version may be `oldest` or `newest` (that reviewed minor's newest release) or `later`: every release that is
-published and newer than all reviewed ones. Without a version: the newest release of every reviewed minor.
+A version may be `oldest` or `newest` (that reviewed minor's newest release), `reviewed` (all of them)
+or `later` (every published one after those). Without a version: the newest release of every reviewed minor.
 """
 
 import re
@@ -65,7 +65,8 @@ def fetch(directory: Path, version: str) -> Path:
 def named(words: list[str]) -> list[str]:
     """The versions that the words of the command line mean."""
     minors = newest_of_each_minor()
-    meanings = {"oldest": minors[:1], "newest": minors[-1:]}
+    reviewed = list(table.load().references)
+    meanings = {"oldest": minors[:1], "newest": minors[-1:], "reviewed": reviewed}
     return [v for word in words for v in (later() if word == "later" else meanings.get(word, [word]))]
 
 

@@ -1,9 +1,12 @@
 """The files that a new patch starts from fit the project, and fail until they are filled in."""
 
 import importlib.util
+import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -19,18 +22,37 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_entry_is_a_patch_and_the_test_fails(checkout: Path):
-    assert "bundle/patches/catalogue/mtp_new_defect.py" in create("mtp-new-defect", checkout)
-    file = checkout / "bundle/patches/catalogue/mtp_new_defect.py"
-    spec = importlib.util.spec_from_file_location("entry", file)
+def loaded(file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    (patch,) = module.PATCHES
-    assert patch.id == "mtp-new-defect" and not patch.why
-    test = checkout / "tests/upstream/test_mtp_new_defect.py"
-    ran = subprocess.run([sys.executable, "-m", "pytest", "-q", str(test)], cwd=checkout, capture_output=True)
-    assert ran.returncode == 1
+    return module
+
+
+def test_the_files_are_a_patch_whose_replacement_and_check_are_there(checkout: Path):
+    steps = create("mtp-new-defect", checkout)
+    (patch,) = loaded(checkout / "bundle/patches/catalogue/mtp_new_defect.py").PATCHES
+    assert patch.id == "mtp-new-defect"
+    module, _, name = patch.replacements[0].wrapper.partition(":")
+    wrapper = getattr(loaded(checkout / f"{module.replace('.', '/')}.py"), name)
+    assert wrapper(lambda self, a, b: (a, b))(None, 1, b=2) == (1, 2)  # until it mends something
+    assert (
+        "def distance(bench: Bench)"
+        in (checkout / "bundle/verification/measurements/mtp_new_defect.py").read_text()
+    )
+    for file in checkout.rglob("*.py"):
+        assert str(file.relative_to(checkout)) in steps
+
+
+def test_what_the_steps_name_is_there(checkout: Path):
+    """Files, commands and names; what is new apart."""
+    steps = create("mtp-new-defect", checkout)
+    named = set(re.findall(r"(?:bundle|tests|docs)/[\w/]+\.(?:py|md)", steps))
+    assert all((checkout / name).is_file() or (REPOSITORY / name).is_file() for name in named)
+    assert all(find_spec(name) for name in re.findall(r"python -m ([\w.]+)", steps))
+    for name, place in (("_CHECKS", "bundle/verification/check.py"), ("PRESENT", "tests/history/truth.py")):
+        assert name in steps and f"{name}" in (REPOSITORY / place).read_text()
 
 
 def test_the_files_are_formatted_like_the_project(checkout: Path):
