@@ -52,7 +52,7 @@ def main() -> None:
         parser.error("--blocks: the bound needs at least 20")
     torch.set_num_threads(1)
     recipe = load("demo", (*OVERRIDES, f"train.steps={chosen.steps}", f"train.log_interval={chosen.steps}"))
-    runtime = patched_runtime(plan_for(recipe, per_node=1))
+    runtime = patched_runtime(plan_for(recipe, backend="cpu", per_node=1).patch_plan, "cpu")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory() as directory:
         bundle, bare = arms(recipe, runtime, Path(directory))

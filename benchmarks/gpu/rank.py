@@ -44,7 +44,7 @@ def prepared(plan: Plan) -> Iterator[tuple[Any, torch.device, int]]:
     rendezvous = discover(os.environ)
     assert rendezvous.rank is not None and rendezvous.local_rank is not None, "started by torchrun only"
     meeting = world.open_store(rendezvous, TIMEOUT)
-    runtime = patched_runtime(plan)
+    runtime = patched_runtime(plan.patch_plan, plan.hardware.backend)
     device = runtime.device(rendezvous.local_rank)
     world.initialize(rendezvous, meeting, runtime.collectives, TIMEOUT, device)
     yield runtime, device, rendezvous.rank

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from bundle.cli.options import JSON, LogLevel
-from bundle.environment import facts, hardware, machine, packages
+from bundle.environment import facts, hardware, image, machine, packages
 from bundle.environment.doctor import examine
 from bundle.environment.facts import Finding, Level
 from bundle.errors import ExitCode
@@ -28,7 +28,13 @@ def doctor(
     installed = packages.detect()
     found, findings = examine(machine.local(), installed, backend)
     if as_json:
-        report = {"schema": 1, "findings": facts.plain(findings), "hardware": facts.plain(found)}
+        built = image.own()
+        report = {
+            "schema": 1,
+            "findings": facts.plain(findings),
+            "hardware": facts.plain(found),
+            "image": built.model_dump(by_alias=True) if built else None,  # for `plan --image-record`
+        }
         print(json.dumps(report, indent=2))
     else:
         print("\n".join(map(_line, findings)))

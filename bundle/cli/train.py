@@ -1,35 +1,46 @@
-"""`mcore-bundle train`: starts this node's ranks, or is one of them under torchrun."""
+"""`mcore-bundle train`: decides about a job and starts this node's ranks, or is one of them."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import typer
 
 from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.cli import output
-from bundle.cli.arguments import job_words, rank_words
+from bundle.cli.arguments import said
 from bundle.cli.options import LogLevel
-from bundle.environment import hardware, machine, packages
+from bundle.environment import hardware, image, machine, packages
 from bundle.environment.ascend import cann
 from bundle.environment.compatibility import package_findings
 from bundle.environment.facts import Level
-from bundle.errors import UsageError
-from bundle.launch import outcomes, process, torchrun
+from bundle.errors import EnvironmentUnfit, UsageError
+from bundle.launch import job as job_file
+from bundle.launch import process, torchrun
+from bundle.launch.job import Job, Start
 from bundle.launch.rendezvous import Rendezvous, discover
-from bundle.planning import Plan, Problem, hardware_problem, plan_for, recipe_problem
+from bundle.planning import Problem, hardware_problem, plan_for, recipe_problem
 from bundle.planning.inputs import input_problems
+from bundle.planning.plan import refuse
+from bundle.planning.problems import devices_problems
 from bundle.recipe import Recipe, load
+from bundle.recipe.sections import MOST_PER_NODE
 from bundle.runs.directory import RunDirectory, starting_checkpoint
-from bundle.training.job import Job
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
+# What may be said beside --job: who we are, not what is done.
+_BESIDE_JOB = {"job", "log_level", "nodes", "node_rank", "rendezvous", "wait", "dry_run"}
 
 
 @app.command()
 def train(
-    recipe: str = typer.Argument(help="A built-in recipe's name (see `recipes list`) or a file."),
+    context: typer.Context,
+    recipe: str = typer.Argument("", help="A built-in recipe's name (see `recipes list`) or a file."),
+    job: Path | None = typer.Option(
+        None, metavar="FILE", help="Instead of a recipe, what `plan --job` wrote."
+    ),
     overrides: list[str] = typer.Option(
         [], "--set", metavar="KEY=VALUE", help="Override one key of the recipe."
     ),
@@ -41,6 +52,9 @@ def train(
     ),
     backend: str = typer.Option("", help=f"One of {', '.join(hardware.BACKENDS)}; without it, the recipe's."),
     allow_drift: list[str] = typer.Option([], metavar="ID", help="Go on although this patch drifted."),
+    per_node: int = typer.Option(
+        0, "--devices-per-node", min=0, max=MOST_PER_NODE, help="Devices of each; without it, the recipe's."
+    ),
     nodes: int | None = typer.Option(None, help="Machines that run this job; start it on each."),
     node_rank: int | None = typer.Option(None, help="Which of them this one is, from 0."),
     rendezvous: str | None = typer.Option(None, metavar="HOST:PORT", help="Where they meet: node 0."),
@@ -53,63 +67,117 @@ def train(
     """Train a recipe: pre-training or SFT. A stopped run goes on where its last checkpoint is."""
     if backend not in ("", *hardware.BACKENDS):
         raise typer.BadParameter(f"choose one of {', '.join(hardware.BACKENDS)}", param_hint="--backend")
-    job = load(recipe, overrides)
-    where = discover(
-        os.environ, nodes=nodes, node_rank=node_rank, endpoint=rendezvous, planned=job.devices.nodes
-    )
-    directory = run_directory or Path("runs") / job.name
+    if bool(recipe) is (job is not None):
+        raise UsageError("say what to train: a recipe, or --job FILE, and not both")
     if not dry_run:
         output.may_fail()  # the run directory has it all
-    if where.is_rank:
-        # Only a rank imports torch.
-        from bundle.training.worker import work
 
-        told = Job(job, RunDirectory(directory), fresh, resume, start_from)
-        raise typer.Exit(int(work(told, where, backend or None, tuple(allow_drift))))
+    def here(planned_nodes: int) -> Rendezvous:
+        return discover(
+            os.environ, nodes=nodes, node_rank=node_rank, endpoint=rendezvous, planned=planned_nodes
+        )
+
+    if job is not None:
+        if more := said(context) - _BESIDE_JOB:
+            raise UsageError(f"--job {job} says all about the job: leave out {', '.join(sorted(more))}")
+        told = job_file.load(job)
+        where = here(told.nodes)
+        if where.is_rank:
+            _be_a_rank(where, lambda: job_file.decided(told), told, wait)
+        _check(told, where)
+    else:
+        asked = load(recipe, overrides)
+        where = here(asked.devices.nodes)
+        start = Start(fresh=fresh, resume=resume, origin=str(start_from) if start_from else None)
+        directory = run_directory or Path("runs") / asked.name
+
+        def decide() -> Job:
+            return _decided(
+                asked, where, directory, start, backend, per_node, tuple(allow_drift), dry_run=dry_run
+            )
+
+        if where.is_rank:
+            _be_a_rank(where, decide, None, wait)
+        told = decide()
+    if dry_run:
+        every = [replace(where, node_rank=node) for node in range(where.nodes)]
+        print(torchrun.dry_run([job_file.launch(told, node, wait) for node in every], os.environ), end="")
+        return
+    run, start = RunDirectory(told.directory), told.start
+    goes_on = run.begin(told.recipe, fresh=start.fresh, resume=start.resume, start_from=start.checkpoint)
+    if goes_on and run.finished(told.recipe):
+        print(run.nothing_left())
+        return
+    process.run(job_file.launch(told, where, wait), os.environ)
+
+
+def _be_a_rank(where: Rendezvous, decide: Callable[[], Job], told: Job | None, wait: int) -> Any:
+    """Ends this process as a rank, which alone imports torch."""
+    from bundle.training.worker import work
+
+    raise typer.Exit(int(work(where, decide, told, wait)))
+
+
+def _decided(
+    recipe: Recipe,
+    where: Rendezvous,
+    directory: Path,
+    start: Start,
+    backend: str,
+    per_node: int,
+    allow_drift: tuple[str, ...],
+    *,
+    dry_run: bool,
+) -> Job:
+    """The job that a recipe is here. Raises with everything that stands against it."""
     made = plan_for(
-        job,
+        recipe,
         backend=backend or None,
         allow_drift=allow_drift,
         nodes=where.nodes,
-        per_node=where.per_node,
+        per_node=where.per_node or per_node or None,
         beside=[
-            *input_problems(job, directory),
-            *(_origin(start_from) if start_from and (fresh or not _has_checkpoints(directory)) else ()),
-            *_starter(job, where),
+            *_files(recipe, directory, start),
+            *_starter(per_node or recipe.devices.per_node, where),
             *(() if dry_run else _packages()),
         ],
     )
     made.refuse()
-    words = rank_words(job_words(recipe, overrides, allow_drift), directory, made.hardware.backend)
-    words += [*(["--fresh"] if fresh else []), *(["--resume"] if resume else [])]
-    words += [f"--from={start_from}"] if start_from else []
-    if dry_run:
-        all_nodes = [replace(where, node_rank=node) for node in range(where.nodes)]
-        launches = [_launch(made, node, directory, words, wait) for node in all_nodes]
-        print(torchrun.dry_run(launches, os.environ), end="")
-        return
-    run = RunDirectory(directory)
-    goes_on = run.begin(job, fresh=fresh, resume=resume, start_from=start_from)
-    if goes_on and run.finished(job):
-        print(run.nothing_left())
-        return
-    process.run(_launch(made, where, directory, words, wait), os.environ)
+    return job_file.of_plan(made, directory, start=start, record=image.own(), allow_drift=allow_drift)
 
 
-def _has_checkpoints(directory: Path) -> bool:
-    return bool(CheckpointDirectory(RunDirectory(directory).checkpoints).steps())
+def _check(told: Job, where: Rendezvous) -> None:
+    """Raises with everything that keeps this node from executing a job file."""
+    if where.nodes != told.nodes:
+        raise UsageError(f"the job is for {told.nodes} nodes, and {where.source} says {where.nodes}")
+    on = hardware.detect(told.backend)
+    refuse(
+        told.recipe,
+        [
+            *_files(told.recipe, told.directory, told.start),
+            *_starter(told.per_node, where),
+            *_packages(),
+            *devices_problems(on, told.per_node),
+        ],
+    )
+    if unfit := list(job_file.misfits(told, packages.detect().megatron, image.own())):
+        raise EnvironmentUnfit("this is not what the job was decided for", unfit)
 
 
-def _origin(start_from: Path) -> list[Problem]:
-    try:
-        starting_checkpoint(start_from)
-    except UsageError as error:
-        return [recipe_problem(str(error))]
-    return []
+def _files(recipe: Recipe, directory: Path, start: Start) -> list[Problem]:
+    """What is wrong with what lies on this machine's disks."""
+    found = list(input_problems(recipe, directory))
+    origin = start.checkpoint
+    if origin and (start.fresh or not CheckpointDirectory(RunDirectory(directory).checkpoints).steps()):
+        try:
+            starting_checkpoint(origin)
+        except UsageError as error:
+            found.append(recipe_problem(str(error)))
+    return found
 
 
-def _starter(job: Recipe, where: Rendezvous) -> list[Problem]:
-    wanted, said = job.devices.per_node, where.per_node
+def _starter(wanted: int | None, where: Rendezvous) -> list[Problem]:
+    said = where.per_node
     if wanted is None or said is None or wanted == said:
         return []
     return [recipe_problem(f"devices.per_node: {wanted}, but {where.source}, which starts this, says {said}")]
@@ -121,16 +189,3 @@ def _packages() -> list[Problem]:
     found = package_findings(packages.detect(), hardware.detect("cpu", here), cann(here), here.environ)
     without = [f for f in found if f.level is Level.FAIL and f.subject in ("torch", "megatron-core")]
     return [hardware_problem(f"{f.subject}: {f.cause}; {f.fix}") for f in without]
-
-
-def _launch(
-    plan: Plan, where: Rendezvous, directory: Path, words: Sequence[str], wait: int
-) -> torchrun.Launch:
-    return torchrun.Launch(
-        arguments=tuple(words),
-        rendezvous=where,
-        per_node=plan.per_node,
-        logs=outcomes.next_logs(directory, where.node_rank),
-        environment={variable.name: variable.value for variable in plan.environment},
-        wait=wait,
-    )

@@ -12,8 +12,8 @@ from bundle import files
 from bundle.environment import search
 from bundle.environment.facts import Finding, ok, warn
 from bundle.environment.machine import Machine
-from bundle.environment.packages import PACKAGES, Stack
-from bundle.errors import BundleError
+from bundle.environment.packages import PACKAGES, Package, Stack
+from bundle.errors import BundleError, UsageError
 
 RECORD = "/opt/bundle/build-info.json"  # written at the end of a build, by `python -m tools.images stamp`
 LARGEST = 1 << 20
@@ -35,6 +35,12 @@ class BuildInfo(BaseModel):
     sources: dict[Text, Text]  # name -> commit
     packages: dict[Text, Text]  # name -> version
 
+    def package(self, name: str) -> Package | None:
+        """A package of the image by our name for it; where its files lie is not recorded."""
+        said = self.packages.get(name)
+        version, _, commit = (said or "").partition(" at ")
+        return Package(name, version, commit or None, None) if said else None
+
     def text(self) -> str:
         """The JSON that `parse` reads."""
         return json.dumps(self.model_dump(by_alias=True), indent=2, sort_keys=True) + "\n"
@@ -51,13 +57,43 @@ def parse(document: str) -> BuildInfo:
         raise BundleError("; ".join(found[:3])[:400]) from error
 
 
-def inputs_of(file: Path) -> str:
-    """The digest of an image's inputs, by its record: "" without one, and where nobody said at the build."""
+def own(file: Path = Path(RECORD)) -> BuildInfo | None:
+    """The record of the image that this runs in; None in none of ours, and where it cannot be understood."""
     document = files.read(file, LARGEST)
     try:
-        return parse(document).inputs if document is not None else ""
+        return parse(document) if document is not None else None
     except BundleError:
-        return "a record that cannot be understood"
+        return None
+
+
+def named(file: Path) -> BuildInfo:
+    """The record in a file: an image's own, or what `doctor --json` printed there. Raises UsageError."""
+    try:
+        document = files.content(file, LARGEST).decode(errors="replace")
+        printed = json.loads(document)
+        inside = printed.get("image") if isinstance(printed, dict) and "findings" in printed else printed
+        if inside is None:
+            raise BundleError("doctor found no image of ours there")
+        return parse(json.dumps(inside))
+    except OSError as error:
+        raise UsageError(f"--image-record {file}: {error.strerror}") from error
+    except (BundleError, ValueError, RecursionError) as error:
+        raise UsageError(f"--image-record {file}: no record of an image: {error}") from error
+
+
+def differences(told: BuildInfo | None, here: BuildInfo | None) -> Iterator[str]:
+    """Every way in which the image here is not the one that a job was made for, by their records."""
+    one, other = (record.model_dump() if record else {"stack": "none of ours"} for record in (told, here))
+    for name in sorted({*one, *other}):
+        old, new = one.get(name), other.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+            yield from (f"image, {key}: {old.get(key)} in the job, {new.get(key)} here" for key in changed)
+        elif told is None or here is None:
+            if name == "stack":
+                yield f"image: {old} in the job, {new} here: see `plan --image-record`"
+        elif old != new:
+            yield f"image, {name}: {old} in the job, {new} here"
 
 
 def drift(record: BuildInfo, python: str, packages: Mapping[str, str]) -> Iterator[str]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 from bundle import files
 from bundle.environment import git, megatron, search, versions
@@ -39,6 +40,12 @@ class Package:
     def base_version(self) -> str | None:
         """The release number alone."""
         return versions.base(self.version) if self.version else None
+
+
+class Packages(Protocol):
+    """What can tell about packages: a machine's own search path, or the record of an image."""
+
+    def package(self, name: str) -> Package | None: ...
 
 
 @dataclass(frozen=True)

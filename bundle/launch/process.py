@@ -86,10 +86,12 @@ def run(launch: torchrun.Launch, inherited: Mapping[str, str]) -> None:
     folder = launch.logs
     try:
         folder.mkdir(parents=True)
+        for name, text in launch.files.items():
+            (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise EnvironmentUnfit(
-            f"cannot make the log folder {folder}: {error.strerror}; name with --run-directory a place that "
-            "this user may write to"
+            f"cannot make the log folder {folder} and its files: {error.strerror}; name with --run-directory"
+            " a place that this user may write to"
         ) from error
     kills = memory_kills(machine.local())
     waiting = Waiting(launch.rendezvous, folder, launch.wait)

@@ -51,8 +51,8 @@ def redacted(name: str, value: str) -> str:
 class Launch:
     """What is started on every node.
 
-    `arguments` are those of `mcore-bundle` without the flags of the rendezvous; `logs` is this launch's own
-    folder on this node; `environment` is what the backend needs.
+    `arguments` are those of `mcore-bundle`; `logs` is this launch's own folder on this node, where `files`
+    lie, by name, before the ranks start; `environment` is what the backend needs.
     """
 
     arguments: tuple[str, ...]
@@ -60,6 +60,7 @@ class Launch:
     per_node: int
     logs: Path
     environment: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
     wait: int = WAIT_SECONDS  # that this node waits for the others
     python: str = sys.executable
     module: str = "bundle"

@@ -1,11 +1,12 @@
 """The plan of patches for one run: made before any import, kept as a file, agreed on by all ranks."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from bundle.digest import of_json
+from bundle.environment.megatron import Copy
 from bundle.errors import PatchError
 from bundle.patches import source
 from bundle.patches.catalogue import PATCHES
@@ -32,6 +33,9 @@ class Step:
     everywhere: bool  # modules that imported it by value get the replacement too
 
 
+_KINDS = {item.name: item.type for item in fields(Step)}
+
+
 @dataclass(frozen=True)
 class PatchPlan:
     """What will be patched in which megatron-core, and what was decided about everything else."""
@@ -43,16 +47,32 @@ class PatchPlan:
 
     def fields(self) -> dict[str, str]:
         """What every rank must agree on, by name: no paths, no host names."""
-        fields = {"megatron-core": f"{self.version} {self.commit or ''}".strip()}
+        found = {"megatron-core": _name(self.version, self.commit)}
         for patch_id, action in self.decisions:
             steps = [asdict(step) for step in self.steps if step.patch == patch_id]
-            fields[f"patch {patch_id}"] = f"{action} {of_json(steps)}" if steps else action
-        return fields
+            found[f"patch {patch_id}"] = f"{action} {of_json(steps)}" if steps else action
+        return found
 
     @property
     def digest(self) -> str:
         """16 hexadecimal digits over all fields."""
         return of_json(self.fields())
+
+    def misfits(self, core: Copy) -> Iterator[str]:
+        """Every way in which a megatron-core, or this package, is not what the plan was made with."""
+        here, planned = _name(core.version, core.commit), _name(self.version, self.commit)
+        if here != planned:
+            yield f"megatron-core: {planned} in the job, {here} here"
+            return
+        ours = {(patch.id, r.target, r.wrapper) for patch in PATCHES for r in patch.replacements}
+        for step in self.steps:
+            if (step.patch, step.target, step.wrapper) not in ours:
+                yield f"{step.patch}: not a patch of this mcore-bundle"
+                continue
+            if source.digest(core.root, step.target.partition(":")[0]) != step.file_digest:
+                yield f"{step.patch}: {step.file} is not the file that the patches were planned for"
+            if source.digest(_BUNDLE, step.wrapper.partition(":")[0]) != step.wrapper_digest:
+                yield f"{step.patch}: {step.wrapper.partition(':')[0]} is another one here"
 
     def dump(self) -> dict[str, Any]:
         """The plan as plain JSON values; `load` makes an equal plan of them."""
@@ -71,9 +91,18 @@ def load(document: Mapping[str, Any]) -> PatchPlan:
             raise ValueError(f"schema {document['schema']}")
         of = document["megatron-core"]
         decisions = tuple((str(patch_id), str(action)) for patch_id, action in document["decisions"])
-        return PatchPlan(of["version"], of["commit"], decisions, tuple(Step(**s) for s in document["steps"]))
+        steps = tuple(Step(**step) for step in document["steps"])
+        if wrong := [
+            name for step in steps for name, value in asdict(step).items() if type(value) is not _KINDS[name]
+        ]:
+            raise ValueError(f"steps: {wrong[0]} is of another kind")
+        return PatchPlan(of["version"], of["commit"], decisions, steps)
     except (KeyError, TypeError, ValueError) as error:
         raise PatchError(f"This is no plan of patches: {type(error).__name__}: {error}") from None
+
+
+def _name(version: str | None, commit: str | None) -> str:
+    return f"{version} {commit or ''}".strip()
 
 
 def make(decided: Survey) -> PatchPlan:

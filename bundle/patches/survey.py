@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from bundle.environment.packages import Stack
+from bundle.environment.packages import Packages
 from bundle.errors import PatchError, UsageError, did_you_mean, nearest
 from bundle.patches import deciding
 from bundle.patches.catalogue import PATCHES
@@ -41,7 +41,7 @@ class Survey:
 def survey(
     of: Subject,
     table: Table,
-    stack: Stack,
+    stack: Packages,
     *,
     backend: str | None = None,
     features: frozenset[str] | None = None,
@@ -69,7 +69,7 @@ def survey(
     return Survey(of, deciding.exclude(decisions, known))
 
 
-def _versions(stack: Stack, names: Collection[str]) -> dict[str, str]:
+def _versions(stack: Packages, names: Collection[str]) -> dict[str, str]:
     """The versions of those of these packages that are installed."""
     found = {name: stack.package(name) for name in names}
     return {name: package.version for name, package in found.items() if package and package.version}

@@ -15,8 +15,8 @@ SCHEMA = 1
 _WIDTH = 13
 
 
-def to_json(plan: Plan, run: str, starts: str) -> dict[str, Any]:
-    """The plan, with the command that runs it and what that starts on the first node."""
+def to_json(plan: Plan) -> dict[str, Any]:
+    """The plan, but for the commands that run it."""
     return {
         "schema": SCHEMA,
         "recipe": plan.recipe.dump(),
@@ -43,8 +43,6 @@ def to_json(plan: Plan, run: str, starts: str) -> dict[str, Any]:
             {"name": variable.name, "value": variable.value, "why": variable.why}
             for variable in plan.environment
         ],
-        "run": run,
-        "starts": starts,
         "notes": list(plan.notes),
         "problems": [{"code": int(problem.code), "text": problem.text} for problem in plan.problems],
         "exit_code": int(plan.code),

@@ -10,8 +10,11 @@ from bundle.capabilities import Choice, Peak, Variable
 from bundle.environment import packages, versions
 from bundle.environment.facts import Hardware
 from bundle.environment.hardware import NAMES, detect, preset
+from bundle.environment.packages import Packages
 from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, PatchError, UsageError
 from bundle.patches import subject, survey, table
+from bundle.patches.plan import PatchPlan
+from bundle.patches.plan import make as make_patch_plan
 from bundle.patches.subject import DEFAULT, Subject
 from bundle.patches.survey import Survey
 from bundle.patches.table import Table
@@ -93,11 +96,26 @@ class Plan:
         of_one = self.size.training_flops([self.recipe.data.sequence_length])
         return self.recipe.train.global_batch_size * of_one
 
+    @property
+    def patch_plan(self) -> PatchPlan:
+        """What will be patched in the target, of which there must be a tree. Raises PatchError."""
+        return make_patch_plan(self.patches)
+
     def refuse(self) -> None:
-        """Raises the gravest problem's error with all problems in it; does nothing when there is none."""
-        if self.code is not ExitCode.OK:
-            reasons = [problem.text for problem in self.problems]
-            raise _ERRORS[self.code](f"recipe {self.recipe.name} cannot run here", reasons)
+        """Raises what `refuse` does."""
+        refuse(self.recipe, self.problems)
+
+
+def refuse(recipe: Recipe, problems: Sequence[Problem]) -> None:
+    """Raises the gravest problem's error with all problems in it; does nothing when there is none."""
+    for code, error in _ERRORS.items():
+        if any(problem.code is code for problem in problems):
+            raise error(f"recipe {recipe.name} cannot run here", [problem.text for problem in problems])
+
+
+def with_kernel(features: frozenset[str], attention: str) -> frozenset[str]:
+    """A job's features with the attention kernel that it gets."""
+    return features - {"attention-auto"} | {f"attention-{attention}"}
 
 
 def plan_for(
@@ -110,17 +128,18 @@ def plan_for(
     nodes: int | None = None,
     per_node: int | None = None,
     beside: Sequence[Problem] = (),
+    others: Packages | None = None,
 ) -> Plan:
     """The plan of a recipe; what is None comes from the recipe and from this machine.
 
     `named` is a machine to plan for instead of this one, `mcore` a version or a tree instead of what is
-    installed, `beside` problems that were found elsewhere. Raises UsageError and EnvironmentUnfit where there
-    is nothing to plan with.
+    installed, `others` the packages of another place, `beside` problems that were found elsewhere. Raises
+    UsageError and EnvironmentUnfit where there is nothing to plan with.
     """
     hardware, notes = machine(recipe.backend, backend, named)
     kernel = capabilities.of(hardware.backend).attention(recipe, hardware.generation.value).value
-    features = recipe.features - {"attention-auto"} | {f"attention-{kernel}"}
-    target, decided = _megatron(features, hardware, mcore, allow_drift)
+    features = with_kernel(recipe.features, kernel)
+    target, decided = _megatron(features, hardware, mcore, allow_drift, others)
     return plan_on(
         recipe, hardware, target, decided, nodes=nodes, per_node=per_node, notes=notes, beside=beside
     )
@@ -206,7 +225,7 @@ def _all_devices(recipe: Recipe, hardware: Hardware, nodes: int) -> int:
 
 
 def _megatron(
-    features: frozenset[str], on: Hardware, mcore: str, allowed: Sequence[str]
+    features: frozenset[str], on: Hardware, mcore: str, allowed: Sequence[str], others: Packages | None
 ) -> tuple[Target, Survey]:
     """The megatron-core that is named, installed or else the default, and the decisions about it."""
     here, reviewed = packages.detect(), table.load()
@@ -216,7 +235,9 @@ def _megatron(
     else:
         of = subject.installed(here, reviewed)
         origin = f"{of.root}, {of.origin}" if of.root else of.origin
-    decided = survey.survey(of, reviewed, here, backend=on.backend, features=features, allowed=allowed)
+    decided = survey.survey(
+        of, reviewed, others or here, backend=on.backend, features=features, allowed=allowed
+    )
     known = of.version is not None and versions.base(of.version) is not None
     unread = "" if known else f"; its version cannot be read, taken for {DEFAULT}"
     return Target(of.version if known and of.version else DEFAULT, origin + unread), decided

@@ -63,10 +63,12 @@ def read(directory: Path) -> Run:
         ) from error
     if not curves:
         raise UsageError(f"{numbers}: no numbers yet: a run reports every train.log_interval steps")
-    plan, versions, result = (
-        _object(directory / f"{name}.json", unread) for name in ("plan", "versions", "result")
+    job, versions, result = (
+        _object(directory / f"{name}.json", unread) for name in ("job", "versions", "result")
     )
-    return Run(directory.resolve().name, curves, plan, versions, result, tuple(unread))
+    plan = job.get("plan")
+    planned = {**(plan if isinstance(plan, dict) else {}), "recipe": job.get("recipe")} if job else {}
+    return Run(directory.resolve().name, curves, planned, versions, result, tuple(unread))
 
 
 def _curves(data: bytes, unread: list[str]) -> dict[str, Curve]:

@@ -33,9 +33,9 @@ class RunDirectory:
         return self.root / "recipe.yaml"
 
     @property
-    def plan(self) -> Path:
-        """What was decided before the run began."""
-        return self.root / "plan.json"
+    def job(self) -> Path:
+        """What was decided before the run began: the job file that its ranks execute."""
+        return self.root / "job.json"
 
     @property
     def versions(self) -> Path:
@@ -134,7 +134,7 @@ class RunDirectory:
     def write_start(
         self,
         recipe: Recipe,
-        plan: Mapping[str, Any],
+        job: Mapping[str, Any],
         versions: Mapping[str, Any],
         start_from: Path | None = None,
     ) -> None:
@@ -155,13 +155,13 @@ class RunDirectory:
         self._write_recipe(recipe)
         if start_from is not None:
             files.write_json(self.origin, {"from": str(start_from.absolute())})
-        self._describe(plan, versions)
+        self._describe(job, versions)
 
-    def write_again(self, recipe: Recipe, plan: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
+    def write_again(self, recipe: Recipe, job: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
         """Writes what a run has that goes on: it may have become longer, or be elsewhere."""
         self.result.unlink(missing_ok=True)
         self._write_recipe(recipe)
-        self._describe(plan, versions)
+        self._describe(job, versions)
 
     def rewind_metrics(self, step: int) -> None:
         """Takes out what an interrupted run noted after `step`: the resumed run will note it again."""
@@ -196,7 +196,7 @@ class RunDirectory:
     def _refuse_strangers(self) -> None:
         if self.recipe.exists() and self.recipe.read_bytes().startswith(_OURS.encode()):
             return
-        files = (self.recipe, self.result, self.metrics, self.plan, self.versions, self.origin)
+        files = (self.recipe, self.result, self.metrics, self.job, self.versions, self.origin)
         folders = (self.checkpoints, self.tensorboard)
         present = [path.name for path in files if path.exists()]
         present += [path.name for path in folders if path.exists() and any(path.iterdir())]
@@ -237,8 +237,8 @@ class RunDirectory:
     def _write_recipe(self, recipe: Recipe) -> None:
         files.write_text(self.recipe, _OURS + written(recipe.dump()))
 
-    def _describe(self, plan: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
-        files.write_json(self.plan, plan)
+    def _describe(self, job: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
+        files.write_json(self.job, job)
         files.write_json(self.versions, versions)
 
 

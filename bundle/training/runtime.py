@@ -3,17 +3,17 @@
 from typing import TYPE_CHECKING
 
 from bundle import backends
-from bundle.patches import applying, plan
-from bundle.planning import Plan
+from bundle.patches import applying
+from bundle.patches.plan import PatchPlan
 
 if TYPE_CHECKING:
     from bundle.backends import Runtime
 
 
-def patched_runtime(of: Plan) -> "Runtime":
-    """The runtime of the planned backend; the planned patches stay in force for the life of this process.
+def patched_runtime(patches: PatchPlan, backend: str) -> "Runtime":
+    """The runtime of a backend; the planned patches stay in force for the life of this process.
 
     Raises PatchError where megatron-core is not the planned one.
     """
-    applying.apply(plan.make(of.patches))
-    return backends.prepare(of.hardware.backend)
+    applying.apply(patches)
+    return backends.prepare(backend)

@@ -1,76 +1,69 @@
-"""The life of one rank: meet the others, agree, prepare the backend, train, leave in order."""
+"""The life of one rank: meet the others, agree on the job, prepare the backend, train, leave in order."""
 
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
+
+from torch.distributed import Store
 
 from bundle import log
-from bundle.digest import of_json
 from bundle.distributed import watchdog, world
-from bundle.distributed.agreement import agree
+from bundle.distributed.agreement import agree, handed_down
 from bundle.distributed.watchdog import Watchdog, collectives_seconds
 from bundle.environment import image, packages
-from bundle.errors import ExitCode, Preempted
+from bundle.errors import ExitCode, Preempted, UsageError
+from bundle.launch import job as job_file
 from bundle.launch import outcomes, process
+from bundle.launch.job import Job
 from bundle.launch.rendezvous import Rendezvous
-from bundle.patches import plan as patch_plan
-from bundle.planning import Plan, plan_for, to_json
-from bundle.recipe import Recipe
-from bundle.training.job import Job
 from bundle.training.runtime import patched_runtime
 
 
-def work(job: Job, rendezvous: Rendezvous, backend: str | None, allow_drift: tuple[str, ...]) -> ExitCode:
-    """How this rank ended; whoever started it learns why."""
-    rank, local_rank, size = rendezvous.rank, rendezvous.local_rank, rendezvous.world_size
-    assert rank is not None and local_rank is not None and size is not None, "only a rank works"
+def work(where: Rendezvous, decide: Callable[[], Job], told: Job | None, wait: int) -> ExitCode:
+    """How this rank ended; whoever started it learns why.
 
-    def body() -> None:
-        made = plan_for(
-            job.recipe,
-            backend=backend,
-            allow_drift=allow_drift,
-            nodes=rendezvous.nodes,
-            per_node=size // rendezvous.nodes,
-        )
-        made.refuse()
-        _train(job, made, rendezvous, rank, local_rank, size)
-
+    `told` is the job that this rank was given. Where that is none, or leaves its patches open, rank 0 calls
+    `decide` and hands down what comes of it. Ranks that were told nothing wait `wait` seconds for others.
+    """
+    rank, local_rank = where.rank, where.local_rank
+    assert rank is not None and local_rank is not None, "only a rank works"
     log.start(rank)
     process.die_with_parent()
     watchdog.show_stacks_on_request()
-    return outcomes.report(rank, local_rank, body)
+    return outcomes.report(rank, local_rank, lambda: _work(where, decide, told, wait))
 
 
-def _train(job: Job, made: Plan, rendezvous: Rendezvous, rank: int, local_rank: int, size: int) -> None:
+def _work(where: Rendezvous, decide: Callable[[], Job], told: Job | None, wait: int) -> None:
+    rank, size = where.rank, where.world_size
+    assert rank is not None and size is not None, "only a rank works"
+    timeout = timedelta(seconds=told.recipe.distributed.timeout_seconds if told else wait)
+    meeting = world.open_store(where, timeout)
+    job = told
+    if job is None or job.patches is None:
+        job = job_file.parse(handed_down(meeting, rank, size, lambda: decide().text(), timeout))
+    if (where.nodes, size) != (job.nodes, job.nodes * job.per_node):
+        raise UsageError(
+            f"the job is for {job.nodes} x {job.per_node} ranks, and {where.source} started {size}"
+            f" on {where.nodes} nodes"
+        )
+    unfit = list(job_file.misfits(job, packages.detect().megatron, image.own()))
+    agree(meeting, rank, size, {"job": job.digest, **job.fields}, timeout, unfit)
+    _train(job, where, meeting)
+
+
+def _train(job: Job, where: Rendezvous, meeting: Store) -> None:
+    assert where.rank is not None and where.local_rank is not None and job.patches is not None
     seconds = job.recipe.distributed.timeout_seconds
-    timeout = timedelta(seconds=seconds)
-    meeting = world.open_store(rendezvous, timeout)
-    agree(meeting, rank, size, _identity(job.recipe, made), timeout)
-    runtime = patched_runtime(made)
-    device = runtime.device(local_rank)
-    with Watchdog(seconds, job.directory.logs, rank, local_rank) as dog:
+    runtime = patched_runtime(job.patches, job.backend)
+    device = runtime.device(where.local_rank)
+    with Watchdog(seconds, job.directory / "logs", where.rank, where.local_rank) as dog:
         patient = timedelta(seconds=collectives_seconds(seconds))
-        world.initialize(rendezvous, meeting, runtime.collectives, patient, device)
+        world.initialize(where, meeting, runtime.collectives, patient, device)
         with dog.patience("importing megatron"):
             # Only now: it must meet the patches.
-            from bundle.training import session
-        described = to_json(made, "", "")
+            from bundle.training import trainer
         try:
-            session.run(job, described, _versions(), runtime, device, dog)
+            trainer.run(job, runtime, device, dog)
         except Preempted:
             world.destroy()  # all ranks stop together; after any other error the others may never come
             raise
         world.destroy()
-
-
-def _versions() -> dict[str, dict[str, str | None]]:
-    """What is installed, by package, for the run directory."""
-    return {p.name: {"version": p.version, "commit": p.commit} for p in packages.detect().packages()}
-
-
-def _identity(recipe: Recipe, made: Plan) -> dict[str, str]:
-    """What all ranks must have in common: a name and a short value each; no paths, no host names."""
-    digest = of_json(recipe.dump())
-    backend = made.hardware.backend
-    inputs = image.inputs_of(Path(image.RECORD))
-    return {"recipe": digest, "backend": backend, "image": inputs, **patch_plan.make(made.patches).fields()}

@@ -6,12 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bundle.distributed.agreement import disagreements
 from bundle.environment import image
 from bundle.environment.doctor import examine
 from bundle.environment.facts import Level
-from bundle.environment.image import BuildInfo, drift, inputs_of, installed_packages, parse
-from bundle.errors import BundleError, EnvironmentUnfit
+from bundle.environment.image import (
+    BuildInfo,
+    differences,
+    drift,
+    installed_packages,
+    named,
+    own,
+    parse,
+)
+from bundle.errors import BundleError, EnvironmentUnfit, UsageError
 from tests.environment.machines import machine_at
 from tests.environment.trees import stack_of
 from tests.tools.images.checkouts import ROOT
@@ -103,16 +110,41 @@ def test_a_second_megatron_in_front_is_drift(site, tmp_path):
     assert list(drift(made, "3.11.2", packages)) == ["megatron-core: 0.16.1 in the image, 0.17.1 now"]
 
 
-def test_nodes_with_different_images_are_told_apart(site, tmp_path):
+def test_an_image_is_compared_with_the_one_that_a_job_was_made_for(site, tmp_path):
     file = tmp_path / "build-info.json"
-    assert inputs_of(file) == ""
+    assert own(file) is None
     one = built(site)
     file.write_text(one.text())
-    assert inputs_of(file) == one.inputs
-    other = {"image": "sha256:" + "e" * 64}
-    assert disagreements([{"image": inputs_of(file)}, other])[0].startswith("image (rank 0: sha256:dddd")
+    assert own(file) == one and list(differences(one, own(file))) == []
+    other = one.model_copy(update={"inputs": "sha256:ee", "packages": one.packages | {"torch": "2.99"}})
+    assert list(differences(one, other)) == [
+        f"image, inputs: {one.inputs} in the job, sha256:ee here",
+        f"image, torch: {one.packages.get('torch')} in the job, 2.99 here",
+    ]
+    assert list(differences(None, one)) == [
+        f"image: none of ours in the job, {one.stack} here: see `plan --image-record`"
+    ]
     file.write_text("{")
-    assert inputs_of(file) not in ("", one.inputs)
+    assert own(file) is None and "none of ours here" in next(differences(one, own(file)))
+
+
+def test_a_record_is_read_from_a_file_or_from_what_doctor_printed(site, tmp_path):
+    one, file = built(site), tmp_path / "said"
+    for said in (one.text(), json.dumps({"schema": 1, "findings": [], "image": json.loads(one.text())})):
+        file.write_text(said)
+        assert named(file) == one
+    for said, why in (
+        ("{", "no record of an image"),
+        ("[" * 100000, "no record of an image"),
+        ("[]", "no record of an image"),
+        ('{"findings": [], "image": null}', "doctor found no image of ours there"),
+        ('{"stack": "cpu"}', "Field required"),
+    ):
+        file.write_text(said)
+        with pytest.raises(UsageError, match=why):
+            named(file)
+    with pytest.raises(UsageError, match=r"--image-record .*No such file"):
+        named(tmp_path / "gone")
 
 
 NAMES = st.dictionaries(st.sampled_from(["a", "b", "c"]), st.sampled_from(["1", "2"]))

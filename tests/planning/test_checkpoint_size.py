@@ -40,6 +40,6 @@ def test_bytes_of_a_checkpoint(tmp_path):
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    planned = json.loads((tmp_path / "run/plan.json").read_text())["checkpoint"]["bytes"]
+    planned = json.loads((tmp_path / "run/job.json").read_text())["plan"]["checkpoint"]["bytes"]
     written = sum(file.stat().st_size for file in (tmp_path / "run/checkpoints").rglob("*") if file.is_file())
     assert planned < written < 1.05 * planned, "each tensor and each file has a head of its own"

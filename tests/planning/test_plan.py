@@ -229,7 +229,7 @@ def test_an_inference_card_is_unfit():
 
 def test_a_plan_is_json_and_text():
     made = plan(load("demo"), decisions=[decision(Action.APPLY, False), decision(Action.SKIP, False)])
-    said = json.loads(json.dumps(to_json(made, "run it", "start it"), allow_nan=False))
+    said = json.loads(json.dumps(to_json(made), allow_nan=False))
     assert said["exit_code"] == 0
     assert said["layout"]["axes"]["ep"] == {"size": 2, "stride": 1, "first_group": [0, 1]}
     assert said["stages"][0]["bytes"]["total"] == made.memory[0].total
@@ -250,7 +250,7 @@ def test_the_size_of_the_model_and_the_work_of_a_step_are_shown():
     parameters = 2 * 1000 * 1024 + 1024 + 4 * (layer + 8 * expert)
     matrices = 1000 * 1024 + 4 * (layer - 2 * 1024 - 2 * 16 + 2 * expert)
     flops = 6 * 80 * (64 * matrices + 64 * 65 // 2 * 4 * 4 * 2 * 16)
-    said = to_json(made, "run", "starts")
+    said = to_json(made)
     assert said["model"] == {
         "parameters": parameters, "active_parameters": parameters - 4 * 6 * expert, "mtp_parameters": 0
     }  # fmt: skip
@@ -281,7 +281,7 @@ def test_the_balancing_of_experts_is_shown():
     shown = to_text(made, "run", "starts")
     assert "balancing loss 0.25 over each sequence" in shown
     assert "z-loss 0.125" in shown and "moves by 0.5 a step" in shown
-    said = to_json(made, "run", "starts")["balancing"]
+    said = to_json(made)["balancing"]
     assert said == {"aux_loss_coeff": 0.25, "over": "sequence", **chosen}
 
 
@@ -290,7 +290,7 @@ def test_a_coefficient_that_the_config_does_not_ask_for_is_shown_and_can_be_take
     assert "no balancing loss: router_aux_loss_coef 0.02 counts only with" in to_text(made, "run", "starts")
     taken = plan(job(QWEN3_MOE, model={"config": QWEN3_MOE, "moe": {"aux_loss_coeff": 0.02}}))
     assert "balancing loss 0.02 over each micro-batch" in to_text(taken, "run", "starts")
-    assert to_json(plan(job(QWEN3)), "run", "starts")["balancing"] is None
+    assert to_json(plan(job(QWEN3)))["balancing"] is None
 
 
 def test_a_named_machine_wins_over_the_recipe_and_says_so():

@@ -32,7 +32,7 @@ def test_a_recipe_is_planned_in_the_files_that_the_architecture_names(monkeypatc
     try:
         for named in ("cpu", "h200", "a3"):
             plan = plan_for(recipe, named=named, mcore="0.16.1")
-            to_json(plan, "", ""), to_text(plan, "", "")
+            to_json(plan), to_text(plan, "", "")
     finally:
         sys.setprofile(None)
     crossed = {file for file in seen if not file.startswith("recipe/")}  # the value itself

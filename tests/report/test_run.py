@@ -49,9 +49,9 @@ def test_a_line_that_is_no_report_is_told(tmp_path, line):
 @pytest.mark.parametrize("text", ["{", "[]", "3", "\0"])
 def test_a_file_that_is_no_object_is_told_and_left_out(tmp_path, text):
     run = write(tmp_path / "run", [{"step": 1, "train/loss": 1}])
-    (run / "plan.json").write_text(text)
+    (run / "job.json").write_text(text)
     found = read(run)
-    assert found.unread == ("plan.json: no JSON object",) and found.plan == {}
+    assert found.unread == ("job.json: no JSON object",) and found.plan == {}
     assert found.planned("layout", "axes") is None
 
 

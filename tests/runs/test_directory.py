@@ -50,7 +50,7 @@ def test_a_new_directory_begins_and_an_unfinished_one_goes_on(run):
     run.write_start(recipe(), {"patches": []}, {"torch": "2"})
     run.metrics.write_text('{"step": 1}\n')
     assert run.begin(recipe(), fresh=False, resume=False)
-    assert json.loads(run.plan.read_text()) == {"patches": []}
+    assert json.loads(run.job.read_text()) == {"patches": []}
 
 
 def test_every_built_in_recipe_reads_back_as_itself(run):
@@ -93,7 +93,7 @@ def test_a_fresh_start_keeps_nothing_of_the_old_run_but_logs(run):
     run.logs.mkdir()
     (run.logs / "1").write_text("old")
     run.write_start(recipe("seed=7"), {}, {})
-    kept = ["logs/1", "plan.json", "recipe.yaml", "versions.json"]
+    kept = ["job.json", "logs/1", "recipe.yaml", "versions.json"]
     assert sorted(everything(run.root)) == kept
 
 
@@ -119,7 +119,7 @@ FOREIGN = (
     "checkpoints/important.bin",
     "tensorboard/x",
     "metrics.jsonl",
-    "plan.json",
+    "job.json",
     "result.json",
     "recipe.yaml",
 )
@@ -140,7 +140,7 @@ def test_a_run_that_lost_its_recipe_is_not_begun_anew(run):
     train(run)
     run.recipe.unlink()
     with pytest.raises(
-        UsageError, match=r"holds metrics.jsonl, plan.json, versions.json, checkpoints, tensor"
+        UsageError, match=r"holds metrics.jsonl, job.json, versions.json, checkpoints, tensor"
     ):
         begin(run)
 

@@ -110,7 +110,7 @@ def ours(model: Vision, reached: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     job = recipe("dense")
-    runtime = patched_runtime(plan_for(job, backend="cpu"))
+    runtime = patched_runtime(plan_for(job, backend="cpu").patch_plan, "cpu")
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     from bundle.backends.ascend import attention

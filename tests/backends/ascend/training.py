@@ -50,7 +50,7 @@ def step(model: str, packed: bool, runtime) -> list[float]:
 
 
 def main() -> None:
-    runtime = patched_runtime(plan_for(recipe("latent"), backend="cpu"))
+    runtime = patched_runtime(plan_for(recipe("latent"), backend="cpu").patch_plan, "cpu")
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     from bundle.backends.ascend.attention import CoreAttention

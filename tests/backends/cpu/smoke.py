@@ -100,7 +100,7 @@ def _step(engine: Any, batches: list[Any]) -> list[float]:
 
 def main() -> None:
     jobs = {model: recipe(model) for model in MODELS}
-    runtime = patched_runtime(plan_for(jobs["latent"], backend="cpu"))
+    runtime = patched_runtime(plan_for(jobs["latent"], backend="cpu").patch_plan, "cpu")
     rank = world.join()
     seen = world.each(jobs.items(), lambda job: train(job, runtime))
     if rank == 0:

@@ -101,7 +101,9 @@ def train(case: str, job: Recipe, runtime: Any) -> dict[str, Any]:
 
 def main(cases: list[str]) -> None:
     jobs = {case: recipe(case) for case in cases}
-    runtime = patched_runtime(plan_for(max(jobs.values(), key=lambda job: len(job.features)), backend="cpu"))
+    runtime = patched_runtime(
+        plan_for(max(jobs.values(), key=lambda job: len(job.features)), backend="cpu").patch_plan, "cpu"
+    )
     rank = world.join()
     seen = world.each(zip(cases, cases, strict=True), lambda case: train(case, jobs[case], runtime))
     if rank == 0:

@@ -1,0 +1,277 @@
+"""The job file: everything that was decided about a job, once, as the data that its nodes and ranks execute.
+
+Whoever starts ranks needs nothing else: our launcher, torchrun, Slurm or Kubernetes. Who reads it trusts
+none of it: it is data, checked before anything happens, and names code only that this package has itself.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from bundle import capabilities, files
+from bundle.digest import of_json
+from bundle.environment import image, packages, versions
+from bundle.environment.image import BuildInfo
+from bundle.environment.megatron import Megatron
+from bundle.errors import BundleError, EnvironmentUnfit, UsageError, shown
+from bundle.launch import outcomes, torchrun
+from bundle.launch.rendezvous import Rendezvous
+from bundle.patches import plan, subject, table
+from bundle.patches.plan import PatchPlan
+from bundle.patches.survey import survey
+from bundle.planning import Plan, to_json
+from bundle.planning.plan import with_kernel
+from bundle.recipe import Recipe, from_mapping
+from bundle.recipe.sections import MOST_PER_NODE, MOST_RANKS
+
+NAME = "job.json"
+FORMAT, VERSION = "mcore-bundle job", 1
+UNDECIDED = "undecided"
+LARGEST = 1 << 24
+_AGAIN = "write it again: mcore-bundle plan RECIPE --job FILE"
+_UNDERSTOOD = ConfigDict(extra="forbid", strict=True, frozen=True)
+_Text = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00]*$")]
+
+
+class Start(BaseModel):
+    """What to do with what the run directory holds, and the checkpoint or run that a new run begins with."""
+
+    model_config = _UNDERSTOOD
+
+    fresh: bool = False
+    resume: bool = False
+    origin: _Text | None = None
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """`origin` as a path."""
+        return None if self.origin is None else Path(self.origin)
+
+
+class _Document(BaseModel):
+    """A job file's keys; what the larger values hold is checked by the rooms that they belong to."""
+
+    model_config = _UNDERSTOOD
+
+    format: Literal["mcore-bundle job"]
+    version: Literal[1]
+    recipe: dict[str, Any]
+    backend: Literal["cpu", "cuda", "ascend"]
+    nodes: int = Field(ge=1, le=MOST_RANKS)
+    per_node: int = Field(ge=1, le=MOST_PER_NODE)
+    environment: dict[_Text, _Text]
+    attention: Literal["auto", "flash", "fused", "unfused"]
+    megatron: _Text
+    patches: dict[str, Any] | Literal["undecided"]
+    allow_drift: tuple[_Text, ...]
+    image: BuildInfo | None
+    directory: _Text
+    start: Start
+    plan: dict[str, Any]
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One job, decided. `patches` is None where the sources of its megatron-core were not at hand."""
+
+    recipe: Recipe
+    backend: str
+    nodes: int
+    per_node: int
+    environment: Mapping[str, str]  # that the ranks are started with
+    attention: str  # the kernel that the plan says
+    megatron: str  # the version that it was planned for
+    patches: PatchPlan | None
+    allow_drift: tuple[str, ...] = ()
+    image: BuildInfo | None  # the record of the image that it runs in; None: in none of ours
+    directory: Path  # where its run lives
+    start: Start
+    plan: Mapping[str, Any]  # for people and programs: nothing of it is executed
+
+    @cached_property
+    def fields(self) -> Mapping[str, str]:
+        """What every rank must have been told alike, by name: no paths, no facts about one machine."""
+        return {
+            "recipe": of_json(self.recipe.dump()),
+            "backend": self.backend,
+            "layout": f"{self.nodes} x {self.per_node}",
+            "environment": of_json(dict(self.environment)),
+            "attention": self.attention,
+            "image": of_json(self.image.model_dump()) if self.image else "none",
+            "start": of_json(self.start.model_dump()),
+            "planned for megatron-core": self.megatron,
+            **(self.patches.fields() if self.patches else {"patches": UNDECIDED}),
+        }
+
+    @property
+    def digest(self) -> str:
+        """16 hexadecimal digits over all of them."""
+        return of_json(self.fields)
+
+    def dump(self) -> dict[str, Any]:
+        """The file's JSON values."""
+        document = {
+            "format": FORMAT,
+            "version": VERSION,
+            "recipe": self.recipe.dump(),
+            "backend": self.backend,
+            "nodes": self.nodes,
+            "per_node": self.per_node,
+            "environment": dict(self.environment),
+            "attention": self.attention,
+            "megatron": self.megatron,
+            "patches": self.patches.dump() if self.patches else UNDECIDED,
+            "allow_drift": list(self.allow_drift),
+            "image": self.image.model_dump(by_alias=True) if self.image else None,
+            "directory": str(self.directory),
+            "start": self.start.model_dump(),
+            "plan": dict(self.plan),
+        }
+        return document | {"digest": of_json(document)}
+
+    def text(self) -> str:
+        """The file."""
+        return json.dumps(self.dump(), indent=1) + "\n"
+
+
+def launch(job: Job, where: Rendezvous, wait: int = torchrun.WAIT_SECONDS) -> torchrun.Launch:
+    """What starts one node's ranks, which execute the copy of the job in the log folder of this launch.
+
+    A copy of their own: the next launch, or that of another node, may be of another job.
+    """
+    logs = outcomes.next_logs(job.directory, where.node_rank)
+    return torchrun.Launch(
+        arguments=("train", f"--job={logs / NAME}"),
+        rendezvous=where,
+        per_node=job.per_node,
+        logs=logs,
+        environment=job.environment,
+        files={NAME: job.text()},
+        wait=wait,
+    )
+
+
+def of_plan(
+    of: Plan,
+    directory: Path,
+    *,
+    start: Start | None = None,
+    record: BuildInfo | None = None,
+    allow_drift: tuple[str, ...] = (),
+) -> Job:
+    """The job that a plan without problems comes to. Raises PatchError for patches that cannot be applied."""
+    described = to_json(of)
+    del described["recipe"]
+    return Job(
+        recipe=of.recipe,
+        backend=of.hardware.backend,
+        nodes=of.nodes,
+        per_node=of.per_node,
+        environment={variable.name: variable.value for variable in of.environment},
+        attention=of.attention.value,
+        megatron=of.target.version,
+        patches=of.patch_plan if of.patches.subject.root else None,
+        allow_drift=allow_drift,
+        image=record,
+        directory=directory,
+        start=start or Start(),
+        plan=described,
+    )
+
+
+def decided(job: Job) -> Job:
+    """The job with its patches decided, by the megatron-core that is installed here.
+
+    Raises EnvironmentUnfit for another node than it was planned for, and what the decisions come to.
+    """
+    here, reviewed = packages.detect(), table.load()
+    if found_wrong := list(misfits(job, here.megatron, image.own())):
+        raise EnvironmentUnfit("this is not what the job was decided for", found_wrong)
+    of = subject.installed(here, reviewed)
+    features = with_kernel(job.recipe.features, job.attention)
+    found = survey(of, reviewed, here, backend=job.backend, features=features, allowed=job.allow_drift)
+    return replace(job, patches=plan.make(found))
+
+
+def misfits(job: Job, installed: Megatron, record: BuildInfo | None) -> Iterator[str]:
+    """Every way in which this node is not what the job was decided for; `record` is that of its image."""
+    if record != job.image:
+        yield from image.differences(job.image, record)
+    core = installed.core
+    if core is None:
+        yield f"megatron-core: {job.megatron} in the job, none here"
+    elif job.patches is not None:
+        yield from job.patches.misfits(core)
+    elif (here := versions.base(core.version or "") or subject.DEFAULT) != versions.base(job.megatron):
+        yield f"megatron-core: {job.megatron} in the job, {here} here"
+
+
+def load(file: Path) -> Job:
+    """The job in a file. Raises UsageError naming the file and what is wrong with it."""
+    try:
+        return parse(files.content(file, LARGEST))
+    except OSError as error:
+        raise UsageError(f"--job {file}: {error.strerror}") from error
+    except BundleError as error:
+        raise UsageError(f"--job {file}: {error}") from error
+
+
+def parse(data: bytes | str) -> Job:
+    """The job that `Job.text` wrote. Raises UsageError for anything else."""
+    document, digest = _json(data)
+    if document.get("format") != FORMAT:
+        raise UsageError("this is no job file of mcore-bundle")
+    if document.get("version") != VERSION:
+        raise UsageError(
+            f"a job file of version {shown(document.get('version'))}; this mcore-bundle executes version"
+            f" {VERSION}: {_AGAIN}"
+        )
+    if (said := document.get("digest")) != digest:
+        raise UsageError(f"damaged or edited: its digest is {shown(said)}, not that of its content; {_AGAIN}")
+    try:
+        read = _Document.model_validate_json(data)
+    except ValidationError as error:
+        found = [f"{'.'.join(map(str, e['loc']))[:80]}: {e['msg']}" for e in error.errors(include_url=False)]
+        raise UsageError(f"this is no job: {_AGAIN}", found[:10]) from error
+    recipe = from_mapping(read.recipe, "its recipe")
+    known = {variable.name for variable in capabilities.of(read.backend).variables(recipe.features)}
+    if foreign := sorted(set(read.environment) - known):
+        raise UsageError(
+            f"environment: {', '.join(map(shown, foreign))}: no variable of backend {read.backend}"
+        )
+    return Job(
+        recipe=recipe,
+        backend=read.backend,
+        nodes=read.nodes,
+        per_node=read.per_node,
+        environment=read.environment,
+        attention=read.attention,
+        megatron=read.megatron,
+        patches=plan.load(read.patches) if isinstance(read.patches, dict) else None,
+        allow_drift=read.allow_drift,
+        image=read.image,
+        directory=Path(read.directory),
+        start=read.start,
+        plan=read.plan,
+    )
+
+
+def _json(data: bytes | str) -> tuple[dict[str, Any], str]:
+    """The object that a text is, and the digest over all of it but its own."""
+
+    def refused(number: str) -> NoReturn:
+        raise ValueError(f"{number} is no number of JSON")
+
+    try:
+        document = json.loads(data, parse_constant=refused)
+        if not isinstance(document, dict):
+            raise UsageError("this is no job file of mcore-bundle")
+        return document, of_json({key: value for key, value in document.items() if key != "digest"})
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"no JSON: {error}") from error

@@ -1,0 +1,201 @@
+"""A training run on one rank, once megatron may be imported: groups, data, engine, checkpoints, loop."""
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+
+import torch
+import torch.distributed as dist
+
+from bundle import data, files
+from bundle.backends import Runtime
+from bundle.checkpoints.checkpoints import Checkpoints
+from bundle.checkpoints.directory import CheckpointDirectory
+from bundle.checkpoints.state import TrainState
+from bundle.data import preparation
+from bundle.digest import of_json
+from bundle.distributed.stopping import StopRequest
+from bundle.distributed.together import on_rank_0
+from bundle.distributed.watchdog import Watchdog, collectives_seconds
+from bundle.engine import Engine, Losses
+from bundle.environment import packages
+from bundle.errors import JobFailed, Preempted, UsageError
+from bundle.launch.job import Job
+from bundle.mcore import groups
+from bundle.runs.directory import RunDirectory, starting_checkpoint
+from bundle.runs.metrics import JsonLines, Metrics, Sink, TensorBoard, finite, terminal
+from bundle.runs.profiling import Profiler
+from bundle.runs.trackers import trackers
+from bundle.training import loop
+from bundle.training.batches import Batches
+from bundle.training.progress import Progress
+
+_log = logging.getLogger(__name__)
+
+
+class Trainer:
+    """One run on this rank: what is trained, fed, kept and reported. Every rank makes one; all act together.
+
+    trained: the `engine`, on `groups`; fed: `batches` of a `corpus`; kept: `checkpoints` in `directory`, and
+    the `progress` that training goes on from; reported: `metrics`. `dog` hears what takes long.
+    """
+
+    def __init__(self, job: Job, runtime: Runtime, device: torch.device, dog: Watchdog, *, goes_on: bool):
+        """Reads the data, builds the model and loads what the run, or its origin, has kept."""
+        self.recipe, self.dog = job.recipe, dog
+        recipe, self.directory = job.recipe, RunDirectory(job.directory)
+        with runtime.megatron():
+            self.groups = groups.initialize(
+                recipe.parallel,
+                seed=recipe.seed,
+                timeout_seconds=collectives_seconds(recipe.distributed.timeout_seconds),
+            )
+        self.corpus = preparation.prepared(recipe, self.directory.root / "data", dog)
+        feed = data.Loader(recipe, self.corpus, self.groups.dp.rank, self.groups.dp.size)
+        self.batches = Batches(recipe, feed, self.groups, device)
+        self.engine = Engine(recipe, runtime, self.groups, device)
+        self.checkpoints = Checkpoints(
+            CheckpointDirectory(self.directory.checkpoints),
+            self.engine,
+            keep=recipe.checkpoint.keep,
+            background=recipe.checkpoint.async_,
+        )
+        with dog.patience("loading a checkpoint"):
+            self.progress = self._restored(goes_on=goes_on)
+        on_rank_0(lambda: self.directory.rewind_metrics(self.progress.step))
+        self.metrics = self._metrics()
+        if self.corpus.skipped_count and not goes_on:
+            self.metrics.write(0, {"data/skipped": self.corpus.skipped_count})
+
+    def train(self, should_stop: Callable[[], bool]) -> None:
+        """Trains to the last step and writes the result; raises what `loop.train` raises."""
+        with self.metrics, Profiler(self.recipe, self.directory.profile, dist.get_rank()) as profiler:
+            hooks = loop.Hooks(
+                save=self._save, should_stop=should_stop, alive=self._alive, profiled=profiler.step
+            )
+            try:
+                loop.train(self.engine, self.batches, self.progress, self.metrics, hooks)
+            except Preempted:  # what is said to be written may be under way in the background
+                self._complete()
+                raise
+            self._complete()
+            on_rank_0(lambda: _conclude(self.directory, self.progress, self.corpus))
+
+    def _save(self, at: Progress) -> None:
+        with self.dog.patience(f"saving step {at.step}"):
+            self.checkpoints.save(_state(at, self.engine, self.corpus.identity))
+
+    def _alive(self, step: int) -> None:
+        self.dog.beat(f"step {step + 1}")
+        self.checkpoints.poll()
+
+    def _complete(self) -> None:
+        with self.dog.patience("completing the last checkpoint"):
+            self.checkpoints.poll(wait=True)
+
+    def _metrics(self) -> Metrics:
+        if dist.get_rank() != 0:
+            return Metrics([])
+        step = self.progress.step
+        sinks: list[Sink] = [JsonLines(self.directory.metrics)]
+        if self.recipe.metrics.tensorboard:
+            sinks.append(TensorBoard(self.directory.tensorboard, step))
+        sinks += trackers(self.recipe, self.directory)
+        return Metrics([*sinks, terminal(self.recipe.train.steps, step)])
+
+    def _restored(self, *, goes_on: bool) -> Progress:
+        """Where training begins: after the newest usable checkpoint, or the start; says what is left out."""
+        loaded = self.checkpoints.load_newest() if goes_on else None
+        if loaded is None and (named := on_rank_0(self.directory.began_with)) is not None:
+            loaded = self.checkpoints.load_from(on_rank_0(lambda: starting_checkpoint(named)))
+            if loaded.state.step >= self.recipe.train.steps:
+                raise UsageError(
+                    f"{loaded.directory} is of step {loaded.state.step}:"
+                    f" train.steps {self.recipe.train.steps} leaves nothing to train"
+                )
+        if loaded is None:
+            return Progress()
+        saved = loaded.state
+        if saved.data_digest != of_json(self.corpus.identity):
+            changes = data.changed(saved.metrics.get("data", {}), self.corpus.identity)
+            raise UsageError(f"{loaded.directory.name} was trained on other data", changes)
+        self.engine.restore_losses(saved.metrics["losses"])
+        for note in loaded.notes:
+            _log.info(note)
+        _log.info("goes on after step %d", saved.step)
+        carried = saved.metrics
+        losses = carried["reported"] and Losses(**carried["reported"])
+        return Progress(
+            saved.step,
+            saved.consumed_samples,
+            carried["skipped_updates"],
+            carried["unreported_steps"],
+            carried["unreported_seconds"],
+            losses,
+        )
+
+
+def run(job: Job, runtime: Runtime, device: torch.device, dog: Watchdog) -> None:
+    """Trains a job to its last step in its run directory; raises what `Trainer.train` raises."""
+    directory = RunDirectory(job.directory)
+    with ExitStack() as held:
+        stop = StopRequest(device)
+        on_rank_0(lambda: held.enter_context(directory.locked()))
+        goes_on = on_rank_0(lambda: _begin(job, directory))
+        if goes_on is not None:
+            Trainer(job, runtime, device, dog, goes_on=goes_on).train(stop.agreed)
+
+
+def _begin(job: Job, directory: RunDirectory) -> bool | None:
+    """Returns whether there is a run to go on with, None where nothing is left to do; writes its start."""
+    recipe, start, origin = job.recipe, job.start, job.start.checkpoint
+    versions = {p.name: {"version": p.version, "commit": p.commit} for p in packages.detect().packages()}
+    goes_on = directory.begin(recipe, fresh=start.fresh, resume=start.resume, start_from=origin)
+    if not goes_on:
+        directory.write_start(recipe, job.dump(), versions, origin)
+    elif directory.finished(recipe):
+        _log.info(directory.nothing_left())
+        return None
+    else:
+        directory.write_again(recipe, job.dump(), versions)
+    return goes_on
+
+
+def _state(at: Progress, engine: Engine, identity: Mapping[str, str]) -> TrainState:
+    carried = {
+        "skipped_updates": at.skipped_updates,
+        "losses": engine.losses_so_far(),
+        "data": dict(identity),
+        "unreported_steps": at.unreported_steps,
+        "unreported_seconds": at.unreported_seconds,
+        "reported": asdict(at.losses) if at.losses else None,
+    }
+    return TrainState(at.step, at.consumed_samples, of_json(identity), carried)
+
+
+def _conclude(directory: RunDirectory, progress: Progress, corpus: data.Corpus) -> None:
+    """Writes the result, which makes the run a finished one, and says it.
+
+    Raises JobFailed for a run that learned nothing.
+    """
+    losses, skipped = progress.losses, progress.skipped_updates
+    assert losses is not None, "the last step reports"
+    if skipped == progress.step:
+        raise JobFailed(
+            f"not one of {skipped} updates was made, since no gradient was finite: the weights are those of"
+            " the start. Lower optimizer.lr or look at the data"
+        )
+    depths = "".join(f", MTP {depth} {loss:.4f}" for depth, loss in enumerate(losses.mtp, start=1))
+    left_out = f"; {skipped} of {progress.step} updates were skipped" if skipped else ""
+    entropy = corpus.bigram_entropy
+    pairs = f"; the text's bigram entropy is {entropy:.2f}" if entropy is not None else ""
+    _log.info("finished: loss %.4f%s nats per token%s%s", losses.main, depths, left_out, pairs)
+    result = {
+        "step": progress.step,
+        "skipped_updates": skipped,
+        "skipped_rows": corpus.skipped_count,
+        "loss": losses.main,
+        "mtp_losses": list(losses.mtp),
+    }
+    files.write_json(directory.result, finite(result))

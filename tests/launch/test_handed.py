@@ -1,0 +1,118 @@
+"""A job is decided once: from the recipe to its file, and from the file to what every rank does."""
+
+import json
+import shlex
+
+import pytest
+
+from bundle.environment.image import BuildInfo
+from bundle.launch.job import load
+from bundle.recipe import load as load_recipe
+from tests.launch.handed import SMALL, bundle, ranks, sets, without_torch
+
+RECIPE = ("qwen3-tp2-sp", *sets(*SMALL))
+
+
+def test_ranks_are_told_a_file_and_nothing_else(tmp_path):
+    started = bundle("train", *RECIPE, "--dry-run", "--fresh", "--allow-drift=mtp-zero-layers", cwd=tmp_path)
+    words = shlex.split(started.splitlines()[1])
+    assert words[words.index("bundle") + 1 :] == ["train", "--job=runs/qwen3-tp2-sp/logs/node-0/1/job.json"]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_job_file_says_all_about_the_job(tmp_path):
+    bundle("plan", *RECIPE, "--backend=cpu", "--job=j.json", cwd=tmp_path)
+    said = bundle("train", "--job=j.json", "--fresh", "--set=seed=1", cwd=tmp_path, code=2)
+    assert "--job j.json says all about the job: leave out fresh, overrides" in said
+    assert "say what to train" in bundle("train", cwd=tmp_path, code=2)
+    assert "say what to train" in bundle("train", "demo", "--job=j.json", cwd=tmp_path, code=2)
+    assert "the job is for 1 nodes, and flags says 2" in bundle(
+        "train",
+        "--job=j.json",
+        "--nodes=2",
+        "--node-rank=0",
+        "--rendezvous=h:1",
+        "--dry-run",
+        cwd=tmp_path,
+        code=2,
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["j.json"]
+
+
+def test_a_plan_that_cannot_run_writes_no_job(tmp_path):
+    said = bundle("plan", "demo", "--set", "data.path=gone", "--job=j.json", cwd=tmp_path, code=2)
+    assert "data.path gone: no such file" in said and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.world
+def test_planned_where_there_is_no_torch_and_executed_here(tmp_path):
+    pytest.importorskip("megatron.core")
+    import megatron.core
+
+    version = megatron.core.__version__
+    asked = ("--hardware=cpu", f"--mcore={version}", "--run-directory=kept", "--job=j.json")
+    assert "mcore-bundle train --job=j.json" in without_torch("plan", *RECIPE, *asked, cwd=tmp_path)
+    told = load(tmp_path / "j.json")
+    assert told.patches is None and told.recipe.train.steps == 2
+    said = bundle("train", "--job=j.json", cwd=tmp_path)
+    assert "step 2/2" in said and "finished: loss" in said
+    kept = tmp_path / "kept"
+    assert json.loads((kept / "result.json").read_text())["step"] == 2
+    # The launch got the file as it was; what its first rank decided is in the run directory.
+    assert (kept / "logs/node-0/1/job.json").read_text() == (tmp_path / "j.json").read_text()
+    done = load(kept / "job.json")
+    assert done.patches is not None and done.patches.version == version
+    assert done.recipe == told.recipe
+    assert load_recipe(kept / "recipe.yaml") == told.recipe
+    assert "this run is finished" in bundle("train", "--job=j.json", cwd=tmp_path, code=2)
+
+
+@pytest.mark.world
+def test_ranks_that_nobody_of_ours_started_do_what_the_first_decides(tmp_path):
+    pytest.importorskip("megatron.core")
+    first = ("train", *RECIPE, "--backend=cpu", "--set", "train.steps=1")
+    other = ("train", *RECIPE, "--backend=cpu", "--set", "train.steps=9")
+    said, _ = ranks([first, other], tmp_path, [0, 0])
+    assert "step 1/1" in said
+    assert json.loads((tmp_path / "runs/qwen3-tp2-sp/result.json").read_text())["step"] == 1
+
+
+@pytest.mark.world
+def test_what_the_first_rank_refuses_ends_all(tmp_path):
+    pytest.importorskip("megatron.core")
+    words = ("train", *RECIPE, "--backend=cpu", "--set", "train.global_batch_size=3")
+    for said in ranks([words, words], tmp_path, [2, 2]):
+        assert "train.global_batch_size: 3 is not a multiple of" in said
+
+
+@pytest.mark.world
+def test_ranks_with_different_files_name_what_differs(tmp_path):
+    pytest.importorskip("megatron.core")
+    for steps in (3, 4):
+        asked = (*RECIPE, "--backend=cpu", "--devices-per-node=2", "--set", f"train.steps={steps}")
+        bundle("plan", *asked, f"--job={steps}.json", cwd=tmp_path)
+    commands = [("train", "--job=3.json"), ("train", "--job=4.json")]
+    digests = [load(tmp_path / f"{steps}.json").digest for steps in (3, 4)]
+    for said in ranks(commands, tmp_path, [3, 3]):
+        assert "recipe (rank 0: " in said
+        assert f"job (rank 0: {digests[0]}; rank 1: {digests[1]})" in said
+        assert "patch " not in said and "image" not in said
+    assert not (tmp_path / "runs/qwen3-tp2-sp/checkpoints").exists()
+
+
+RECORD = BuildInfo(
+    schema=1, stack="cpu", revision="r1", inputs="i1", python="3.11.7", sources={},
+    packages={"megatron-core": "0.16.1", "torch": "2.13.0"},
+)  # fmt: skip
+
+
+def test_a_job_for_an_image_is_refused_outside_of_it(tmp_path):
+    pytest.importorskip("megatron.core")
+    (tmp_path / "record.json").write_text(RECORD.text())
+    asked = ("--hardware=cpu", "--image-record=record.json", "--job=j.json")
+    without_torch("plan", *RECIPE, *asked, cwd=tmp_path)
+    told = load(tmp_path / "j.json")
+    assert (told.image, told.megatron, told.patches) == (RECORD, "0.16.1", None)
+    said = bundle("train", "--job=j.json", cwd=tmp_path, code=3)
+    assert "image: cpu in the job, none of ours here" in said
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,243 @@
+"""The job file is data: it comes back as it was, and what is wrong with one is said at once."""
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bundle.digest import of_json
+from bundle.environment import image, packages
+from bundle.environment.image import BuildInfo
+from bundle.environment.megatron import Copy, Megatron
+from bundle.errors import EnvironmentUnfit, ExitCode, UsageError
+from bundle.launch import job as job_file
+from bundle.launch.job import Job, Start, load, misfits, of_plan, parse
+from bundle.planning import plan_for
+from bundle.recipe import load as load_recipe
+
+RECORD = BuildInfo(
+    schema=1, stack="cpu", revision="r1", inputs="i1", python="3.11.7", sources={}, packages={"torch": "2"}
+)
+NAMES = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=20)
+
+
+def made(
+    *overrides: str, mcore: str = "0.16.1", nodes: int | None = None, per_node: int | None = None
+) -> Job:
+    recipe = load_recipe("demo", overrides)
+    return of_plan(
+        plan_for(recipe, backend="cpu", mcore=mcore, nodes=nodes, per_node=per_node), Path("runs/x")
+    )
+
+
+@pytest.fixture(scope="module")
+def here() -> Job:
+    """A job for the megatron-core that is installed: its patches are decided."""
+    pytest.importorskip("megatron.core")
+    return made(mcore="")
+
+
+@pytest.fixture(scope="module")
+def anywhere() -> Job:
+    """A job for a mere version."""
+    return made()
+
+
+def signed(document: dict) -> str:
+    """A file that its writer wants to be taken for one of ours."""
+    return json.dumps(document | {"digest": of_json({k: v for k, v in document.items() if k != "digest"})})
+
+
+def changed(job: Job, **changes: object) -> str:
+    return signed(job.dump() | changes)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    start=st.builds(Start, fresh=st.booleans(), resume=st.booleans(), origin=st.none() | NAMES),
+    directory=NAMES,
+    drift=st.lists(NAMES, max_size=3).map(tuple),
+    image=st.sampled_from([None, RECORD]),
+    counts=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+)
+def test_a_job_comes_back_as_it_was(anywhere, start, directory, drift, image, counts):
+    nodes, per_node = counts
+    told = replace(
+        anywhere, start=start, directory=Path(directory), allow_drift=drift, image=image, nodes=nodes,
+        per_node=per_node,
+    )  # fmt: skip
+    read = parse(told.text())
+    assert read == told and read.digest == told.digest and read.text() == told.text()
+
+
+def test_its_patches_come_back_too_or_are_left_open(here, anywhere):
+    assert parse(here.text()).patches == here.patches and here.patches and here.patches.steps
+    assert json.loads(anywhere.text())["patches"] == "undecided" and parse(anywhere.text()).patches is None
+
+
+def test_what_was_asked_for_is_what_it_says():
+    told = made(
+        "train.steps=77", "train.global_batch_size=64", "model.attention=unfused", nodes=2, per_node=4
+    )
+    document = json.loads(told.text())
+    assert document["recipe"]["train"]["steps"] == 77
+    assert (document["nodes"], document["per_node"], document["attention"]) == (2, 4, "unfused")
+    assert document["environment"]["CUDA_VISIBLE_DEVICES"] == ""
+    assert document["plan"]["layout"]["world"] == 8
+    assert (document["backend"], document["megatron"]) == ("cpu", "0.16.1")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"backend": "cuda"}, {"nodes": 3}, {"per_node": 5}, {"environment": {"X": "1"}}, {"image": RECORD},
+        {"start": Start(fresh=True)}, {"megatron": "0.17.0"}, {"attention": "flash"},
+    ],
+)  # fmt: skip
+def test_whatever_is_executed_is_in_the_digest(anywhere, other):
+    (name,) = other
+    assert replace(anywhere, **other).digest != anywhere.digest, name
+
+
+def test_what_is_of_one_machine_is_not_in_the_digest(anywhere):
+    elsewhere = replace(anywhere, directory=Path("/other"), plan={"hardware": "another"})
+    assert elsewhere.digest == anywhere.digest
+
+
+def test_another_version_is_refused_by_name(anywhere):
+    for version in (0, 2, "1", None, [1]):
+        with pytest.raises(
+            UsageError, match=r"a job file of version .*; this mcore-bundle executes version 1"
+        ):
+            parse(changed(anywhere, version=version))
+
+
+def test_no_byte_of_a_value_can_change_unseen(anywhere):
+    document = anywhere.dump()
+    document["recipe"]["train"]["steps"] += 1
+    with pytest.raises(UsageError, match="damaged or edited"):
+        parse(json.dumps(document))
+    with pytest.raises(UsageError, match="no JSON"):
+        parse(anywhere.text()[:-100])
+
+
+HOSTILE = {
+    "another program's": (lambda job: '{"schema": 1}', "no job file of mcore-bundle"),
+    "a list": (lambda job: "[1]", "no job file of mcore-bundle"),
+    "nothing": (lambda job: "", "no JSON"),
+    "not a number": (lambda job: '{"format": NaN}', "NaN is no number of JSON"),
+    "a very long number": (lambda job: '{"format": 1' + "0" * 5000 + "}", "no JSON"),
+    "nested without end": (lambda job: '{"a":' * 100_000, "no JSON"),
+    "binary": (lambda job: b"\xff\xfe\x00", "no JSON"),
+    "an unknown key": (lambda job: changed(job, hook="x"), "hook: Extra inputs"),
+    "a missing key": (
+        lambda job: signed({k: v for k, v in job.dump().items() if k != "nodes"}),
+        "nodes: Field",
+    ),
+    "no ranks": (lambda job: changed(job, nodes=0), "nodes: Input should be greater"),
+    "half a rank": (lambda job: changed(job, per_node=1.5), "per_node: "),
+    "yes for a number": (lambda job: changed(job, nodes=True), "nodes: "),
+    "another accelerator": (lambda job: changed(job, backend="../x"), "backend: Input should be"),
+    "a variable of the loader": (
+        lambda job: changed(job, environment={"LD_PRELOAD": "/tmp/x.so"}),
+        "environment: 'LD_PRELOAD': no variable of backend cpu",
+    ),
+    "a null in a path": (lambda job: changed(job, directory="a\0b"), "directory: "),
+    "patches that are none": (lambda job: changed(job, patches={"schema": 1}), "no plan of patches"),
+    "a step of numbers": (
+        lambda job: changed(job, patches=steps(target=5)),
+        "no plan of patches: ValueError: steps: target",
+    ),
+    "a recipe that is none": (lambda job: changed(job, recipe={"name": "x"}), "its recipe"),
+}
+
+
+def steps(**changes: object) -> dict:
+    """A plan of patches with one step, which would run a shell if it were believed."""
+    step = {
+        "patch": "mtp-zero-layers", "target": "megatron.core.optimizer:get_megatron_optimizer",
+        "wrapper": "os:system", "file": "x.py", "file_digest": "", "code_file": "x.py", "fingerprint": "",
+        "wrapper_digest": "", "everywhere": True,
+    }  # fmt: skip
+    named = {"version": "0.16.1", "commit": None}
+    return {"schema": 1, "megatron-core": named, "decisions": [], "steps": [step | changes]}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_is_one_message(anywhere, tmp_path, name):
+    write, why = HOSTILE[name]
+    file = tmp_path / "job.json"
+    text: str | bytes = write(anywhere)  # type: ignore[assignment,operator]
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UsageError) as refused:
+        load(file)
+    assert str(refused.value).startswith(f"--job {file}: ") and why in str(refused.value)
+    assert refused.value.code is ExitCode.USAGE and len(str(refused.value)) < 2000
+
+
+def test_what_is_no_file_is_said(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for name, why in (("gone", "No such file"), ("pipe", "a pipe or a device"), (".", "directory")):
+        with pytest.raises(UsageError, match=why):
+            load(tmp_path / name)
+
+
+def test_code_that_is_not_ours_is_never_a_patch(here):
+    told = parse(changed(here, patches=steps()))
+    found = list(misfits(told, packages.detect().megatron, None))
+    assert "mtp-zero-layers: not a patch of this mcore-bundle" in "\n".join(found)
+
+
+def copied(job: Job, directory: Path) -> Megatron:
+    """A copy of the files that the steps name, which may be edited."""
+    core = packages.detect().megatron.core
+    assert core is not None and job.patches is not None
+    for step in job.patches.steps:
+        target = directory / step.file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(core.root / step.file, target)
+    copy = Copy(directory / "megatron", "a copy", core.version, core.commit)
+    return Megatron((copy,), copy, None)
+
+
+def test_each_rank_checks_the_files_that_the_plan_names(here, tmp_path):
+    installed = copied(here, tmp_path)
+    assert list(misfits(here, installed, None)) == []
+    step = here.patches.steps[0]
+    with (tmp_path / step.file).open("a") as file:
+        file.write("\n# another line\n")
+    found = list(misfits(here, installed, None))
+    assert found and all(
+        line.endswith(f"{step.file} is not the file that the patches were planned for") for line in found
+    )
+
+
+def test_each_rank_checks_that_its_wrappers_are_those_of_the_plan(here):
+    patches = here.patches.dump()
+    patches["steps"][0]["wrapper_digest"] = "0" * 16
+    (found,) = misfits(parse(changed(here, patches=patches)), packages.detect().megatron, None)
+    assert found.endswith("is another one here") and "bundle.wrappers." in found
+
+
+def test_another_megatron_or_none_is_said(here, anywhere, tmp_path):
+    core = packages.detect().megatron.core
+    assert core is not None
+    other = Megatron((), replace(core, version="0.17.0"), None)
+    assert list(misfits(here, other, None)) == [f"megatron-core: {core.version} in the job, 0.17.0 here"]
+    assert list(misfits(anywhere, other, None)) == ["megatron-core: 0.16.1 in the job, 0.17.0 here"]
+    assert list(misfits(anywhere, Megatron((), None, None), None)) == [
+        "megatron-core: 0.16.1 in the job, none here"
+    ]
+
+
+def test_a_job_for_an_image_is_not_decided_outside_of_it(anywhere, monkeypatch):
+    told = replace(anywhere, image=RECORD)
+    with pytest.raises(EnvironmentUnfit, match="image: cpu in the job, none of ours here"):
+        job_file.decided(told)
+    monkeypatch.setattr(image, "own", lambda: RECORD)
+    assert job_file.decided(told).patches == made(mcore="").patches
