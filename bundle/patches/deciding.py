@@ -5,13 +5,12 @@ from dataclasses import dataclass, field, replace
 
 from bundle.environment import versions
 from bundle.patches import mindspeed
-from bundle.patches.decision import Action, Decision
-from bundle.patches.entry import Patch, Presence, Replacement, Seam, Trap
+from bundle.patches.entry import Action, Decision, Patch, Presence, Replacement, Seam, Trap
 from bundle.patches.reading import Reading
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class PatchContext:
     """What the decisions depend on besides megatron's own code."""
 
     version: str | None  # of megatron-core, as it calls itself
@@ -44,7 +43,7 @@ class _Verdict:
     proven: bool = True
 
 
-def decide(patch: Patch, reading: Reading, job: Job) -> Decision:
+def decide(patch: Patch, reading: Reading, job: PatchContext) -> Decision:
     """What to do about a patch."""
     verdict = _by_number(patch, job) if reading.evidence is None else _by_source(patch, reading, job)
     unneeded = _unneeded(patch, job)
@@ -68,7 +67,7 @@ def decide(patch: Patch, reading: Reading, job: Job) -> Decision:
     )
 
 
-def decide_trap(trap: Trap, reading: Reading, job: Job) -> Decision | None:
+def decide_trap(trap: Trap, reading: Reading, job: PatchContext) -> Decision | None:
     """TRAP where the job meets it, which stops a job whose recipe is known; None where it does not."""
     avoided = job.features is not None and bool(trap.unless & job.features)
     if avoided or not job.runs_on(trap.backends) or not job.uses(trap.when):
@@ -90,13 +89,13 @@ def decide_trap(trap: Trap, reading: Reading, job: Job) -> Decision | None:
     )
 
 
-def _by_what(reading: Reading, job: Job) -> str:
+def _by_what(reading: Reading, job: PatchContext) -> str:
     """What decided about a trap, where no source did."""
     why = "the code is unfamiliar" if reading.evidence else "give --mcore PATH to have its source read"
     return f"(By the number {job.version} alone: {reading.trouble or why}.)"
 
 
-def decide_seam(seam: Seam, reading: Reading | None, job: Job) -> Decision | None:
+def decide_seam(seam: Seam, reading: Reading | None, job: PatchContext) -> Decision | None:
     """A warning that what the bundle relies on is not as reviewed; None where it is."""
     if reading is None or not job.uses(seam.when) or versions.within(job.version or "", seam.range) is False:
         return None
@@ -142,7 +141,7 @@ def exclude(decisions: Iterable[Decision], patches: Mapping[str, Patch]) -> tupl
     )
 
 
-def _unneeded(patch: Patch, job: Job) -> str | None:
+def _unneeded(patch: Patch, job: PatchContext) -> str | None:
     """Why the job does not need the patch, whatever is in the source; None where it does."""
     if not job.runs_on(patch.backends):
         return f"for {' and '.join(patch.backends)} only"
@@ -156,7 +155,7 @@ def _unneeded(patch: Patch, job: Job) -> str | None:
     return None
 
 
-def _by_source(patch: Patch, reading: Reading, job: Job) -> _Verdict:
+def _by_source(patch: Patch, reading: Reading, job: PatchContext) -> _Verdict:
     """The decision where source was read, now or when the list was made."""
     inside = versions.within(job.version, patch.range) if job.version else None
     known = reading.evidence is not Presence.UNKNOWN
@@ -189,7 +188,7 @@ def _by_source(patch: Patch, reading: Reading, job: Job) -> _Verdict:
     return _Verdict(Action.APPLY, reason)
 
 
-def _by_number(patch: Patch, job: Job) -> _Verdict:
+def _by_number(patch: Patch, job: PatchContext) -> _Verdict:
     """The decision where there is nothing but a version that was not reviewed."""
     inside = job.version is not None and versions.within(job.version, patch.range)
     reason = (
@@ -199,7 +198,7 @@ def _by_number(patch: Patch, job: Job) -> _Verdict:
     return _Verdict(Action.APPLY if inside else Action.SKIP, reason, False)
 
 
-def _owner(patch: Patch, job: Job) -> str | None:
+def _owner(patch: Patch, job: PatchContext) -> str | None:
     if job.mindspeed is None or not job.runs_on(("ascend",)):
         return None
     owners = (mindspeed.owned(replacement.target, job.mindspeed[0]) for replacement in patch.replacements)

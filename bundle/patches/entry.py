@@ -1,4 +1,4 @@
-"""What the patch list is made of: patches, and the seams, traps and facades that stand beside them."""
+"""The patch list: patches, and the seams, traps and facades beside them; and what is decided about each."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from bundle.patches.definitions import Evidence
-
 
 BACKENDS = ("cpu", "cuda", "ascend")
 NOTHING = "nothing"  # Patch.assumes of a patch that is right whatever its caller does
@@ -98,3 +97,30 @@ class Trap:
     backends: tuple[str, ...] = BACKENDS
     unless: frozenset[str] = frozenset()  # features of which any one avoids it
     unshown: str = ""  # what showing it would take, where no test does
+
+
+class Action(StrEnum):
+    """What to do about an entry; DRIFT and CONFLICT stop a job that needs the patch."""
+
+    APPLY = "APPLY"
+    SKIP = "SKIP"
+    DRIFT = "DRIFT"
+    CONFLICT = "CONFLICT"
+    OWNED = "OWNED"
+    TRAP = "TRAP"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """The decision about one entry: `proven` is False where only a version number spoke."""
+
+    id: str
+    action: Action
+    reason: str
+    range: str
+    evidence: Presence
+    proven: bool
+    targets: tuple[str, ...] = ()
+    fingerprints: tuple[str, ...] = ()  # of those targets that are there, in their order
+    assumes: str = ""  # what the patch takes for granted of its caller
+    stops: bool = False  # the job needs this and cannot have it

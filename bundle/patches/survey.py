@@ -7,8 +7,8 @@ from bundle.environment.packages import Packages
 from bundle.errors import PatchError, UsageError, did_you_mean, nearest
 from bundle.patches import deciding
 from bundle.patches.catalogue import PATCHES
-from bundle.patches.deciding import Job
-from bundle.patches.decision import Action, Decision
+from bundle.patches.deciding import PatchContext
+from bundle.patches.entry import Action, Decision
 from bundle.patches.seams import SEAMS
 from bundle.patches.subject import Subject
 from bundle.patches.table import Table
@@ -51,7 +51,7 @@ def survey(
     """The decision about every patch, trap and changed seam. Raises UsageError for unknown ids."""
     known = {patch.id: patch for patch in PATCHES}
     _check_ids({*requested, *allowed}, known)
-    job = Job(
+    job = PatchContext(
         version=of.version,
         backend=backend,
         features=_assumed(features, backend),

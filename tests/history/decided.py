@@ -6,9 +6,9 @@ from pathlib import Path
 from bundle.environment import megatron
 from bundle.patches import deciding, reading
 from bundle.patches.catalogue import PATCHES
-from bundle.patches.deciding import Job
-from bundle.patches.decision import Action
+from bundle.patches.deciding import PatchContext
 from bundle.patches.definitions import Definitions
+from bundle.patches.entry import Action
 from bundle.patches.table import load
 from bundle.patches.traps import TRAPS
 from tests.history.git import CommitTree, Repository, files
@@ -48,7 +48,7 @@ class Decided:
 
 
 def decisions(definitions: Definitions, version: str | None) -> Iterator[tuple[str, Action | None]]:
-    job = Job(version=version, requested=frozenset(patch.id for patch in PATCHES if patch.opt_in))
+    job = PatchContext(version=version, requested=frozenset(patch.id for patch in PATCHES if patch.opt_in))
     for patch in PATCHES:
         yield patch.id, deciding.decide(patch, reading.of_tree(patch, definitions, load()), job).action
     for trap in TRAPS:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from bundle.patches.decision import Action
+from bundle.patches.entry import Action
 from tests.history.decided import Decided
 from tests.history.git import Repository
 from tests.history.truth import PRESENT

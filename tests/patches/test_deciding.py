@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from bundle.patches.deciding import Job, decide, decide_seam, decide_trap, exclude
-from bundle.patches.decision import Action, Decision
-from bundle.patches.entry import Patch, Presence, Replacement, Seam, Trap
+from bundle.patches.deciding import PatchContext, decide, decide_seam, decide_trap, exclude
+from bundle.patches.entry import Action, Decision, Patch, Presence, Replacement, Seam, Trap
 from bundle.patches.reading import NUMBER_ALONE, Reading
 
 TARGET = "megatron.core.a:f"
@@ -20,7 +19,7 @@ PATCH = Patch(
     evidence=(TARGET,),
     defect=lambda source: Presence.UNKNOWN,
 )
-IN, OUT = Job(version="0.17.1"), Job(version="0.18.0")
+IN, OUT = PatchContext(version="0.17.1"), PatchContext(version="0.18.0")
 P, A, U = Presence.PRESENT, Presence.ABSENT, Presence.UNKNOWN
 REVIEWED = Reading(P, fingerprints={TARGET: "aa"}, reviewed={TARGET: ("0.17.1",)})
 CHANGED = Reading(P, fingerprints={TARGET: "bb"}, reviewed={TARGET: ()})
@@ -45,7 +44,7 @@ GONE = Reading(P, nearest={TARGET: ("megatron.core.a:g",)})
     ],
 )
 def test_a_row_of_the_table(
-    job: Job, evidence: Presence, reading: Reading, action: Action, proven: bool, says: str
+    job: PatchContext, evidence: Presence, reading: Reading, action: Action, proven: bool, says: str
 ):
     decision = decide(PATCH, replace(reading, evidence=evidence), job)
     assert (decision.action, decision.proven) == (action, proven)
@@ -63,14 +62,14 @@ def test_a_row_of_the_table(
     ],
 )
 def test_a_number_alone_decides_but_proves_nothing(version: str, action: Action):
-    decision = decide(PATCH, NUMBER_ALONE, Job(version=version))
+    decision = decide(PATCH, NUMBER_ALONE, PatchContext(version=version))
     assert (decision.action, decision.proven, decision.evidence) == (action, False, Presence.UNKNOWN)
     assert "--mcore PATH" in decision.reason
     assert decision.targets == (TARGET,) and decision.fingerprints == ()
 
 
 def test_a_tree_without_a_version_is_decided_by_its_source():
-    nameless = Job(version=None)
+    nameless = PatchContext(version=None)
     assert decide(PATCH, REVIEWED, nameless).action is Action.APPLY
     assert decide(PATCH, Reading(A), nameless).action is Action.SKIP
     assert decide(PATCH, Reading(U), nameless).action is Action.DRIFT
@@ -201,7 +200,7 @@ TRAP = Trap(
 
 
 USES = frozenset({"moe", "tp", "cp"})
-NEW = Job(version="0.19.0")
+NEW = PatchContext(version="0.19.0")
 
 
 @pytest.mark.parametrize(
@@ -209,21 +208,21 @@ NEW = Job(version="0.19.0")
     [
         (IN, Reading(P), Action.TRAP, True, ""),
         (NEW, Reading(P), Action.TRAP, True, ""),
-        (Job(version=None), Reading(P), Action.TRAP, True, ""),
+        (PatchContext(version=None), Reading(P), Action.TRAP, True, ""),
         (IN, Reading(A), None, True, ""),
         (NEW, Reading(A), None, True, ""),
         (IN, Reading(U), Action.TRAP, False, "the number 0.17.1 alone: the code is unfamiliar"),
-        (Job(version=None), Reading(U), Action.TRAP, False, "the code is unfamiliar"),
+        (PatchContext(version=None), Reading(U), Action.TRAP, False, "the code is unfamiliar"),
         (IN, Reading(U, trouble="a.py cannot be parsed"), Action.TRAP, False, "a.py cannot be parsed"),
         (NEW, Reading(U), Action.SKIP, False, "the number 0.19.0 alone: the code is unfamiliar"),
         (IN, NUMBER_ALONE, Action.TRAP, False, "the number 0.17.1 alone: give --mcore PATH"),
         (NEW, NUMBER_ALONE, Action.SKIP, False, "give --mcore PATH"),
         # a number that cannot be placed is no reason to let it pass
-        (Job(version="nightly"), NUMBER_ALONE, Action.TRAP, False, "the number nightly alone"),
+        (PatchContext(version="nightly"), NUMBER_ALONE, Action.TRAP, False, "the number nightly alone"),
     ],
 )
 def test_a_row_of_the_table_for_a_trap(
-    job: Job, reading: Reading, action: Action | None, proven: bool, says: str
+    job: PatchContext, reading: Reading, action: Action | None, proven: bool, says: str
 ):
     decision = decide_trap(TRAP, reading, replace(job, features=USES))
     if decision is None:

@@ -11,8 +11,7 @@ from bundle.environment.search import search_path
 from bundle.errors import PatchError, UsageError
 from bundle.patches import plan as planning
 from bundle.patches.catalogue import PATCHES
-from bundle.patches.decision import Action
-from bundle.patches.entry import LEFT_TO_MEGATRON, Patch, Presence, Replacement
+from bundle.patches.entry import LEFT_TO_MEGATRON, Action, Patch, Presence, Replacement
 from bundle.patches.plan import PatchPlan, load, make
 from bundle.patches.subject import named
 from bundle.patches.survey import Survey, survey

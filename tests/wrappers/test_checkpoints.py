@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from bundle.patches.decision import Action
+from bundle.patches.entry import Action
 from bundle.patches.subject import named
 from bundle.patches.survey import survey
 from bundle.patches.table import load

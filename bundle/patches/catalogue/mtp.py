@@ -7,8 +7,7 @@ from bundle.patches.entry import MEGATRONS_MTP_LOSS, NOTHING, Patch, Presence, R
 from bundle.patches.pattern import found
 
 if TYPE_CHECKING:
-    from bundle.patches.definition import Definition
-    from bundle.patches.definitions import Evidence
+    from bundle.patches.definitions import Definition, Evidence
 
 _MODULE = "megatron.core.transformer.multi_token_prediction"
 _GPT = "megatron.core.models.gpt.gpt_model"

@@ -7,8 +7,7 @@ from bundle.patches.entry import NOTHING, Patch, Presence, Replacement
 from bundle.patches.pattern import found
 
 if TYPE_CHECKING:
-    from bundle.patches.definition import Definition
-    from bundle.patches.definitions import Evidence
+    from bundle.patches.definitions import Definition, Evidence
 
 _RELOAD = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._copy_model_params_to_main_params"
 _HYBRID = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer"

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 from bundle.patches.entry import NOTHING, Patch, Presence, Replacement
 
 if TYPE_CHECKING:
-    from bundle.patches.definition import Definition
-    from bundle.patches.definitions import Evidence
+    from bundle.patches.definitions import Definition, Evidence
 
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _STATE = f"{_OPTIMIZER}.sharded_state_dict"

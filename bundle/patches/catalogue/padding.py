@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 from bundle.patches.entry import NOTHING, Patch, Presence, Replacement
 
 if TYPE_CHECKING:
-    from bundle.patches.definition import Definition
-    from bundle.patches.definitions import Evidence
+    from bundle.patches.definitions import Definition, Evidence
 
 _ROUTER = "megatron.core.transformer.moe.router"
 _BIAS = f"{_ROUTER}:TopKRouter._apply_expert_bias"

@@ -13,7 +13,7 @@ from bundle.backends.cuda import runtime as module
 from bundle.backends.cuda.runtime import options
 from bundle.environment.hardware import preset
 from bundle.errors import EnvironmentUnfit, UsageError
-from bundle.patches.decision import Action
+from bundle.patches.entry import Action
 from bundle.planning import plan_for
 from bundle.recipe import load
 from tests.planning.jobs import plan
