@@ -182,7 +182,9 @@ class Joined:
         found = []
         for number, owner in zip(numbers.tolist(), owners.tolist(), strict=True):
             part = self._parts[owner]
-            own = number if number == BLANK else number - int(self._ends[owner]) + len(part)
+            own = (
+                number - int(self._ends[owner]) + len(part)
+            )  # BLANK is the first one's, and stays what it is
             found.append(part.batch(np.asarray([own])))
         return Batch(
             torch.cat([one.ids for one in found]),

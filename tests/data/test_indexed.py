@@ -88,6 +88,14 @@ def test_a_file_that_is_cut_is_refused(tmp_path, suffix, bytes_left):
         read(tmp_path / "x")
 
 
+def test_tokens_that_no_index_names_are_refused(tmp_path):
+    build(tmp_path / "x", [[[1, 2, 3]]])
+    with (tmp_path / "x.bin").open("ab") as file:
+        file.write(bytes(4))
+    with pytest.raises(ValueError, match="has 16 bytes instead of the 12"):
+        read(tmp_path / "x")
+
+
 def test_the_modes_of_multimodal_data_are_passed_over(tmp_path):
     builder = indexed_dataset.IndexedDatasetBuilder(f"{tmp_path / 'x'}.bin", multimodal=True)
     builder.add_item(torch.tensor([1, 2]), mode=1)

@@ -69,9 +69,9 @@ def test_several_data_sets_are_samples_of_each_and_a_step_is_the_same_on_any_num
     epoch = [corpus.training.batch(np.asarray([n])) for n in range(len(corpus.training))]
     assert all(int(b.ids.max()) < 100 for b in epoch[: sizes[0]])
     assert all(int(b.ids.min()) >= 100 for b in epoch[sizes[0] :])
-    alone = prepare(recipe([built / "large.v2"], *batches), built / "data").training
-    for number in (0, sizes[1] - 1):
-        one, other = alone.batch(np.asarray([number])), epoch[sizes[0] + number]
+    apart = [prepare(recipe([built / name], *batches), built / "data").training for name in NAMES]
+    for part, number, at in ((0, 5, 5), (1, 0, sizes[0]), (1, sizes[1] - 1, sum(sizes) - 1)):
+        one, other = apart[part].batch(np.asarray([number])), epoch[at]
         assert one.lengths == other.lengths and torch.equal(one.ids, other.ids)
         assert torch.equal(one.labels, other.labels) and torch.equal(one.loss_mask, other.loss_mask)
         assert torch.equal(one.position_ids, other.position_ids)
@@ -102,6 +102,14 @@ def test_other_tokens_in_the_same_files_are_noticed(built):
     assert changed(before, prepare(recipe([built / "small"]), built / "data").identity) == []
     tokens = (built / "small.bin").read_bytes()
     (built / "small.bin").write_bytes(tokens[2:] + tokens[:2])
+    (line,) = changed(before, prepare(recipe([built / "small"]), built / "data").identity)
+    assert line.startswith("data tokens: was ")
+
+
+def test_other_documents_of_the_same_tokens_are_noticed(built):
+    before = prepare(recipe([built / "small"]), built / "data").identity
+    build(built / "whole", [[flat(built / "small", np.uint16)]], np.uint16)
+    (built / "whole.idx").replace(built / "small.idx")
     (line,) = changed(before, prepare(recipe([built / "small"]), built / "data").identity)
     assert line.startswith("data tokens: was ")
 
