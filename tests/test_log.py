@@ -73,6 +73,7 @@ def test_a_rank_of_a_command_is_told_the_level_by_its_environment(capsys):
 
 def test_nothing_is_told_twice(capsys):
     logging.getLogger().addHandler(handler := logging.StreamHandler())
+    handler.setFormatter(logging.Formatter("2026-01-01 00:00:00 INFO root: %(message)s"))
     try:
         log.start()
         log.start()

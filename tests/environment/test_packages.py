@@ -65,6 +65,11 @@ def test_a_broken_origin_record_is_as_good_as_none(tmp_path: Path, record: objec
     assert package is not None and package.commit is None
 
 
+def test_a_directory_of_the_same_name_is_no_package(tmp_path: Path):
+    (tmp_path / "triton").mkdir()
+    assert stack(tmp_path).package("triton") is None
+
+
 def test_nothing_is_installed_on_an_empty_path(tmp_path: Path):
     assert stack(tmp_path).packages() == ()
 

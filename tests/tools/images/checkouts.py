@@ -9,7 +9,7 @@ PARTS = ("docker-bake.json", "docker-bake.hcl", "pyproject.toml", "README.md", "
 
 
 def copied(directory: Path) -> Path:
-    """A checkout with everything that the images are made from, and one module of the package."""
+    """A checkout with what the images are made from, and one module of the package and of the tools."""
     for part in PARTS:
         source = ROOT / part
         if source.is_dir():
@@ -17,6 +17,8 @@ def copied(directory: Path) -> Path:
         else:
             directory.mkdir(exist_ok=True)
             shutil.copy(source, directory / part)
+    (directory / "tools/images").mkdir(parents=True)
+    shutil.copy(ROOT / "tools/images/identity.py", directory / "tools/images")
     (directory / "bundle").mkdir()
     shutil.copy(ROOT / "bundle/errors.py", directory / "bundle")
     return directory

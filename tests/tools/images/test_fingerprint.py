@@ -58,7 +58,9 @@ def test_a_source_changes_its_stack(root):
     assert changed(root, before) == {"ascend-a2-mcore0-15", "ascend-a3-mcore0-15"}
 
 
-@pytest.mark.parametrize("name", ["bundle/errors.py", "pyproject.toml", "docker-bake.hcl"])
+@pytest.mark.parametrize(
+    "name", ["bundle/errors.py", "tools/images/identity.py", "pyproject.toml", "docker-bake.hcl"]
+)
 def test_what_all_have_changes_all(root, name):
     before = digests(root)
     (root / name).write_text((root / name).read_text() + "\n")
