@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from bundle.distributed.agreement import agree, disagreements, spelled
-from bundle.errors import BundleError, EnvironmentUnfit, LaunchUnavailable
+from bundle.distributed.agreement import agree, disagreements, handed_down, spelled
+from bundle.errors import BundleError, EnvironmentUnfit, LaunchUnavailable, PatchError
 
 
 def meet(said: list[dict[str, str] | None], seconds: float = 30) -> list[BundleError | None]:
@@ -63,3 +63,50 @@ FIELDS = st.dictionaries(st.sampled_from("abc"), st.sampled_from("xy"))
 def test_disagreements_are_exactly_the_fields_that_differ(said):
     differing = {n for n in "abc" if len({fields.get(n) for fields in said}) > 1}
     assert {line[0] for line in disagreements(said)} == differing
+
+
+def test_what_makes_a_rank_unfit_is_told_to_all():
+    store, told = HashStore(), {}
+
+    def come(rank: int) -> None:
+        unfit = ["x.py is another"] if rank else []
+        with pytest.raises(EnvironmentUnfit) as raised:
+            agree(store, rank, 3, {"job": "a"}, timedelta(seconds=30), unfit)
+        told[rank] = raised.value.violations
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert told == dict.fromkeys(range(3), ("ranks 1-2: x.py is another",))
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_what_rank_0_decides_or_refuses_is_everybody_s(refused):
+    store, told = HashStore(), {}
+    decisions = []
+
+    def decide() -> str:
+        decisions.append(threading.get_ident())
+        if refused:
+            raise PatchError("drifted")
+        return "a job"
+
+    def come(rank: int) -> None:
+        try:
+            told[rank] = handed_down(store, rank, 3, decide, timedelta(seconds=30))
+        except BundleError as error:
+            told[rank] = f"{error.code:d} {error}"
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in (2, 1, 0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert told == dict.fromkeys(range(3), "4 drifted" if refused else "a job") and len(decisions) == 1
+
+
+def test_a_first_rank_that_decides_nothing_is_said():
+    with pytest.raises(LaunchUnavailable, match="rank 0 did not decide within 0 s"):
+        handed_down(HashStore(), 1, 2, lambda: "", timedelta(seconds=0.2))

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.images import containers
+from tests.launch.handed import without_torch
 
 pytestmark = pytest.mark.images
 
@@ -86,3 +87,23 @@ def test_sigterm_leaves_a_checkpoint_and_75_and_the_same_command_goes_on(engine,
     assert result.code == 0, result.err
     assert "goes on after step" in result.out
     assert "step 60/60" in result.out
+
+
+def test_a_job_planned_without_torch_is_executed_and_one_for_another_image_refused(engine, cpu, tmp_path):
+    (tmp_path / "image.json").write_text(containers.run(engine, cpu, "doctor", "--json").out)
+    asked = ("plan", "demo", "--hardware=cpu", "--image-record=image.json", *SHORT, "--set=train.steps=6")
+    without_torch(*asked, "--job=job.json", cwd=tmp_path)
+    job = json.loads((tmp_path / "job.json").read_text())
+    assert job["patches"] == "undecided" and job["image"]["stack"] == "cpu"
+    tmp_path.chmod(0o755)
+    mount = f"--volume={tmp_path}:/jobs:ro"
+    result = containers.run(engine, cpu, "train", "--job=/jobs/job.json", options=(mount,))
+    assert result.code == 0, result.err
+    assert "step 6/6" in result.out or "step  6/6" in result.out
+
+    said = json.loads((tmp_path / "image.json").read_text())
+    said["image"]["revision"] = "another"
+    (tmp_path / "image.json").write_text(json.dumps(said))
+    without_torch(*asked, "--job=other.json", cwd=tmp_path)
+    refused = containers.run(engine, cpu, "train", "--job=/jobs/other.json", options=(mount,))
+    assert refused.code == 3 and "image, revision: another in the job" in refused.err
