@@ -3,12 +3,13 @@
 import importlib
 import inspect
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from bundle.patches.definitions import Evidence
-from bundle.patches.source import Unreadable
+from bundle.patches.definitions import Definitions, Evidence
+from bundle.patches.source import SourceTree, Unreadable
 from tests.patches.trees import written
 
 TREE = {
@@ -135,6 +136,38 @@ def test_a_file_that_cannot_be_parsed_is_an_error_that_names_it(tmp_path: Path, 
     definitions = written(tmp_path, {"m": source})
     with pytest.raises(Unreadable, match=r"m\.py cannot be parsed"):
         definitions["m:f"]
+
+
+HOSTILE = {
+    "empty": b"",
+    "byte-order mark": b"\xef\xbb\xbfdef f(): pass\n",
+    "CRLF": b"def f():\r\n    pass\r\n",
+    "latin-1": b"# -*- coding: latin-1 -*-\nx = '\xe9'\ndef f(): pass\n",
+    "an encoding that is none": b"# -*- coding: nonsense -*-\ndef f(): pass\n",
+    "UTF-16": "def f(): pass\n".encode("utf-16"),
+    "NUL": b"def f(): pass\n\0",
+    "Python 2": b"print 'x'\n",
+    "nested calls": b"x = " + b"f(" * 5000 + b")" * 5000,
+    "unary minus": b"x = " + b"-" * 100_000 + b"1\n",
+    "a long sum": b"x = " + b"1 + " * 200_000 + b"1\n",
+    "attributes": b"x = a" + b".a" * 50_000 + b"\n",
+    "elif": b"if a: pass\n" + b"elif a: pass\n" * 3000 + b"def f(): pass\n",
+}
+READ = {"byte-order mark", "CRLF", "latin-1"}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_whatever_a_file_holds_it_is_read_or_named_in_time(tmp_path: Path, kind: str):
+    (tmp_path / "m.py").write_bytes(HOSTILE[kind])
+    definitions, started = Definitions(SourceTree(tmp_path)), time.process_time()
+    try:
+        found = definitions["m:f"]
+        definitions.nearest("m:g")
+    except Unreadable as error:
+        found = None
+        assert "m.py" in str(error)
+    assert time.process_time() - started < 10
+    assert found is not None or kind not in READ
 
 
 def test_a_huge_file_is_not_read(tmp_path: Path):
