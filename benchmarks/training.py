@@ -86,6 +86,8 @@ def arms(recipe: Recipe, runtime: Any, directory: Path) -> tuple[Callable[[], No
         should_stop=stop.agreed,
         alive=lambda step: None,
         profiled=lambda step: nullcontext(),
+        flops=lambda: 0.0,
+        gauges=lambda flops, seconds: {},
     )
 
     def bundle() -> None:

@@ -17,7 +17,9 @@ CHARTS: Mapping[str, tuple[str, ...]] = {
     "Learning rate": ("train/learning_rate",),
     "Tokens a second": ("train/tokens_per_second",),
     "Time, seconds": ("train/step_seconds", "seconds/"),
-    "Model FLOP/s": ("train/tflops", "train/mfu"),
+    "Model TFLOP/s of a device": ("train/tflops",),
+    "Model FLOPs utilisation (MFU)": ("train/mfu",),
+    "Time left, seconds": ("train/seconds_left",),
     "Memory, bytes": ("memory/",),
 }
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")

@@ -5,9 +5,13 @@ import math
 import sys
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TextIO
+
+_LEFT = "train/seconds_left"
+_FOR_FILES = (_LEFT, "train/samples", "train/tflops_per_device", "memory/peak_bytes")
 
 
 class Sink(Protocol):
@@ -97,7 +101,7 @@ class LiveProgress:
             self._live.console.print(f"step {step}  {_line(values)}", highlight=False)
         else:
             self._bar.update(self._task, completed=step)
-            self._numbers = _line({name.removeprefix("train/"): value for name, value in values.items()})
+            self._numbers = _line(values).replace("train/", "")
 
     def close(self) -> None:
         self._live.stop()
@@ -109,7 +113,10 @@ def terminal(steps: int, done: int, stream: TextIO = sys.stdout) -> Sink:
 
 
 def _line(values: Mapping[str, float]) -> str:
-    return "  ".join(f"{name} {_short(value)}" for name, value in values.items())
+    """What a person watches; samples, FLOP/s and memory are in the files."""
+    words = [f"{name} {_short(value)}" for name, value in values.items() if name not in _FOR_FILES]
+    left = [f"left {timedelta(seconds=round(values[_LEFT]))}"] if values.get(_LEFT) else []
+    return "  ".join([*words, *left])
 
 
 def _short(value: float) -> str:

@@ -1,5 +1,6 @@
 """What the loader gives, as the micro-batches of this rank: on its device, cut or packed for its layout."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,10 +25,13 @@ class Batches:
         # Every pack is filled up to the same number of rows: stages exchange activations of one shape.
         self._length = recipe.data.sequence_length
         self._alignment = recipe.alignment
+        self.lengths: list[int] = []  # of the sequences of this rank's last step, padding aside
 
     def training(self, consumed: int) -> list[MicroBatch]:
         """The micro-batches of the step that begins after `consumed` samples of the whole run."""
-        return [self._micro_batch(batch) for batch in self._loader.training(consumed)]
+        batches = self._loader.training(consumed)
+        self.lengths = [length for batch in batches for length in _lengths(batch)]
+        return [self._micro_batch(batch) for batch in batches]
 
     def validation(self) -> list[MicroBatch]:
         """The held-out micro-batches, the same each time; empty when nothing is held out."""
@@ -42,3 +46,9 @@ class Batches:
             batch.lengths, self._alignment, rank=cp.rank, length=self._length, device=self._device
         )
         return from_packing(ids[0], labels[0], mask[0], packing, **self._options)
+
+
+def _lengths(batch: Batch) -> Sequence[int]:
+    """Tokens of each sequence; rows of equal length count whole."""
+    rows, length = batch.ids.shape
+    return batch.lengths if batch.lengths is not None else [length] * rows

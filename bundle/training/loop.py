@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -23,6 +23,8 @@ class Hooks:
     should_stop: Callable[[], bool]
     alive: Callable[[int], None]
     profiled: Callable[[int], AbstractContextManager[None]]
+    flops: Callable[[], float]  # of a device, in the step that was just made
+    gauges: Callable[[float, float], Mapping[str, float]]  # of FLOPs and the seconds that they took
 
 
 def train(engine: Engine, data: Batches, progress: Progress, metrics: Metrics, hooks: Hooks) -> None:
@@ -39,6 +41,7 @@ def train(engine: Engine, data: Batches, progress: Progress, metrics: Metrics, h
             engine.forward_backward(data.training(progress.consumed_samples))
             result = engine.step()
         progress.unreported_seconds += time.perf_counter() - started
+        progress.unreported_flops += hooks.flops()
         progress.unreported_steps += 1
         progress.step += 1
         progress.consumed_samples += recipe.train.global_batch_size
@@ -48,10 +51,13 @@ def train(engine: Engine, data: Batches, progress: Progress, metrics: Metrics, h
             _not_finite(recipe.train.on_nan, progress)
         if _due(progress.step, recipe.train.log_interval) or progress.step == recipe.train.steps:
             progress.losses = engine.take_losses()
-            metrics.write(progress.step, _report(recipe, progress, progress.losses, result))
+            report = _report(recipe, progress, progress.losses, result)
+            seen = hooks.gauges(progress.unreported_flops, progress.unreported_seconds)
+            metrics.write(progress.step, report | dict(seen))
             if recipe.train.on_nan == "stop":
                 _refuse_no_number(progress, progress.losses)
             progress.unreported_steps, progress.unreported_seconds = 0, 0.0
+            progress.unreported_flops = 0.0
         last = progress.step == recipe.train.steps
         if held_out and (last or _due(progress.step, recipe.train.eval_interval)):
             progress.losses = engine.evaluate(held_out)
@@ -98,10 +104,13 @@ def _named(part: str, losses: Losses) -> dict[str, float]:
 def _report(recipe: Recipe, progress: Progress, losses: Losses, result: StepResult) -> dict[str, float]:
     """What training did since the last report; rates are of the steps alone, without evaluation or saving."""
     skipped = {"train/skipped_updates": progress.skipped_updates} if recipe.train.on_nan == "skip" else {}
+    seconds = progress.unreported_seconds / progress.unreported_steps
     return _named("train", losses) | {
         "train/grad_norm": result.grad_norm,
         "train/learning_rate": result.learning_rate,
         "train/tokens_per_second": losses.tokens / progress.unreported_seconds,
-        "train/step_seconds": progress.unreported_seconds / progress.unreported_steps,
+        "train/step_seconds": seconds,
+        "train/seconds_left": seconds * (recipe.train.steps - progress.step),
+        "train/samples": progress.consumed_samples,
         **skipped,
     }

@@ -9,7 +9,8 @@ from bundle.engine import Losses
 class Progress:
     """Steps done, samples read, and updates left out because a gradient was not finite.
 
-    `unreported_steps` took `unreported_seconds` since the last report; `losses` are those reported last.
+    `unreported_steps` took `unreported_seconds` and `unreported_flops` of a device since the last report;
+    `losses` are those reported last.
     """
 
     step: int = 0
@@ -17,4 +18,5 @@ class Progress:
     skipped_updates: int = 0
     unreported_steps: int = 0
     unreported_seconds: float = 0.0
+    unreported_flops: float = 0.0
     losses: Losses | None = None

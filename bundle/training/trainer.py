@@ -26,6 +26,7 @@ from bundle.mcore import groups
 from bundle.runs.directory import RunDirectory, starting_checkpoint
 from bundle.runs.metrics import JsonLines, Metrics, Sink, TensorBoard, finite, terminal
 from bundle.runs.profiling import Profiler
+from bundle.runs.speed import Speed
 from bundle.runs.trackers import trackers
 from bundle.training import loop
 from bundle.training.batches import Batches
@@ -64,7 +65,7 @@ class Trainer:
         with dog.patience("loading a checkpoint"):
             self.progress = self._restored(goes_on=goes_on)
         on_rank_0(lambda: self.directory.rewind_metrics(self.progress.step))
-        self.metrics = self._metrics()
+        self.metrics, self.speed = self._metrics(), Speed(recipe, job.backend, device)
         if self.corpus.skipped_count and not goes_on:
             self.metrics.write(0, {"data/skipped": self.corpus.skipped_count})
 
@@ -72,7 +73,12 @@ class Trainer:
         """Trains to the last step and writes the result; raises what `loop.train` raises."""
         with self.metrics, Profiler(self.recipe, self.directory.profile, dist.get_rank()) as profiler:
             hooks = loop.Hooks(
-                save=self._save, should_stop=should_stop, alive=self._alive, profiled=profiler.step
+                save=self._save,
+                should_stop=should_stop,
+                alive=self._alive,
+                profiled=profiler.step,
+                flops=lambda: self.speed.flops(self.batches.lengths),
+                gauges=self.speed.gauges,
             )
             try:
                 loop.train(self.engine, self.batches, self.progress, self.metrics, hooks)
@@ -132,6 +138,7 @@ class Trainer:
             carried["skipped_updates"],
             carried["unreported_steps"],
             carried["unreported_seconds"],
+            carried["unreported_flops"],
             losses,
         )
 
@@ -169,6 +176,7 @@ def _state(at: Progress, engine: Engine, identity: Mapping[str, str]) -> TrainSt
         "data": dict(identity),
         "unreported_steps": at.unreported_steps,
         "unreported_seconds": at.unreported_seconds,
+        "unreported_flops": at.unreported_flops,
         "reported": asdict(at.losses) if at.losses else None,
     }
     return TrainState(at.step, at.consumed_samples, of_json(identity), carried)

@@ -78,6 +78,10 @@ class Kept:
         pass
 
 
+def gauges(flops: float, seconds: float) -> dict[str, float]:
+    return {"flops": flops, "seconds": seconds}
+
+
 def run(engine: Slow, progress: Progress, saved: list[int] | None = None) -> list[dict[str, float]]:
     kept, either = Kept(), engine
 
@@ -86,7 +90,7 @@ def run(engine: Slow, progress: Progress, saved: list[int] | None = None) -> lis
         if saved is not None:
             saved.append(now.step)
 
-    hooks = loop.Hooks(save, lambda: False, lambda _: None, lambda _: nullcontext())
+    hooks = loop.Hooks(save, lambda: False, lambda _: None, lambda _: nullcontext(), lambda: 6e12, gauges)
     loop.train(either, either, progress, Metrics([kept]), hooks)  # type: ignore[arg-type]
     return kept.lines
 
@@ -103,14 +107,18 @@ def test_rates_are_those_of_steps_whatever_is_evaluated_and_saved_between():
     for line in trained:
         assert line["train/step_seconds"] == pytest.approx(STEP)
         assert line["train/tokens_per_second"] == pytest.approx(100 / STEP)
+        assert line["train/seconds_left"] == pytest.approx((6 - line["step"]) * STEP)
+        assert line["train/samples"] == 16 * line["step"]
+        assert line["flops"] == 12e12 and line["seconds"] == pytest.approx(2 * STEP)
     assert progress.losses == Losses(9.0, (), 1)
 
 
 def test_what_was_not_reported_before_an_interruption_counts_with_its_time():
     engine = Slow(recipe("train.steps=2"), losses=[2.0])
-    (line,) = (line for line in run(engine, Progress(1, 16, 0, 1, 3.0)) if "train/loss" in line)
+    (line,) = (line for line in run(engine, Progress(1, 16, 0, 1, 3.0, 5e12)) if "train/loss" in line)
     assert line["train/step_seconds"] == pytest.approx((3.0 + STEP) / 2)
     assert line["train/tokens_per_second"] == pytest.approx(200 / (3.0 + STEP))
+    assert line["flops"] == 11e12 and line["seconds"] == pytest.approx(3.0 + STEP)
 
 
 def test_a_loss_that_is_no_number_stops_the_run_although_gradients_are_zero():

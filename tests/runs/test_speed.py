@@ -1,0 +1,65 @@
+"""Rates of a device: its share of the model's FLOPs, against the peak that is known of it."""
+
+import random
+import sys
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from bundle.planning.size import model_size
+from bundle.recipe import load
+from bundle.runs.metrics import PlainLines
+from bundle.runs.speed import Speed
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7 << 30)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_ranks_of_a_replica_share_its_sequences(seed):
+    recipe = load("demo", ["parallel={tp: 2, pp: 2, cp: 2, ep: 2, sequence_parallel: true}"])
+    drawn = random.Random(seed)
+    lengths = [drawn.randint(1, 99_999) for _ in range(drawn.randint(1, 50))]
+    whole = model_size(recipe.architecture).training_flops(lengths)
+    assert Speed(recipe, "cpu", CPU).flops(lengths) == pytest.approx(whole / 8, rel=1e-15)
+    assert Speed(load("demo"), "cpu", CPU).flops(lengths) == pytest.approx(whole, rel=1e-15)
+
+
+def test_mfu_is_of_the_peak_of_the_arithmetic_that_is_used(h200):
+    job = ["backend=cuda", "model.dtype=bf16"]
+    found = Speed(load("demo", job), "cuda", GPU).gauges(989e12, 2.0)
+    assert found["train/tflops_per_device"] == pytest.approx(494.5) and found["train/mfu"] == pytest.approx(
+        0.5
+    )
+    assert found["memory/peak_bytes"] == 7 << 30
+    for other in ("model.fp8.scaling=delayed", "model.dtype=fp32"):
+        assert "train/mfu" not in Speed(load("demo", [*job, other]), "cuda", GPU).gauges(1e12, 1.0)
+
+
+def test_a_device_whose_peak_nobody_read_has_no_mfu(h200, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H0")
+    job = load("demo", ["backend=cuda", "model.dtype=bf16"])
+    assert set(Speed(job, "cuda", GPU).gauges(1e12, 1.0)) == {"train/tflops_per_device", "memory/peak_bytes"}
+
+
+def test_on_the_cpu_memory_is_the_process_s():
+    held = torch.ones(64 << 20)
+    found = Speed(load("demo"), "cpu", CPU).gauges(1e12, 4.0)
+    assert found["train/tflops_per_device"] == 0.25 and "train/mfu" not in found
+    assert found["memory/peak_bytes"] > held.nbytes
+
+
+def test_the_terminal_says_how_long_is_left_and_leaves_counters_to_the_files(capsys):
+    values = {"train/loss": 2.5, "train/seconds_left": 3725.4, "train/samples": 64, "memory/peak_bytes": 9}
+    sink = PlainLines(10, sys.stdout)
+    sink.write(4, values)
+    sink.write(10, {**values, "train/seconds_left": 0.0})
+    assert capsys.readouterr().out == "step  4/10  train/loss 2.5  left 1:02:05\nstep 10/10  train/loss 2.5\n"
