@@ -16,7 +16,8 @@ from tests.history.tally import Row
 from tests.history.truth import PRESENT
 
 NUMBER = "megatron/core/package_info.py"
-_REF = re.compile(r"(?:Megatron-LM(?:\.git)?@|MEGATRON_COMMIT=)([\w.-]+)")
+# A branch that goes on (main) says nothing about what was built.
+_REF = re.compile(r"(?:Megatron-LM(?:\.git)?@|MEGATRON_COMMIT=)(core_[\w.-]+|[0-9a-f]{7,40})\b")
 _BUILT, _CHANGE = "docker/Dockerfile", "docker/patch/latest/megatron.patch"
 
 
