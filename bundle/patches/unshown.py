@@ -123,6 +123,7 @@ UNSHOWN = (
     Trap(
         id="mtp-recompute-fp8",
         range=">=0.14,<0.18",
+        backends=("cuda",),  # elsewhere layers have FP8 of their own, and megatron's checkpoint
         evidence=(_RECOMPUTED, _RECOMPUTED_BY_BLOCK, _PREDICTION, mtp.FORWARD, mtp.ROLL),
         defect=_tensors_by_keyword,
         when=frozenset({"mtp", "recompute-full", "fp8"}),
@@ -137,6 +138,7 @@ UNSHOWN = (
     Trap(
         id="mtp-recompute-groups",
         range=">=0.14",
+        backends=("cuda",),  # elsewhere layers have FP8 of their own, and megatron's checkpoint
         evidence=(_RECOMPUTED, _RECOMPUTED_BY_BLOCK, _PREDICTION, mtp.FORWARD, mtp.ROLL),
         defect=_group_of_the_layout,
         when=frozenset({"mtp", "recompute-full", "fp8", "explicit-groups", "tp"}),
