@@ -95,6 +95,13 @@ class Job:
     plan: Mapping[str, Any]  # for people and programs: nothing of it is executed
 
     @cached_property
+    def trained(self) -> Recipe:
+        """The recipe as ranks compute it: with the kernel of the plan, whatever device a node has."""
+        values = self.recipe.dump()
+        values["model"]["attention"] = self.attention
+        return from_mapping(values, "the job's recipe")
+
+    @cached_property
     def fields(self) -> Mapping[str, str]:
         """What every rank must have been told alike, by name: no paths, no facts about one machine."""
         return {

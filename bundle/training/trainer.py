@@ -55,7 +55,7 @@ class Trainer:
         self.corpus = preparation.prepared(recipe, self.directory.root / "data", dog)
         feed = data.Loader(recipe, self.corpus, self.groups.dp.rank, self.groups.dp.size)
         self.batches = Batches(recipe, feed, self.groups, device)
-        self.engine = Engine(recipe, runtime, self.groups, device)
+        self.engine = Engine(job.trained, runtime, self.groups, device)
         self.checkpoints = Checkpoints(
             CheckpointDirectory(self.directory.checkpoints),
             self.engine,

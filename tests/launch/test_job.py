@@ -48,6 +48,22 @@ def anywhere() -> Job:
     return made()
 
 
+def test_the_engine_gets_the_kernel_of_the_plan_whatever_this_device_would_choose():
+    pytest.importorskip("megatron.core")
+    from bundle.backends.cuda.runtime import options
+
+    packed = ["backend=cuda", "model.dtype=bf16", "data.packed=true", "train.micro_batch_size=1"]
+    job = of_plan(plan_for(load_recipe("demo", packed), named="h200", mcore="0.16.1"), Path("runs/x"))
+    assert (job.attention, job.recipe.model.attention, job.trained.model.attention) == (
+        "fused",
+        "auto",
+        "fused",
+    )
+    assert options(job.recipe, generation="8.0")["attention_backend"].name == "auto"
+    assert options(job.trained, generation="8.0")["attention_backend"].name == "fused"
+    assert parse(job.text()).trained == job.trained
+
+
 def signed(document: dict) -> str:
     """A file that its writer wants to be taken for one of ours."""
     return json.dumps(document | {"digest": of_json({k: v for k, v in document.items() if k != "digest"})})
