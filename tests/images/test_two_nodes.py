@@ -1,6 +1,5 @@
 """Two containers are two nodes: they find each other by name, train as one, and go on after one was lost."""
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -8,6 +7,7 @@ import pytest
 
 from tests.images import containers
 from tests.images.containers import HOME, Container
+from tests.runs import numbers
 
 pytestmark = pytest.mark.images
 
@@ -34,11 +34,10 @@ def two_nodes(engine, image: str, home: str) -> Iterator[tuple[Container, Contai
 
 
 def learned(engine, image: str, home: str) -> list[dict]:
-    """What the run in the volume noted, but for times."""
+    """What the run in the volume noted of what it learned."""
     cat = ("-c", f"cat {HOME}/runs/demo/metrics.jsonl")
     result = containers.run(engine, image, *cat, options=("--entrypoint=sh", f"--volume={home}:{HOME}"))
-    lines = map(json.loads, result.out.splitlines())
-    return [{k: v for k, v in line.items() if "second" not in k and k != "time"} for line in lines]
+    return numbers.learned(result.out)
 
 
 @pytest.fixture(scope="module")

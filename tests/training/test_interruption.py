@@ -16,6 +16,7 @@ import pytest
 
 from bundle.launch import outcomes
 from tests.launch.launched import ROOT, gone
+from tests.runs.numbers import learned
 
 pytestmark = pytest.mark.world
 
@@ -83,9 +84,8 @@ def stopped_at(said: str) -> int:
 
 
 def numbers(directory: Path) -> list[dict[str, Any]]:
-    """What the metrics say about learning: all but times."""
-    lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
-    return [{k: v for k, v in line.items() if "second" not in k and k != "time"} for line in lines]
+    """What the metrics say about learning."""
+    return learned((directory / "metrics.jsonl").read_text())
 
 
 @pytest.fixture(scope="module")
