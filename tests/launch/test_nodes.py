@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from bundle import log
 from bundle.launch import outcomes
 from bundle.launch.process import Waiting
 from bundle.launch.rendezvous import discover
@@ -54,6 +55,7 @@ def test_a_node_waits_no_longer_than_it_may_and_says_for_whom(tmp_path, monkeypa
 
 
 def test_the_wait_is_told_at_intervals_that_double(tmp_path, monkeypatch, capsys):
+    log.start()
     seconds = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: seconds)
     where = discover({}, nodes=3, node_rank=1, endpoint="node0:29500")
