@@ -8,6 +8,7 @@ import torch
 from bundle.engine import Engine
 from bundle.engine.microbatch import from_packing, from_rows
 from bundle.mcore import optimization, routers
+from bundle.mcore.attention import gated_delta_net
 from bundle.mcore.groups import Groups
 from bundle.mcore.signatures import known
 from bundle.recipe import Recipe
@@ -89,11 +90,11 @@ def packed_gated_delta(bench: Bench) -> float:
         config = numbers.chunk(bench, groups, DENSE).config
         pack = numbers.packed(bench, groups, numbers.texts((6, 10)), multiple=1).packed
         try:
-            from bundle.mcore.attention import gated_delta_net
+            layer = gated_delta_net(config)
         except ImportError:
             return 0.0
         try:
-            gated_delta_net(config)(torch.randn(16, 1, config.hidden_size), None, packed_seq_params=pack)
+            layer(torch.randn(16, 1, config.hidden_size), None, packed_seq_params=pack)
         except AssertionError as taken:
             if "deterministic mode" not in str(taken):
                 raise
