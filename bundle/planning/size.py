@@ -42,8 +42,14 @@ class ModelSize:
 
     def training_flops(self, lengths: Iterable[int]) -> int:
         """FLOPs of training on sequences of these lengths, forward and backward."""
-        forward = (n * self.flops_per_token + n * (n + 1) // 2 * self.flops_per_pair for n in lengths)
-        return 3 * sum(forward)
+        tokens, pairs = 0, 0
+        for length in lengths:
+            tokens, pairs = tokens + length, pairs + length * (length + 1) // 2
+        return self.step_flops(tokens, pairs)
+
+    def step_flops(self, tokens: int, pairs: int) -> int:
+        """The same from the sums over the sequences: their tokens, and their pairs of query and key."""
+        return 3 * (tokens * self.flops_per_token + pairs * self.flops_per_pair)
 
     def checkpoint_bytes(self, dtype: str) -> int:
         """Bytes of a checkpoint: the weights in the model's arithmetic (bf16 or fp32), and the optimizer."""

@@ -27,8 +27,7 @@ class Speed:
         """This rank's share of the model FLOPs of training on sequences of these lengths."""
         tokens = np.asarray(lengths, np.int64)
         pairs = int((tokens * (tokens + 1) // 2).sum())
-        forward = int(tokens.sum()) * self._size.flops_per_token + pairs * self._size.flops_per_pair
-        return 3 * forward / self._ranks
+        return self._size.step_flops(int(tokens.sum()), pairs) / self._ranks
 
     def gauges(self, flops: float, seconds: float) -> Mapping[str, float]:
         """FLOP/s of a device (TFLOP/s; MFU where the peak is known) and the peak of its memory in bytes.
