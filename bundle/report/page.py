@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bundle.environment.facts import bytes_shown
 from bundle.errors import EnvironmentUnfit
 from bundle.patches.catalogue import PATCHES
 from bundle.recipe import flat
@@ -104,6 +105,7 @@ def _facts(run: Run) -> dict[str, Any]:
     sizes = {name: axis.get("size") for name, axis in axes.items() if isinstance(axis, dict)}
     last = max(step for curve in run.curves.values() for step in curve.steps)
     stages = [stage.get("bytes", {}).get("total") for stage in run.planned("stages") or []]
+    totals = [total for total in stages if total]
     steps = run.planned("recipe", "train", "steps")
     return {
         "Steps": str(last) + (f" of {steps}" if steps else "") + ("" if run.result else ", not finished"),
@@ -115,9 +117,7 @@ def _facts(run: Run) -> dict[str, Any]:
         or run.planned("hardware", "backend"),
         "megatron-core": run.planned("megatron", "version"),
         "Attention": run.planned("attention", "value"),
-        "Planned memory of a device": max(
-            (f"{total / 2**30:.2f} GiB" for total in stages if total), default=None
-        ),
+        "Planned memory of a device": bytes_shown(max(totals)) if totals else None,
         "Patches applied": sum(row.get("action") == "APPLY" for row in run.planned("patches") or []),
     }
 

@@ -76,7 +76,7 @@ def test_a_run_is_summed_up(tmp_path):
         ["Ranks", "16"],
         ["Hardware", "NVIDIA H200"],
         ["Attention", "fused"],
-        ["Planned memory of a device", "5.00 GiB"],
+        ["Planned memory of a device", "5.0 GiB"],
         ["Patches applied", "1"],
         ["torch", "2.11.0"],
         ["megatron-core", "0.17.1 (abc)"],
