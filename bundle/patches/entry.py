@@ -60,6 +60,7 @@ class Patch:
     range: str  # PEP 508 on the base version of megatron-core; "" is every release
     evidence: tuple[str, ...]  # the definitions that `defect` reads, which need not be the targets
     defect: Predicate
+    silent: bool  # nothing tells of it: no error and no hang, but other numbers, or code of others that runs
     # of its caller: what the loss function returns, how labels are given, what is summed over which ranks
     assumes: str = ""
     when: frozenset[str] = frozenset()  # features of the recipe, all of them
@@ -93,6 +94,7 @@ class Trap:
     when: frozenset[str]  # features of the recipe, all of them
     why: str  # what goes wrong
     cause: str  # the upstream line, or how it was bisected
+    silent: bool  # as a patch's
     instead: str  # what to change
     backends: tuple[str, ...] = BACKENDS
     unless: frozenset[str] = frozenset()  # features of which any one avoids it

@@ -33,6 +33,7 @@ PATCHES = (
         id="{patch_id}",
         replacements=(Replacement(_TARGET, "bundle.wrappers.{module}:mended", by_signature=True),),
         why="What a user sees, and what causes it.",
+        silent=True,  # whether nothing tells of it: False where it ends in an error, or only costs time
         upstream="where upstream knows of it, or how it was found",
         range="",  # the releases that have it, like ">=0.16,<0.18"
         when=frozenset(),  # features of a recipe that meets it: Recipe.features

@@ -151,6 +151,7 @@ TRAPS = (
         when=frozenset({"moe", "tp"}),
         unless=frozenset({"ep", "etp"}),
         why="The experts' gradients are not summed over the tensor-parallel ranks: silently wrong.",
+        silent=True,
         cause=(
             "tensor_parallel/layers.py marks expert weights `allreduce = not (is_expert and EP > 1)`, "
             "without regard to ETP != TP; mended by #5916 in 0.19.0 (use_expert_pgs)"
@@ -164,6 +165,7 @@ TRAPS = (
         defect=_packs_refused,
         when=frozenset({"mtp", "packed"}),
         why="Multi-token prediction refuses packed sequences.",
+        silent=False,
         cause="MultiTokenPredictionLayer.forward asserts packed_seq_params is None; lifted in 0.16.0",
         instead="Set data.packed to false, or use megatron-core 0.16 or later.",
     ),
@@ -174,6 +176,7 @@ TRAPS = (
         defect=_gather_that_reduces,
         when=frozenset({"mtp", "tp"}),
         why="The gradients of multi-token prediction are reduced once too often over tensor-parallel ranks.",
+        silent=True,
         cause=(
             "MultiTokenPredictionLayer.forward gathers with all_gather_last_dim_from_tensor_parallel_region, "
             "whose backward reduces; 0.13.0 uses gather_from_tensor_model_parallel_region"
@@ -187,6 +190,7 @@ TRAPS = (
         defect=_told_apart_by_order,
         when=frozenset({"vpp", "batched-exchange"}),
         why="With two stages, activations and gradients of interleaved chunks are swapped: silently wrong.",
+        silent=True,
         cause=(
             "previous and next stage are the same rank and the messages have one shape: a backend that "
             "matches batched messages by order confuses them (measured on gloo in 0.12 and 0.16)"
@@ -200,6 +204,7 @@ TRAPS = (
         defect=_waits_for_every_weight,
         when=frozenset({"overlap-grad-reduce", "mtp", "tied-embeddings", "pp"}),
         why="The last stage holds an output weight that nothing uses and its bucket is never sent: a hang.",
+        silent=False,
         cause=(
             "LanguageModule allocates output_layer.weight there although it is tied, and a bucket waits for "
             "a gradient of each of its weights; from 0.16 on only for those that had one in the first step"
@@ -214,6 +219,7 @@ TRAPS = (
         when=frozenset({"mla", "tp"}),
         unless=frozenset({"sp"}),
         why="Latent attention fails over tensor-parallel ranks without sequence parallelism.",
+        silent=False,
         cause=(
             "MLASelfAttention gathers the rotary keys of all tensor-parallel ranks as parts of a sequence, "
             "whether it is shared out or not; since 0.14 only if it is"
@@ -230,6 +236,7 @@ TRAPS = (
             "Under a loss per token the coefficients of the experts' balancing loss and z-loss count as many "
             "times as there are tokens to a learned one: four times where a quarter is learned, silently."
         ),
+        silent=True,
         cause=(
             "the router multiplies by the tokens that it sees (transformer/moe/router.py), "
             "finalize_model_grads divides by those that the loss counts; #5047 takes both for the same"
@@ -243,6 +250,7 @@ TRAPS = (
         defect=_rows_are_sequences,
         when=_LOSSES | {"seq-aux-loss", "packed"},
         why="The balancing loss over sequences (seq_aux_loss) takes a pack for one sequence.",
+        silent=True,
         cause=(
             "TopKRouter.routing takes rows of the logits for sequences, and a pack is one; #6108, #6115 "
             "(open); tokens_per_sample of 0.19 helps where all sequences of a pack are equally long"
@@ -256,6 +264,7 @@ TRAPS = (
         defect=_every_row_is_counted,
         when=_LOSSES | {"padding"},
         why="Rows of padding are balanced like tokens: the emptier a pack, the less its tokens are balanced.",
+        silent=True,
         cause="TopKRouter.routing takes no padding mask; #1984, one since #2142 in 0.16.0",
         instead="Leave padding out of micro-batches, or use megatron-core 0.16 or later, with the mask.",
     ),
@@ -266,6 +275,7 @@ TRAPS = (
         defect=_packs_refused_by_gated_delta,
         when=frozenset({"gated-delta-net", "packed"}),
         why="The gated delta net (Qwen3-Next, Qwen3.5) refuses packed sequences.",
+        silent=False,
         cause="GatedDeltaNet.forward raises NotImplementedError for any packed_seq_params; #2645 in 0.18.0",
         instead="Set data.packed to false, or use megatron-core 0.18 or later.",
     ),

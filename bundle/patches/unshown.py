@@ -128,6 +128,7 @@ UNSHOWN = (
         defect=_tensors_by_keyword,
         when=frozenset({"mtp", "recompute-full", "fp8"}),
         why="Prediction layers that are recomputed under FP8 lose gradients.",
+        silent=True,
         cause=(
             "_checkpointed_forward gives te_checkpoint tensors by keyword, which it does not see; #4593, "
             "#4765; NVIDIA-NeMo/Megatron-Bridge#3801"
@@ -143,6 +144,7 @@ UNSHOWN = (
         defect=_group_of_the_layout,
         when=frozenset({"mtp", "recompute-full", "fp8", "explicit-groups", "tp"}),
         why="Prediction layers that are recomputed under FP8 use the layout's ranks, not the given ones.",
+        silent=True,
         cause="te_checkpoint is given the global group; #7452 (finding 4), #6760, #7403 (open)",
         instead="Take the groups of the layout, or leave out full recomputation or FP8.",
         unshown="needs Transformer Engine's checkpoint and a device with FP8",
@@ -154,6 +156,7 @@ UNSHOWN = (
         defect=_mask_of_the_first_stage,
         when=frozenset({"moe", "padding-mask", "sp", "pp"}),
         why="From the second stage on routers get the mask of the whole sequence, not of their share.",
+        silent=True,
         cause=(
             "GPTModel._preprocess shares the mask out where the embedding is, over the layout's ranks; #7452 "
             "(finding 5), #5563, #5088"
@@ -168,6 +171,7 @@ UNSHOWN = (
         defect=_images_over_the_layout,
         when=frozenset({"llava", "explicit-groups", "tp", "sp"}),
         why="LLaVA gives ranks the embeddings of others: they are shared out over the layout's ranks.",
+        silent=True,
         cause="scatter_to_sequence_parallel_region is given no group; #7452 (finding 7)",
         instead="Take the groups of the layout.",
         unshown="read only: needs megatron's LLaVAModel with a vision model",
@@ -179,6 +183,7 @@ UNSHOWN = (
         defect=_names_of_a_stage,
         when=frozenset({"megatron-fsdp", "pp", "resume-other-layout"}),
         why="Megatron-FSDP's checkpoints give later stages the layers of the first if stages change.",
+        silent=True,
         cause="the adapter saves layers by their number in the stage; #7452 (finding 12)",
         instead="Resume with the stages that it was saved with.",
         unshown="needs Megatron-FSDP, which needs CUDA",
@@ -191,6 +196,7 @@ UNSHOWN = (
         when=frozenset({"moe", "mxfp8-param-gather"}),
         unless=frozenset({"overlap-param-gather"}),
         why="Weights become NaN in the second step: they are gathered before all optimizers are done.",
+        silent=False,
         cause="each optimizer of a chain gathers the buffers that they share; #2272, #4800 in 0.18",
         instead="Overlap the gather of parameters, or use megatron-core 0.18 or later.",
         unshown="needs a device with MXFP8",

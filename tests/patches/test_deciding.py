@@ -13,6 +13,7 @@ PATCH = Patch(
     id="p",
     replacements=(Replacement(TARGET, "bundle.wrappers.a:w"),),
     why="why",
+    silent=True,
     upstream="upstream",
     range=">=0.16,<0.18",
     when=frozenset({"mla", "packed"}),
@@ -194,6 +195,7 @@ TRAP = Trap(
     when=frozenset({"moe", "tp"}),
     unless=frozenset({"ep"}),
     why="Wrong.",
+    silent=True,
     cause="a line",
     instead="Do otherwise.",
 )

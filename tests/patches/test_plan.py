@@ -108,6 +108,7 @@ def test_a_patch_whose_wrapper_is_missing_is_an_error(release: Release, monkeypa
         id="mtp-without-labels",
         replacements=(Replacement(target, "bundle.wrappers.nowhere:f"),),
         why="",
+        silent=True,
         upstream="",
         range="",
         evidence=(),

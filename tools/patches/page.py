@@ -69,7 +69,9 @@ def markdown() -> str:
         "`yes`: applied where the job uses the features. `-`: not needed. A version: that release only.\n",
         *(_section(patch) for patch in PATCHES),
         "## Known traps\n",
-        table(("trap", "releases", "met by", "what happens, and why", "instead"), map(_trap, TRAPS)),
+        table(
+            ("trap", "releases", "met by", "silent", "what happens, and why", "instead"), map(_trap, TRAPS)
+        ),
         _NOT_SO,
         "## Seams\n\nPrivate names that the bundle relies on without replacing them.\n",
         table(
@@ -112,6 +114,7 @@ def _section(patch: Patch) -> str:
     facts = [
         ("releases", f"`{patch.range}`" if patch.range else "all"),
         ("fixed in", patch.fixed_in or "not yet"),
+        ("silent", "yes: nothing tells of it" if patch.silent else "no: an error, a hang, or lost time"),
         ("features", ", ".join(sorted(patch.when)) or "any job"),
         ("assumes", patch.assumes),
         ("backends", ", ".join(patch.backends) if patch.backends != BACKENDS else "all"),
@@ -138,7 +141,8 @@ def _trap(trap: Trap) -> tuple[str, ...]:
     if trap.unless:
         met += f", without {' or '.join(sorted(trap.unless))}"
     shown = f" Not shown by a test: {trap.unshown}." if trap.unshown else ""
-    return trap.id, trap.range or "all", met, f"{trap.why} Cause: {trap.cause}.{shown}", trap.instead
+    silent = "yes" if trap.silent else "no"
+    return trap.id, trap.range or "all", met, silent, f"{trap.why} Cause: {trap.cause}.{shown}", trap.instead
 
 
 def _code(names: Iterable[str]) -> str:

@@ -76,6 +76,7 @@ PATCHES = (
             "The gradient norm is too small, clipping too weak: learned attention sinks, one for each head, "
             "are not marked as split, and only those of the first tensor-parallel rank are counted."
         ),
+        silent=True,
         upstream="NVIDIA/Megatron-LM#7452 (finding 8), #7530 (open)",
         range=">=0.15",
         when=frozenset({"attention-sinks", "tp"}),
@@ -90,6 +91,7 @@ PATCHES = (
             "Attention with an output gate (Qwen3-Next, Qwen3.5) fails where tensor-parallel ranks share a "
             "group of heads: the query is cut to a rank's heads, the gate is not."
         ),
+        silent=False,
         upstream="NVIDIA/Megatron-LM#3528, fixed by #3575 in 0.17; slime#2221, radixark/miles#972",
         range=">=0.16,<0.17",
         fixed_in="0.17.0",
@@ -105,6 +107,7 @@ PATCHES = (
             "Cross attention that is given its process groups shares out its heads over them, but its "
             "projections over those of the layout."
         ),
+        silent=True,
         upstream="NVIDIA/Megatron-LM#7452 (finding 6), #7190 (open)",
         range=">=0.13",
         when=frozenset({"cross-attention", "explicit-groups", "tp"}),

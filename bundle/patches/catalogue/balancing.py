@@ -110,6 +110,7 @@ PATCHES = (
             "Under a loss per token the gradients of the experts' balancing loss and z-loss are divided by "
             "tensor and context parallel ranks: half of the coefficient at TP2 or CP2, silently."
         ),
+        silent=True,
         upstream="NVIDIA/Megatron-LM#1652, #3672; fixed by #5047 in 0.19",
         range="<0.19",
         fixed_in="0.19.0",
@@ -129,6 +130,7 @@ PATCHES = (
             "Under a mean loss the gradients of the experts' balancing loss and z-loss are divided by "
             "context parallel ranks: half of the coefficient at CP2, silently."
         ),
+        silent=True,
         upstream="fixed by NVIDIA/Megatron-LM#2217 in 0.16",
         range="<0.16",
         fixed_in="0.16.0",
@@ -144,6 +146,7 @@ PATCHES = (
             "Under a loss per token the balancing loss over sequences (seq_aux_loss) is divided by the rows "
             "of a micro-batch, silently."
         ),
+        silent=True,
         upstream="fixed by NVIDIA/Megatron-LM#5798 in 0.19",
         range=">=0.16,<0.19",
         fixed_in="0.19.0",
@@ -159,6 +162,7 @@ PATCHES = (
             "In bf16 the tokens of each expert are counted in bf16, which has no 257: the bias that steers "
             "the choice moves the wrong way."
         ),
+        silent=True,
         upstream="NVIDIA/Megatron-LM#7081",
         range="",
         when=frozenset({"expert-bias", "bf16"}),

@@ -74,6 +74,7 @@ PATCHES = (
         id="dist-checkpoint-serialization",
         replacements=(Replacement(_WRITE, "bundle.wrappers.checkpoints:name_the_format", by_signature=True),),
         why="Saving fails with torch 2.8 and later, whose _write_item has one more argument.",
+        silent=False,
         upstream="verl-project/verl#6322",
         range="<0.13",
         fixed_in="0.13.0",
@@ -90,6 +91,7 @@ PATCHES = (
             for module in _COUNTING
         ),
         why="The first checkpoint fails with numpy 2: module 'numpy' has no attribute 'product'.",
+        silent=False,
         upstream="fixed upstream in 0.16; numpy 2.0's release notes list the name as removed",
         range="<0.16",
         fixed_in="0.16.0",
@@ -111,6 +113,7 @@ PATCHES = (
             ),
         ),
         why="Loading a checkpoint runs whatever code its common state holds.",
+        silent=True,
         upstream=(
             "fixed upstream in 0.14, back in 0.17.0, fixed again in 0.17.1: by torch's own default, "
             "so that with torch below 2.6 no release is mended"

@@ -38,6 +38,7 @@ PATCHES = (
             "Copies of one weight drift apart: under tensor without sequence parallelism the gradient of the "
             "gated delta net's output norm, which all heads share, is that of each rank's own heads."
         ),
+        silent=True,
         upstream="NVIDIA/Megatron-LM#7452 (finding 11)",
         range=">=0.16",
         when=frozenset({"gated-delta-net", "tp"}),

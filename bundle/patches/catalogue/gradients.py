@@ -53,6 +53,7 @@ PATCHES = (
         id="per-token-loss-context-parallel",
         replacements=(Replacement(_FINALIZE, "bundle.wrappers.gradients:count_tokens_of_all_ranks"),),
         why="Gradients of a per-token loss are twice too large at CP2: only data ranks' tokens are counted.",
+        silent=True,
         upstream="fixed upstream in 0.13; found by comparing CP2 with CP1",
         range="<0.13",
         fixed_in="0.13.0",
@@ -72,6 +73,7 @@ PATCHES = (
             "The optimizer refuses an embedding that stages share (tied, or read by MTP): its bucket starts "
             "behind padding, and it in front of that, if what is before it ends at 64 modulo 128."
         ),
+        silent=False,
         upstream="fixed upstream in 0.13",
         range="<0.13",
         fixed_in="0.13.0",

@@ -87,6 +87,7 @@ PATCHES = (
             "Packed input fails: 0.12 keeps a batch dimension of 1 in front of the heads, 0.13 too reads the "
             "boundaries without padding and cuts the rotary table to the tokens of one context-parallel rank."
         ),
+        silent=False,
         upstream="fixed upstream in 0.14; found by comparing packed with unpacked passes",
         range="<0.14",
         fixed_in="0.14.0",
@@ -109,6 +110,7 @@ PATCHES = (
             "Packed input whose value heads are narrower than its query heads is refused by kernels that "
             "want one width, or comes back too wide for the output projection."
         ),
+        silent=False,
         upstream="NVIDIA/Megatron-LM#3003 (5dcda195), released in 0.18.0; NVIDIA/TransformerEngine#2629",
         range="<0.18",
         fixed_in="0.18.0",
@@ -128,6 +130,7 @@ PATCHES = (
             "Without Transformer Engine the down projections can only be column parallel, whose gather drops "
             "the other ranks' part of a gradient: the class must be one of a list in which TELinear is None."
         ),
+        silent=True,
         upstream="found by comparing TP2 with one process",
         range=">=0.14",
         backends=("cpu",),
@@ -150,6 +153,7 @@ PATCHES = (
             "projection gets a norm of its own that DeepSeek-V2-Lite and Moonlight do not have; megatron's "
             "own local spec is refused."
         ),
+        silent=True,
         upstream="found by comparing releases with transformers",
         range=">=0.19",
         when=frozenset({"mla"}),

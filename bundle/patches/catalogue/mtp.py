@@ -154,6 +154,7 @@ PATCHES = (
         id="mtp-context-parallel-roll",
         replacements=(Replacement(ROLL, "bundle.wrappers.mtp:roll_over_ranks"),),
         why="Under context parallelism the next token is looked for on the own rank: wrong gradients.",
+        silent=True,
         upstream="fixed upstream in 0.14; found by comparing CP2 with CP1 (gradients off by 5e-1)",
         range="<0.14",
         fixed_in="0.14.0",
@@ -173,6 +174,7 @@ PATCHES = (
             "soon as there is padding between them: wrong gradients, silently. And every boundary is read "
             "back from the device: 3,600 waits in a step that needs none."
         ),
+        silent=True,
         upstream="not reported; found by comparing padded with unpadded packing (gradients off by 1e+0)",
         range=">=0.16",
         when=frozenset({"mtp", "packed"}),
@@ -187,6 +189,7 @@ PATCHES = (
             "The loss of each depth is divided by the tokens of one context-parallel rank: the logged loss "
             "is a mean of means, and so are the gradients unless the loss is one per token."
         ),
+        silent=True,
         upstream="not reported; found by comparing CP2 with CP1 (log off by 5e-3, gradients by 1e-1)",
         range=">=0.14,<0.17",
         fixed_in="0.17.0",  # where the code moved; mtp-loss-context-parallel-normalisation goes on there
@@ -208,6 +211,7 @@ PATCHES = (
             "The loss of each depth is scaled by the ratio of two token counts of one context-parallel rank, "
             "although the token that the roll removes is missing on one rank only."
         ),
+        silent=True,
         upstream="not reported; found by comparing CP2 with CP1 (gradients off by 2e-1)",
         range=">=0.17",
         when=_LOSS_OVER_RANKS,
@@ -226,6 +230,7 @@ PATCHES = (
             "short sequences: its sum has a token less for each roll, and is divided by the tokens of the "
             "main loss."
         ),
+        silent=True,
         upstream="NVIDIA/Megatron-LM#2417, #1532; fixed by #3159 in 0.17",
         range="<0.17",
         fixed_in="0.17.0",
@@ -244,6 +249,7 @@ PATCHES = (
             ),
         ),
         why="mtp_num_layers=0 enters the branch of multi-token prediction, which then wants labels.",
+        silent=False,
         upstream="verl-project/verl#6374",
         range=">=0.16,<0.17",
         fixed_in="0.17.0",
@@ -258,6 +264,7 @@ PATCHES = (
             "Logits without labels, as reinforcement learning wants them: an error to 0.16, wasted work in "
             "0.17 and 0.18, and from 0.19 on the layers are trained on the input, in evaluation too."
         ),
+        silent=True,
         upstream="NVIDIA/Megatron-LM#4549; measured in every release",
         range="",
         when=frozenset({"mtp"}),

@@ -65,6 +65,7 @@ PATCHES = (
             "Packs with multimodal positions (mrope) get wrong ones: under context parallel their table is "
             "cut as if the pack were one sequence, and to 0.15 each sequence takes the first rows of it."
         ),
+        silent=True,
         upstream="NVIDIA/Megatron-LM#1612, NVIDIA-NeMo/Megatron-Bridge#1776; slime and miles carry a change",
         range="",
         when=frozenset({"mrope", "packed"}),
@@ -81,6 +82,7 @@ PATCHES = (
             "Multi-token prediction fails under sequence parallelism in a model whose embedding does not "
             "share out the sequence (scatter_embedding_sequence_parallel=False, as in multimodal models)."
         ),
+        silent=False,
         upstream="NVIDIA/Megatron-LM#6256, on main since August 2026; NVIDIA-NeMo/RL#3494",
         range="",
         when=frozenset({"mtp", "sp", "multimodal"}),

@@ -78,6 +78,7 @@ PATCHES = (
             "With the optimizer on the host, weights that were loaded without its state are overwritten by "
             "the first step with the random ones of the start: nobody fills the copies that it steps."
         ),
+        silent=True,
         upstream=(
             "NVIDIA/Megatron-LM#1842, #5071 (open); NVIDIA-NeMo/RL#2371, NVIDIA-NeMo/Megatron-Bridge#4082"
         ),
@@ -96,6 +97,7 @@ PATCHES = (
             "Loading the state of an optimizer on the host ends in a KeyError as soon as one of its "
             "parameters is fp32, as the shards of the distributed optimizer are."
         ),
+        silent=False,
         upstream="NovaSky-AI/SkyRL#1401, #1403; fixed on main by NVIDIA/Megatron-LM#5929",
         range="",
         when=_OFFLOADED,

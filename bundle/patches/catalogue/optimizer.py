@@ -36,6 +36,7 @@ PATCHES = (
             ),
         ),
         why="Every step ends in an error without Transformer Engine, although no parameter is FP8.",
+        silent=False,
         upstream="fixed upstream in 0.13",
         range="<0.13",
         fixed_in="0.13.0",

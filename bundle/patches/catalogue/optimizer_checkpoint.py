@@ -77,6 +77,7 @@ PATCHES = (
             "Saving the optimizer fails where its form is not asked for: the default, "
             "fully_sharded_model_space, makes shards of flat ranges, which are refused."
         ),
+        silent=False,
         upstream="areal-project/AReaL#1468; refused since NVIDIA/Megatron-LM#2126",
         range=">=0.16",
         when=frozenset({"optimizer-default-sharding"}),
@@ -92,6 +93,7 @@ PATCHES = (
             "steps from the start again, without Transformer Engine's or with the optimizer on the host: the "
             "bias of its moments is corrected as if they were young."
         ),
+        silent=True,
         upstream="NovaSky-AI/SkyRL#1403",
         range=">=0.16",
         when=frozenset({"dp-reshardable"}),

@@ -44,6 +44,7 @@ PATCHES = (
             "the lengths of packed sequences back from the device, twice, and handles them one by one: the "
             "host waits, and falls behind with many short sequences."
         ),
+        silent=False,
         upstream="not reported; seen in a profile of one H200 (40 waits in a step of ten attention layers)",
         range="",
         when=frozenset({"packed"}),
@@ -60,6 +61,7 @@ PATCHES = (
             "In every layer Transformer Engine compares the boundaries of packed sequences with the padded "
             "ones on the device, and the host waits for the answer, which it knows."
         ),
+        silent=False,
         upstream="fixed upstream in 0.19; seen in a profile of one H200 (20 waits in a step of ten layers)",
         range="<0.19",
         fixed_in="0.19.0",

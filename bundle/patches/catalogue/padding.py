@@ -88,6 +88,7 @@ PATCHES = (
             "A padding mask ends in a RuntimeError where routers have an expert bias, and leaves out experts "
             "instead of tokens if there are as many of one as of the other: [t, e] meets a mask [t]."
         ),
+        silent=False,
         upstream="NVIDIA/Megatron-LM#6111, fixed by #6114 on main",
         range=">=0.16",
         when=frozenset({"moe", "expert-bias", "padding-mask"}),
@@ -102,6 +103,7 @@ PATCHES = (
             "With a padding mask the balancing gradient under a loss per token is tp x cp times what it is "
             "without: the sum over those ranks is taken in place, and read as the rank's own count of tokens."
         ),
+        silent=True,
         upstream="NVIDIA/Megatron-LM#7452 (finding 10), #7481 (open)",
         range=">=0.16",
         when=frozenset({"moe", "padding-mask"}),
@@ -122,6 +124,7 @@ PATCHES = (
             "The global balancing loss depends on how tokens are shared out among micro-batches, so on "
             "padding: the experts' counts of all micro-batches so far are divided by the tokens of the last."
         ),
+        silent=True,
         upstream="NVIDIA/Megatron-LM#7213, #7214 (open)",
         range=">=0.15",
         when=frozenset({"moe", "global-aux-loss"}),

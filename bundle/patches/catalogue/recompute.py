@@ -63,6 +63,7 @@ PATCHES = (
         id="mtp-packed-full-recompute",
         replacements=(Replacement(_CHECKPOINTED, "bundle.wrappers.recompute:keep_objects"),),
         why="Full recomputation of MTP layers fails on packed input: save_for_backward takes tensors only.",
+        silent=False,
         upstream="fixed upstream in 0.18 by new code; measured in 0.16 and 0.17",
         range=">=0.16,<0.18",
         fixed_in="0.18.0",
@@ -75,6 +76,7 @@ PATCHES = (
         id="mtp-full-recompute",
         replacements=(Replacement(_CHECKPOINTED, "bundle.wrappers.recompute:bind_padding_mask"),),
         why="Full recomputation of MTP layers ends in a TypeError: unexpected keyword 'padding_mask'.",
+        silent=False,
         upstream="NVIDIA/Megatron-LM#4933, fixed by #3457 in 0.19",
         range=">=0.18,<0.19",
         fixed_in="0.19.0",
@@ -96,6 +98,7 @@ PATCHES = (
             "After a recomputation the input of every MoE layer and its gradient stay in memory until the "
             "layer runs again: its token dispatcher keeps probabilities that hold the graph's leaves."
         ),
+        silent=False,
         upstream=(
             "NVIDIA/Megatron-LM#3221, verl-project/verl#5251; still so after #5197, which frees locals "
             "(measured at d98e8a64)"

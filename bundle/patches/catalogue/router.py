@@ -48,6 +48,7 @@ PATCHES = (
         id="router-replay",
         replacements=(Replacement(_ROUTING, "bundle.wrappers.router:choice"),),
         why="There is no way to make the router take recorded experts.",
+        silent=False,
         upstream="NVIDIA/Megatron-LM#2101 adds one in 0.16",
         range="<0.16",
         fixed_in="0.16.0",
@@ -66,6 +67,7 @@ PATCHES = (
             "Megatron's replay cannot leave a token to its router, as a rollout's last one must be, and knows"
             " routers by order of construction: chunk by chunk, those of MTP and of other models too."
         ),
+        silent=False,
         upstream="not reported; read in NVIDIA/Megatron-LM#2101",
         range=">=0.16",
         when=frozenset({"moe", "router-replay"}),
@@ -83,6 +85,7 @@ PATCHES = (
             "A recomputation takes the routes of the latest micro-batch instead of its own: wrong gradients, "
             "silently, as soon as two micro-batches are in flight."
         ),
+        silent=True,
         upstream="not reported; found by comparing replay with and without recomputation in PP2",
         range=">=0.16",
         when=frozenset({"moe", "router-replay"}),

@@ -53,6 +53,7 @@ PATCHES = (
             "Label smoothing over tensor-parallel ranks gives each rank another loss, and a wrong gradient: "
             "the evenly shared part is the mean over the columns of one rank, as if it had all of them."
         ),
+        silent=True,
         upstream="NVIDIA/Megatron-LM#737, #7464, #7452 (finding 1), #7466 (open)",
         range="",
         when=frozenset({"tp", "label-smoothing"}),
@@ -68,6 +69,7 @@ PATCHES = (
             "labels returns another loss, by log(tp) and more, whose gradient lacks labels on some ranks: "
             "its whole rows are taken for the columns of one rank."
         ),
+        silent=True,
         upstream="NVIDIA/Megatron-LM#7452 (finding 2)",
         range="",
         when=frozenset({"tp", "gathered-logits"}),
