@@ -149,8 +149,6 @@ def judge(
     ended = sorted((o for o in outcomes if o.code), key=lambda outcome: (not outcome.explained, outcome.time))
     causes = [(ExitCode(o.code), o) for o in ended if o.code in _CAUSES]
     preempted = [o for o in ended if o.code == ExitCode.PREEMPTED]
-    if stopped_by == signal.SIGINT:
-        return Verdict(ExitCode.INTERRUPTED, "interrupted")
     if causes:
         code, first = causes[0]
         silent = ", ".join(str(o.rank) for o in outcomes if o.code is None)
@@ -159,8 +157,9 @@ def judge(
     if preempted and all(o.code in (ExitCode.OK, ExitCode.PREEMPTED, None) for o in outcomes):
         return Verdict(ExitCode.PREEMPTED, preempted[0].message)
     if stopped_by is not None:
+        code = ExitCode.INTERRUPTED if stopped_by == signal.SIGINT else ExitCode.TERMINATED
         name = signal.Signals(stopped_by).name
-        return Verdict(ExitCode.TERMINATED, f"ended by {name} before a checkpoint was complete")
+        return Verdict(code, f"ended by {name} before a checkpoint was complete")
     return _failure(folder, outcomes, ended, _KILLED_FOR_MEMORY if out_of_memory else _KILLED)
 
 

@@ -21,9 +21,8 @@ from bundle.launch.rendezvous import Rendezvous
 _log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
-# The terminal went away or an orchestrator wants the node back: both are a request to save and stop.
-_REQUESTS = (signal.SIGTERM, signal.SIGHUP)
-_HEARD = (*_REQUESTS, signal.SIGINT)
+# An orchestrator wants the node back, the terminal went away, Ctrl-C: each is a request to save and stop.
+_HEARD = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _LOOK_SECONDS = 0.5
 # How long the other ranks of a failed job may take to end by themselves; torchrun would give them 30.
 _GRACE_SECONDS = 5.0
@@ -80,8 +79,8 @@ class Waiting:
 def run(launch: torchrun.Launch, inherited: Mapping[str, str]) -> None:
     """Starts this node's ranks and returns when all ended well.
 
-    SIGTERM and SIGHUP reach the ranks, which save and end with 75; Ctrl-C ends them, twice at once. While the
-    other nodes are not there yet, each of them ends this one. Raises Ended with the code and the cause.
+    SIGTERM, SIGHUP and Ctrl-C have the ranks save and end with 75; the second of them ends all at once. While
+    the other nodes are not there yet, the first ends this one. Raises Ended with the code and the cause.
     """
     folder = launch.logs
     try:
@@ -195,14 +194,12 @@ def _signals(agent: subprocess.Popen[bytes], folder: Path, waiting: Waiting) -> 
         if again or not waiting.over:
             # No more patience, or nothing to save. The ranks die with their agent.
             agent.kill()
-        elif number in _REQUESTS:
-            _request(folder)
         else:
-            agent.send_signal(signal.SIGINT)
+            _request(folder)
+            _log.info("asked to stop: saves after this step, and ends; asked again, it ends at once")
 
     # Started by nohup, or in the background of a shell script, we are not to hear of it.
-    ignored = [number for number in _REQUESTS if signal.getsignal(number) is signal.SIG_IGN]
-    heard = (number for number in _HEARD if number not in ignored)
+    heard = [number for number in _HEARD if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, stop) for number in heard}
     try:
         yield stopped

@@ -11,13 +11,9 @@ from bundle.launch.outcomes import DIRECTORY
 from bundle.launch.rendezvous import LOOPBACK, Rendezvous
 
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|PRIVATE|(^|_)KEY($|_)", re.IGNORECASE)
-# Given as torchrun's defaults, not as options: torch before 2.13 does not know them and ignores them there.
-_TORCHRUN = (
-    # Five seconds from Ctrl-C to SIGKILL. After a failure torchrun always waits 30: process.run does not.
-    ("PET_SHUTDOWN_TIMEOUT", "5"),
-    # Without SIGTERM: we pass that on ourselves, and torchrun would kill ranks that are writing a checkpoint.
-    ("PET_SIGNALS_TO_HANDLE", "SIGINT,SIGHUP,SIGQUIT"),
-)
+# Without SIGTERM: we pass that on ourselves, and torchrun would kill ranks that are writing a checkpoint.
+# Given as torchrun's default, not as an option: torch before 2.13 does not know it and ignores it there.
+_SIGNALS = "SIGINT,SIGHUP,SIGQUIT"
 
 WAIT_SECONDS = 1800  # machines of one job may be given at different times
 
@@ -71,7 +67,11 @@ def command(launch: Launch, inherited: Mapping[str, str]) -> Command:
     meeting = launch.rendezvous
     options = [f"--nnodes={meeting.nodes}", f"--nproc-per-node={launch.per_node}"]
     defaults = {"OMP_NUM_THREADS": "1"}
-    sets = {DIRECTORY: str(launch.logs), **dict(_TORCHRUN), **launch.environment}
+    sets = {
+        DIRECTORY: str(launch.logs),
+        "PET_SIGNALS_TO_HANDLE": _SIGNALS,
+        **launch.environment,
+    }
     if meeting.nodes == 1:
         # The agent meets itself in a file and rank 0 listens on loopback: nothing of a one-node run can be
         # reached from outside. A store of the agent would listen on every interface.

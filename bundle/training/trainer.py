@@ -15,8 +15,7 @@ from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.checkpoints.state import TrainState
 from bundle.data import preparation
 from bundle.digest import of_json
-from bundle.distributed.stopping import StopRequest
-from bundle.distributed.together import on_rank_0
+from bundle.distributed.together import StopRequest, on_rank_0
 from bundle.distributed.watchdog import Watchdog, collectives_seconds
 from bundle.engine import Engine, Losses
 from bundle.environment import packages

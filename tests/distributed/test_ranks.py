@@ -1,11 +1,12 @@
 import os
 import re
 import signal
+import sys
 
 import pytest
 
 from bundle.launch import outcomes
-from tests.launch.launched import finish, gone, start, wait_until_ready
+from tests.launch.launched import Terminal, finish, gone, start, wait_for_ranks, wait_until_ready
 
 WORKER = "tests.distributed.worker"
 pytestmark = pytest.mark.world
@@ -22,6 +23,15 @@ def test_sigterm_to_the_launcher_stops_all_ranks_at_the_same_step(tmp_path):
     starter.send_signal(signal.SIGTERM)
     _, err = finish(starter, 75, 30)
     assert err == "saved\n"
+
+
+def test_ctrl_c_in_the_terminal_of_somebodys_torchrun_stops_its_ranks_at_the_same_step(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", WORKER, "stop"]
+    terminal = Terminal.of(command, tmp_path, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    wait_for_ranks(tmp_path)
+    terminal.ctrl_c()
+    code, said = terminal.finish()
+    assert code != 0 and all(f"rank {rank}: saved" in said for rank in (0, 1)), said
 
 
 def test_a_rank_killed_inside_a_collective_ends_the_job(tmp_path):

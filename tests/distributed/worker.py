@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from bundle.distributed import stopping, watchdog, world
+from bundle.distributed import watchdog, world
+from bundle.distributed.together import StopRequest
 from bundle.errors import Preempted
 from bundle.launch import outcomes, process
 from bundle.launch.rendezvous import Rendezvous, discover
@@ -29,7 +30,7 @@ def listeners() -> str:
 
 
 def collectives(me: Rendezvous) -> None:
-    request = stopping.StopRequest(torch.device("cpu"))
+    request = StopRequest(torch.device("cpu"))
     assert not request.agreed()
     if me.rank == 1:
         os.kill(os.getpid(), 15)
@@ -41,7 +42,7 @@ def collectives(me: Rendezvous) -> None:
 
 
 def stop(me: Rendezvous) -> None:
-    request = stopping.StopRequest(torch.device("cpu"))
+    request = StopRequest(torch.device("cpu"))
     Path(f"ready-{me.rank}").touch()
     while not request.agreed():
         time.sleep(0.05)

@@ -1,9 +1,13 @@
 """Launches of two ranks in a process of their own, as a user starts them, and what becomes of them."""
 
+import fcntl
 import os
+import signal
 import subprocess
 import sys
+import termios
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from bundle.launch import outcomes
@@ -15,7 +19,52 @@ def start(folder: Path, module: str, *arguments: str) -> subprocess.Popen:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "tests.launch.starter", "logs", module, *arguments]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True, preexec_fn=_hears_ctrl_c
+    )
+
+
+@dataclass
+class Terminal:
+    """A command in the foreground of a terminal of its own."""
+
+    process: subprocess.Popen
+    master: int
+
+    @classmethod
+    def of(cls, command: list[str], folder: Path, **environ: str) -> "Terminal":
+        def take() -> None:
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+            _hears_ctrl_c()
+
+        master, ours = os.openpty()
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": str(ROOT)} | environ,
+            stdin=ours,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            preexec_fn=take,
+        )
+        os.close(ours)
+        return cls(process, master)
+
+    def ctrl_c(self) -> None:
+        """The kernel sends SIGINT to the whole foreground, as if the key were pressed."""
+        os.write(self.master, b"\x03")
+
+    def finish(self, seconds: float = 60) -> tuple[int, str]:
+        said, _ = self.process.communicate(timeout=seconds)
+        os.close(self.master)
+        return self.process.returncode, said
+
+
+def _hears_ctrl_c() -> None:
+    """Undoes what a shell does to what it starts in the background."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def finish(starter: subprocess.Popen, code: int, seconds: float = 60) -> tuple[str, str]:
@@ -25,11 +74,16 @@ def finish(starter: subprocess.Popen, code: int, seconds: float = 60) -> tuple[s
 
 
 def wait_until_ready(folder: Path) -> list[int]:
+    """The ranks' processes, once all can hear."""
+    wait_for_ranks(folder)
+    return [outcome.pid for outcome in outcomes.read(folder / "logs")]
+
+
+def wait_for_ranks(folder: Path) -> None:
     deadline = time.monotonic() + 60
     while len(list(folder.glob("ready-*"))) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    return [outcome.pid for outcome in outcomes.read(folder / "logs")]
 
 
 def alive(pid: int) -> bool:

@@ -47,7 +47,9 @@ def test_preempted_ranks_make_a_preempted_job_but_not_if_one_failed_to_save(tmp_
     saved = outcome(0, 75, "saved step 7")
     assert verdict(tmp_path, saved, outcome(1, None), stopped_by=signal.SIGTERM).code == ExitCode.PREEMPTED
     assert verdict(tmp_path, saved, outcome(1, 1, "disk full")).code == ExitCode.JOB_FAILED
+    assert verdict(tmp_path, saved, outcome(1, None), stopped_by=signal.SIGINT).code == ExitCode.PREEMPTED
     assert verdict(tmp_path, outcome(0, None), stopped_by=signal.SIGTERM).code == ExitCode.TERMINATED
+    assert verdict(tmp_path, outcome(0, None), stopped_by=signal.SIGINT).code == ExitCode.INTERRUPTED
 
 
 def test_a_signal_is_read_from_what_torchrun_saw_first(tmp_path):

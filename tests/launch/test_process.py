@@ -1,12 +1,13 @@
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from bundle.launch import outcomes
-from tests.launch.launched import finish, gone, start, wait_until_ready
+from tests.launch.launched import Terminal, finish, gone, start, wait_until_ready
 
 WORKER = "tests.launch.worker"
 pytestmark = pytest.mark.world
@@ -71,22 +72,45 @@ def test_a_request_at_the_moment_of_the_start_is_not_lost(tmp_path, monkeypatch)
     finish(start(tmp_path, WORKER, "wait_for_request"), 75)
 
 
-def test_ctrl_c_is_130_and_leaves_nothing(tmp_path):
+def test_ctrl_c_before_ranks_can_save_is_130_and_leaves_nothing(tmp_path):
     starter = start(tmp_path, WORKER, "sleep")
     pids = wait_until_ready(tmp_path)
     starter.send_signal(signal.SIGINT)
     _, err = finish(starter, 130, 20)
-    assert err == "interrupted\n"
+    assert err == "ended by SIGINT before a checkpoint was complete\n"
     assert gone(pids)
 
 
-def test_a_second_request_ends_ranks_that_do_not_answer(tmp_path):
-    starter = start(tmp_path, WORKER, "sleep")
+def in_a_terminal(folder: Path, does: str) -> Terminal:
+    return Terminal.of([sys.executable, "-m", "tests.launch.starter", "logs", WORKER, does], folder)
+
+
+def test_ctrl_c_in_a_terminal_lets_the_ranks_save(tmp_path):
+    terminal = in_a_terminal(tmp_path, "wait_for_request")
+    wait_until_ready(tmp_path)
+    terminal.ctrl_c()
+    code, said = terminal.finish(20)
+    assert (code, "saved step 7 on request" in said) == (75, True), said
+
+
+def test_a_second_ctrl_c_ends_at_once_those_that_do_not_answer_the_first(tmp_path):
+    terminal = in_a_terminal(tmp_path, "stubborn")
     pids = wait_until_ready(tmp_path)
-    for number in (signal.SIGINT, signal.SIGINT):
-        starter.send_signal(number)
-    finish(starter, 130, 20)
+    terminal.ctrl_c()
+    wait_for_request(tmp_path)
+    time.sleep(1)
+    assert terminal.process.poll() is None
+    terminal.ctrl_c()
+    code, said = terminal.finish(10)
+    assert (code, said) == (130, "ended by SIGINT before a checkpoint was complete\n")
     assert gone(pids)
+
+
+def wait_for_request(folder: Path) -> None:
+    deadline = time.monotonic() + 20
+    while not (folder / "logs" / outcomes.STOP).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_a_rank_that_cannot_even_start_is_shown_with_its_log(tmp_path):

@@ -1,0 +1,39 @@
+"""A rank that makes a real trainer of a job, and prints what its engine was given."""
+
+import sys
+from pathlib import Path
+
+from bundle.launch import job as job_file
+from bundle.planning import plan_for
+from bundle.recipe import load
+from bundle.training.runtime import patched_runtime
+from tests.world import join
+
+SMALL = (
+    "parallel.tp=1",
+    "parallel.etp=1",
+    "parallel.ep=1",
+    "parallel.sequence_parallel=false",
+    "data.sequence_length=32",
+    "model.config.num_hidden_layers=2",
+    "model.config.hidden_size=32",
+    "metrics.tensorboard=false",
+)
+
+
+def main(directory: Path) -> None:
+    """The kernel of the recipe, of the job, and of the engine's recipe."""
+    rank = join()
+    job = job_file.of_plan(plan_for(load("demo", SMALL), backend="cpu", per_node=1), directory)
+    assert job.patches is not None
+    runtime = patched_runtime(job.patches, job.backend)
+    from bundle.distributed.watchdog import Watchdog
+    from bundle.training.trainer import Trainer
+
+    with Watchdog(600, directory, rank, rank) as dog:
+        made = Trainer(job, runtime, runtime.device(rank), dog, goes_on=False)
+    print(job.recipe.model.attention, job.attention, made.engine.recipe.model.attention)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
