@@ -5,29 +5,17 @@ behind them, and the experts of a rank are one module. Names here are those of m
 expert.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
+from bundle.architectures import tensors, transformer_engine
 from bundle.errors import JobFailed
 from bundle.mcore.groups import Groups
 
 # Releases from 0.17 call the transformer layer inside an MTP layer differently.
 _RENAMED = {"mtp_model_layer": "transformer_layer"}
-
-# Projection of a Transformer Engine spec: the norm that it has swallowed (its `layer_norm_weight`).
-_FOLDED = {
-    "self_attention.linear_qkv": "input_layernorm",
-    "self_attention.linear_q_up_proj": "self_attention.q_layernorm",
-    "self_attention.linear_kv_up_proj": "self_attention.kv_layernorm",
-    "mlp.linear_fc1": "pre_mlp_layernorm",
-}
-_NORM = "layer_norm_"
-
-# `experts.linear_fc1.weight3` of Transformer Engine's GroupedLinear: the weight of the rank's fourth expert.
-_GROUPED = re.compile(r"experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
 
 
 @dataclass(frozen=True)
@@ -57,10 +45,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class Named:
-    """One parameter: its name in the whole model, this rank's tensor and, if it is cut, how."""
+    """One tensor: its name in the whole model, what this rank has of it and, if it is cut, which part."""
 
     name: str
-    parameter: torch.nn.Parameter
+    parameter: torch.Tensor
     shard: Shard | None
 
     def whole_shape(self) -> list[int]:
@@ -71,11 +59,21 @@ class Named:
 
 def parameters(chunk: torch.nn.Module, groups: Groups) -> Iterator[Named]:
     """Every parameter of one bare GPTModel chunk; layers count over all stages, experts over all ranks."""
-    gated = chunk.config.gated_linear_unit
     for path, parameter in chunk.named_parameters():
-        owner = chunk.get_submodule(path.rpartition(".")[0])
-        name = _unfolded(_global_name(chunk, path, groups), owner, groups)
-        yield Named(name, parameter, _shard(name, parameter, owner, groups, gated=gated))
+        yield _named(chunk, path, parameter, groups)
+
+
+def buffers(chunk: torch.nn.Module, groups: Groups) -> Iterator[Named]:
+    """What is kept with the parameters and has no gradient: the biases that steer the choice of experts."""
+    for path, buffer in chunk.named_buffers():
+        if tensors.is_buffer(path):
+            yield _named(chunk, path, buffer, groups)
+
+
+def _named(chunk: torch.nn.Module, path: str, tensor: torch.Tensor, groups: Groups) -> Named:
+    owner = chunk.get_submodule(path.rpartition(".")[0])
+    name = _unfolded(_global_name(chunk, path, groups), owner, groups)
+    return Named(name, tensor, _shard(name, groups))
 
 
 def _global_name(chunk: torch.nn.Module, path: str, groups: Groups) -> str:
@@ -90,50 +88,24 @@ def _global_name(chunk: torch.nn.Module, path: str, groups: Groups) -> str:
         parts.append(_RENAMED.get(part, part))
         module, above = child, part
     name = ".".join(parts)
-    if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
-        return "embedding.word_embeddings.weight"
-    return name
+    return tensors.EMBEDDING if name == tensors.HEAD and chunk.share_embeddings_and_output_weights else name
 
 
 def _unfolded(name: str, owner: torch.nn.Module, groups: Groups) -> str:
     """The name that megatron's own specs have for a parameter of a Transformer Engine module."""
-    if grouped := _GROUPED.search(name):
-        projection, kind, local = grouped.groups()
-        expert = int(local) + groups.ep.rank * owner.num_gemms
-        return f"{name[: grouped.start()]}experts.local_experts.{expert}.{projection}.{kind}"
-    projection, _, kind = name.rpartition(".")
-    if not kind.startswith(_NORM):
-        return name
-    for folded, norm in _FOLDED.items():
-        if projection.endswith(folded):
-            return f"{projection.removesuffix(folded)}{norm}.{kind.removeprefix(_NORM)}"
-    raise JobFailed(
-        f"{name}: Transformer Engine has folded a norm into a projection that no release known to us folds;"
-        " its name in megatron's own specs belongs into bundle.models.naming"
-    )
+    own = transformer_engine.norm_of(name)
+    if own is None:
+        raise JobFailed(
+            f"{name}: Transformer Engine has folded a norm into a projection that no release known to us"
+            " folds; its name in megatron's own specs belongs into bundle.architectures.transformer_engine"
+        )
+    return transformer_engine.expert_of(own, groups.ep.rank * getattr(owner, "num_gemms", 0))
 
 
-def _shard(
-    name: str, parameter: torch.nn.Parameter, owner: torch.nn.Module, groups: Groups, *, gated: bool
-) -> Shard | None:
-    expert = ".experts." in name
-    axis, dim = (groups.etp, _expert_dim(name)) if expert else (groups.tp, _dim(parameter, owner))
-    if axis.size == 1 or dim is None:
+def _shard(name: str, groups: Groups) -> Shard | None:
+    """By name: Transformer Engine marks what it holds whole as parts, and its experts not at all."""
+    cut = tensors.cut(name)
+    if cut is None:
         return None
-    blocks = 2 if gated and ".linear_fc1." in name else 1
-    return Shard(dim, axis.rank, axis.size, blocks)
-
-
-def _expert_dim(name: str) -> int | None:
-    """By name: Transformer Engine is not told that its experts' weights are parts, and marks none."""
-    if ".linear_fc1." in name:
-        return 0
-    return 1 if name.endswith(".linear_fc2.weight") else None
-
-
-def _dim(parameter: torch.nn.Parameter, owner: torch.nn.Module) -> int | None:
-    # Transformer Engine marks the weights of duplicated layers like those of column-parallel ones.
-    duplicated = getattr(owner, "parallel_mode", "as marked") is None
-    if duplicated or not getattr(parameter, "tensor_model_parallel", False):
-        return None
-    return int(parameter.partition_dim)
+    axis = groups.tp if cut.axis == "tp" else groups.etp
+    return None if axis.size == 1 else Shard(cut.dim, axis.rank, axis.size, cut.blocks)

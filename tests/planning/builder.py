@@ -8,6 +8,7 @@ in turn. Parameters, buffers and optimizer state are allocated as they would be;
 
 import functools
 import json
+import re
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bundle.capabilities import LOCAL
 from bundle.planning.code import MegatronCode
-from bundle.planning.layout import RankLayout, rank_layout
+from bundle.planning.layout import Chunk, RankLayout, rank_layout
 from bundle.planning.memory import StateBuffers, StateBytes, splits_shared_embedding
 from bundle.planning.parameters import parameters
 from bundle.recipe import Recipe
@@ -95,7 +96,7 @@ def compare(recipe: Recipe, layout: RankLayout, buffers: StateBuffers, rank: int
             for tensor in parameters(recipe.architecture, recipe.parallel, chunk, LOCAL)
         ]
         found = [
-            (name.replace("transformer_layer", "mtp_model_layer"), tuple(tensor.shape))
+            (_in_the_whole_model(name, chunk), tuple(tensor.shape))
             for name, tensor in model.named_parameters()
         ]
         wrong += [
@@ -110,6 +111,12 @@ def compare(recipe: Recipe, layout: RankLayout, buffers: StateBuffers, rank: int
     if predicted != measured:
         wrong.append(f"{predicted} predicted, {measured} found")
     return wrong
+
+
+def _in_the_whole_model(name: str, chunk: Chunk) -> str:
+    """A parameter's path with layers counted over all stages; older releases' name of an MTP layer."""
+    name = name.replace("mtp_model_layer", "transformer_layer")
+    return re.sub(r"^decoder\.layers\.(\d+)", lambda at: f"decoder.layers.{chunk.layers[int(at[1])]}", name)
 
 
 def allocated(chunks: list[Any], optimizer: Any) -> StateBytes:

@@ -27,7 +27,7 @@ def whole(config, layers, **parallel):
                 continue
             if tensor.name == "output_layer.weight" and recipe.architecture.tied_embeddings:
                 continue
-            cut = tensor.cut[0] if tensor.cut else None
+            cut = tensor.cut.axis if tensor.cut else None
             parts = {"tp": recipe.parallel.tp, "etp": recipe.parallel.etp, None: 1}[cut]
             total += tensor.elements * parts * (recipe.parallel.ep if tensor.expert else 1)
     return total

@@ -1,0 +1,119 @@
+"""Under which names each family publishes its tensors: what Hugging Face directories call our modules.
+
+Left stands a module of a decoder layer, of an MTP layer or of the model as megatron-core's own specs call it,
+right the published one. `{a,b}` are several that ours is made of, in that order; `#` is an expert's number.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_MODEL = {
+    "embedding.word_embeddings": "model.embed_tokens",
+    "decoder.final_layernorm": "model.norm",
+    "output_layer": "lm_head",
+}
+_LAYER = {
+    "input_layernorm": "input_layernorm",
+    "self_attention.linear_proj": "self_attn.o_proj",
+    "self_attention.linear_qkv": "self_attn.{q,k,v}_proj",
+    "self_attention.q_layernorm": "self_attn.q_norm",
+    "self_attention.k_layernorm": "self_attn.k_norm",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+    "mlp.linear_fc1": "mlp.{gate,up}_proj",
+    "mlp.linear_fc2": "mlp.down_proj",
+    "mlp.router": "mlp.gate",
+    "mlp.experts.local_experts.#.linear_fc1": "mlp.experts.#.{gate,up}_proj",
+    "mlp.experts.local_experts.#.linear_fc2": "mlp.experts.#.down_proj",
+    "mlp.shared_experts.linear_fc1": "mlp.shared_experts.{gate,up}_proj",
+    "mlp.shared_experts.linear_fc2": "mlp.shared_experts.down_proj",
+}
+_MIXTRAL = {
+    "mlp.router": "block_sparse_moe.gate",
+    "mlp.experts.local_experts.#.linear_fc1": "block_sparse_moe.experts.#.{w1,w3}",
+    "mlp.experts.local_experts.#.linear_fc2": "block_sparse_moe.experts.#.w2",
+}
+_LATENT = {
+    "self_attention.linear_q_proj": "self_attn.q_proj",
+    "self_attention.linear_q_down_proj": "self_attn.q_a_proj",
+    "self_attention.q_layernorm": "self_attn.q_a_layernorm",
+    "self_attention.linear_q_up_proj": "self_attn.q_b_proj",
+    "self_attention.linear_kv_down_proj": "self_attn.kv_a_proj_with_mqa",
+    "self_attention.kv_layernorm": "self_attn.kv_a_layernorm",
+    "self_attention.linear_kv_up_proj": "self_attn.kv_b_proj",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MTPNames:
+    """What a family calls an MTP layer: `around` are the modules beside its decoder layer."""
+
+    at: str  # where it stands; by `depth`, and by `layer`, which counts on after the decoder's
+    around: Mapping[str, str]
+    copies: Mapping[str, str] = field(default_factory=dict)  # of other tensors: its module -> the original
+    hidden_first: bool = False  # eh_proj reads [hidden, embedding]; megatron's reads [embedding, hidden]
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What a family calls the modules of a decoder layer and, if it publishes any, of its MTP layers."""
+
+    layer: Mapping[str, str] = field(default_factory=lambda: _LAYER)
+    mtp: MTPNames | None = None
+
+    def of_model(self, module: str) -> str:
+        """The published name of a module outside all layers."""
+        return _MODEL[module]
+
+    def of_layer(self, module: str) -> tuple[str, ...]:
+        """The published modules that one of a decoder layer is made of."""
+        number = re.search(r"(?<=local_experts\.)\d+", module)
+        if number is None:
+            return _spread(self.layer[module])
+        key = f"{module[: number.start()]}#{module[number.end() :]}"
+        return _spread(self.layer[key].replace("#", number[0]))
+
+
+def _spread(pattern: str) -> tuple[str, ...]:
+    """ "a{b,c}d" -> ("abd", "acd")."""
+    before, brace, rest = pattern.partition("{")
+    if not brace:
+        return (pattern,)
+    choices, _, after = rest.partition("}")
+    return tuple(f"{before}{choice}{after}" for choice in choices.split(","))
+
+
+_PLAIN = Names()
+_DEEPSEEK_MTP = MTPNames(
+    at="model.layers.{layer}.",
+    around={
+        "enorm": "enorm",
+        "hnorm": "hnorm",
+        "eh_proj": "eh_proj",
+        "final_layernorm": "shared_head.norm",
+    },
+    copies={"embed_tokens": "embedding.word_embeddings", "shared_head.head": "output_layer"},
+)
+_MIMO_MTP = MTPNames(
+    at="model.mtp_layers.{depth}.",
+    around={
+        "enorm": "token_layernorm",
+        "hnorm": "hidden_layernorm",
+        "eh_proj": "input_proj",
+        "final_layernorm": "final_layernorm",
+    },
+    hidden_first=True,
+)
+
+NAMES: dict[str, Names] = {
+    "llama": _PLAIN,
+    "mistral": _PLAIN,
+    "mixtral": Names(_LAYER | _MIXTRAL),
+    "qwen2": _PLAIN,
+    "mimo": Names(mtp=_MIMO_MTP),
+    "qwen3": _PLAIN,
+    "qwen3_moe": _PLAIN,
+    "deepseek_v2": Names(_LAYER | _LATENT),
+    "deepseek_v3": Names(_LAYER | _LATENT, _DEEPSEEK_MTP),
+    "glm4_moe": Names(mtp=_DEEPSEEK_MTP),
+}

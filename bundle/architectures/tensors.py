@@ -1,0 +1,283 @@
+"""The table of a model's tensors, from which the plan's bytes, a rank's part, import and export are read.
+
+Names and order are those that megatron-core's own layer specs give them, which all eight minors from 0.12 to
+0.19 agree on but for one name (transformer_layer is mtp_model_layer from 0.17). Here layers count over all
+stages and experts over all ranks, and shapes are whole.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from bundle.architectures.architecture import MLA, Architecture, padded_vocabulary
+from bundle.architectures.published import NAMES, Names
+
+EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+
+# What tensor-parallel ranks hold parts of, by module: the dimension that is cut, and how many equal blocks of
+# it are cut one by one (2: gate and up). Experts are cut alike, between expert-tensor-parallel ranks.
+_CUTS = {
+    "word_embeddings": (0, 1),
+    "output_layer": (0, 1),
+    "linear_qkv": (0, 1),
+    "linear_q_proj": (0, 1),
+    "linear_q_up_proj": (0, 1),
+    "linear_kv_up_proj": (0, 1),
+    "eh_proj": (0, 1),
+    "linear_fc1": (0, 2),
+    "linear_proj": (1, 1),
+    "linear_fc2": (1, 1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The axis whose ranks hold one part each of a tensor, cut along `dim` in each of `blocks` blocks."""
+
+    axis: Literal["tp", "etp"]
+    dim: int
+    blocks: int
+
+
+def cut(name: str) -> Cut | None:
+    """How the tensor of that name is cut; None: every rank holds all of it."""
+    *_, module, kind = name.split(".")
+    if module not in _CUTS or kind not in ("weight", "bias"):
+        return None
+    dim, blocks = _CUTS[module]
+    if kind == "bias" and dim == 1:
+        return None
+    return Cut("etp" if is_expert(name) else "tp", dim, blocks)
+
+
+def is_expert(name: str) -> bool:
+    """Whether this is a routed expert's, of which each ep rank has its own."""
+    return ".experts." in name
+
+
+def is_buffer(name: str) -> bool:
+    """Whether this is kept with the weights, and no gradient changes it."""
+    return name.endswith(".expert_bias")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The entries [start, stop) of published tensor number `source`, along the dimension of joining."""
+
+    source: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How published tensors make one of ours, and the way back.
+
+    - copy: it is ours; vocabulary: it is the first rows of ours, and the rest is padding
+    - gated: all of the first, then all of the second
+    - qkv: group by group the group's part of each
+    - halves: the second half of its columns, then the first
+
+    `widths` are the entries along `dim` of one piece of each source, `repeats` how often one of each comes.
+    """
+
+    kind: Literal["copy", "vocabulary", "gated", "qkv", "halves"]
+    widths: tuple[int, ...]
+    repeats: int = 1
+    dim: int = 0
+
+    def pieces(self) -> Iterator[Piece]:
+        """What ours consists of, from its first entry on; behind the last piece there is padding."""
+        if self.kind == "halves":
+            (width,) = self.widths
+            yield Piece(0, width // 2, width)
+            yield Piece(0, 0, width // 2)
+            return
+        for i in range(self.repeats):
+            for source, width in enumerate(self.widths):
+                yield Piece(source, i * width, (i + 1) * width)
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor of the whole model. `published` is what it is made of; () where no family publishes it."""
+
+    name: str
+    shape: tuple[int, ...]
+    published: tuple[str, ...] = ()
+    rule: Rule = Rule("copy", ())
+
+    @property
+    def elements(self) -> int:
+        """The number of its values."""
+        return math.prod(self.shape)
+
+    def published_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """(name, shape) of everything that it is made of."""
+        rule = self.rule
+        for name, width in zip(self.published, rule.widths, strict=True):
+            size = width * rule.repeats
+            yield name, (*self.shape[: rule.dim], size, *self.shape[rule.dim + 1 :])
+
+
+class Tensors:
+    """The tensors of a model, all or part by part; `tp` matters to the padding of the vocabulary alone."""
+
+    def __init__(self, architecture: Architecture, tp: int = 1) -> None:
+        self.architecture = architecture
+        self.names = NAMES[architecture.model_type]
+        self._rows = padded_vocabulary(architecture.vocab_size, tp)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """All of them; a tied head is the embedding and comes once."""
+        yield self.embedding()
+        for number in range(self.architecture.num_layers):
+            yield from self.layer(number)
+        yield self.final_norm()
+        for depth in range(self.architecture.mtp_layers):
+            yield from self.mtp_layer(depth)
+        if not self.architecture.tied_embeddings:
+            yield self.head()
+
+    def embedding(self) -> Tensor:
+        """The word embedding, with its rows of padding."""
+        return self._of_vocabulary(EMBEDDING)
+
+    def head(self) -> Tensor:
+        """The output layer of a model that does not use the embedding for it."""
+        return self._of_vocabulary(HEAD)
+
+    def final_norm(self) -> Tensor:
+        """The norm behind the last decoder layer."""
+        width = self.architecture.hidden_size
+        name = "decoder.final_layernorm"
+        return Tensor(
+            f"{name}.weight", (width,), (f"{self.names.of_model(name)}.weight",), Rule("copy", (width,))
+        )
+
+    def layer(self, number: int, experts: Iterable[int] | None = None) -> Iterator[Tensor]:
+        """The tensors of decoder layer `number`, from 0; of all experts, or of those with these numbers."""
+        place = _Place(self.names, f"decoder.layers.{number}.", f"model.layers.{number}.")
+        routed = bool(self.architecture.layer_pattern[number])
+        yield from _layer(self.architecture, place, routed=routed, experts=experts)
+
+    def mtp_layer(self, depth: int, experts: Iterable[int] | None = None) -> Iterator[Tensor]:
+        """The tensors of an MTP layer: the last decoder layer's kind, and what stands around it."""
+        a, names, hidden = self.architecture, self.names.mtp, self.architecture.hidden_size
+        at, published = f"mtp.layers.{depth}.", self._mtp_at(depth)
+
+        def around(module: str, shape: tuple[int, ...], rule: Rule | None = None) -> Tensor:
+            name = f"{at}{module}.weight"
+            if names is None:
+                return Tensor(name, shape)
+            of = (f"{published}{names.around[module]}.weight",)
+            return Tensor(name, shape, of, rule or Rule("copy", shape[:1]))
+
+        turned = Rule("halves", (2 * hidden,), dim=1) if names and names.hidden_first else None
+        yield around("enorm", (hidden,))
+        yield around("hnorm", (hidden,))
+        yield around("eh_proj", (hidden, 2 * hidden), turned)
+        place = _Place(self.names, f"{at}transformer_layer.", published)
+        yield from _layer(a, place, routed=bool(a.layer_pattern[-1]), experts=experts)
+        yield around("final_layernorm", (hidden,))
+
+    def copies(self) -> dict[str, str]:
+        """Tensors that a directory may hold once more: the copy's published name -> the original's."""
+        a = self.architecture
+        embedding = self.embedding().published[0]
+        head = self._of_vocabulary(HEAD).published[0]
+        found = {head: embedding} if a.tied_embeddings else {}
+        originals = {EMBEDDING: embedding, HEAD: found.get(head, head)}
+        for depth in range(a.mtp_layers if self.names.mtp else 0):
+            assert self.names.mtp is not None
+            for module, original in self.names.mtp.copies.items():
+                found[f"{self._mtp_at(depth)}{module}.weight"] = originals[f"{original}.weight"]
+        return found
+
+    def _mtp_at(self, depth: int) -> str | None:
+        layer = self.architecture.num_layers + depth
+        return self.names.mtp.at.format(depth=depth, layer=layer) if self.names.mtp else None
+
+    def _of_vocabulary(self, name: str) -> Tensor:
+        a = self.architecture
+        published = f"{self.names.of_model(name.removesuffix('.weight'))}.weight"
+        rule = Rule("vocabulary", (a.vocab_size,))
+        return Tensor(name, (self._rows, a.hidden_size), (published,), rule)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a decoder layer's tensors stand; `published` is None where nobody publishes this layer."""
+
+    names: Names
+    at: str
+    published: str | None
+
+    def tensor(
+        self, module: str, shape: tuple[int, ...], rule: Rule | None = None, kind: str = "weight"
+    ) -> Tensor:
+        rule = rule or Rule("copy", (shape[0],))
+        name = f"{self.at}{module}.{kind}"
+        if self.published is None:
+            return Tensor(name, shape)
+        kind = "e_score_correction_bias" if kind == "expert_bias" else kind
+        published = (f"{self.published}{theirs}.{kind}" for theirs in self.names.of_layer(module))
+        return Tensor(name, shape, tuple(published), rule)
+
+
+def _layer(a: Architecture, to: _Place, *, routed: bool, experts: Iterable[int] | None) -> Iterator[Tensor]:
+    hidden = a.hidden_size
+    yield to.tensor("input_layernorm", (hidden,))
+    yield from _latent_attention(a, to, a.mla) if a.mla else _attention(a, to)
+    yield to.tensor("pre_mlp_layernorm", (hidden,))
+    if routed:
+        yield from _experts(a, to, experts)
+    else:
+        yield from _gated(to, "mlp", hidden, a.ffn_hidden_size)
+
+
+def _attention(a: Architecture, to: _Place) -> Iterator[Tensor]:
+    width, groups, at = a.kv_channels, a.num_query_groups, "self_attention"
+    rows = (a.num_attention_heads + 2 * groups) * width
+    by_group = Rule("qkv", (a.num_attention_heads // groups * width, width, width), repeats=groups)
+    yield to.tensor(f"{at}.linear_proj", (a.hidden_size, a.num_attention_heads * width))
+    yield to.tensor(f"{at}.linear_qkv", (rows, a.hidden_size), by_group)
+    if a.qkv_bias:
+        yield to.tensor(f"{at}.linear_qkv", (rows,), by_group, "bias")
+    if a.qk_layernorm:
+        yield to.tensor(f"{at}.q_layernorm", (width,))
+        yield to.tensor(f"{at}.k_layernorm", (width,))
+
+
+def _latent_attention(a: Architecture, to: _Place, mla: MLA) -> Iterator[Tensor]:
+    heads, hidden, at = a.num_attention_heads, a.hidden_size, "self_attention"
+    yield to.tensor(f"{at}.linear_proj", (hidden, heads * mla.v_head_dim))
+    queries = heads * mla.q_head_dim
+    if mla.q_lora_rank is None:
+        yield to.tensor(f"{at}.linear_q_proj", (queries, hidden))
+    else:
+        yield to.tensor(f"{at}.linear_q_down_proj", (mla.q_lora_rank, hidden))
+        yield to.tensor(f"{at}.linear_q_up_proj", (queries, mla.q_lora_rank))
+    yield to.tensor(f"{at}.linear_kv_down_proj", (mla.kv_lora_rank + mla.qk_pos_emb_head_dim, hidden))
+    yield to.tensor(f"{at}.linear_kv_up_proj", (heads * (mla.qk_head_dim + mla.v_head_dim), mla.kv_lora_rank))
+    if mla.q_lora_rank is not None:
+        yield to.tensor(f"{at}.q_layernorm", (mla.q_lora_rank,))
+    yield to.tensor(f"{at}.kv_layernorm", (mla.kv_lora_rank,))
+
+
+def _gated(to: _Place, at: str, hidden: int, width: int) -> Iterator[Tensor]:
+    yield to.tensor(f"{at}.linear_fc1", (2 * width, hidden), Rule("gated", (width, width)))
+    yield to.tensor(f"{at}.linear_fc2", (hidden, width))
+
+
+def _experts(a: Architecture, to: _Place, numbers: Iterable[int] | None) -> Iterator[Tensor]:
+    moe, hidden = a.moe, a.hidden_size
+    assert moe is not None
+    yield to.tensor("mlp.router", (moe.num_experts, hidden))
+    if moe.expert_bias:
+        yield to.tensor("mlp.router", (moe.num_experts,), kind="expert_bias")
+    for number in range(moe.num_experts) if numbers is None else numbers:
+        yield from _gated(to, f"mlp.experts.local_experts.{number}", hidden, moe.ffn_hidden_size)
+    if moe.shared_ffn_hidden_size:
+        yield from _gated(to, "mlp.shared_experts", hidden, moe.shared_ffn_hidden_size)
