@@ -16,12 +16,12 @@ from typing import Any, get_args, get_type_hints
 import torch
 from torch import Tensor
 
-from bundle.backends.cuda import libraries
+from bundle.backends.cuda import load_libraries
 from bundle.capabilities import CUDA
 from bundle.recipe.model import FP8
 
 if torch.cuda.is_available():
-    libraries.load()  # before megatron is imported, as in a job
+    load_libraries()  # before megatron is imported, as in a job
 from bundle.backends.cpu.fp8 import product
 from bundle.backends.cpu.scaling import E4M3, E5M2, Phase, operands
 from bundle.mcore import context

@@ -1,6 +1,7 @@
 """The exception types and the exit codes: rooms raise these, `cli` and workers turn them into a status."""
 
 import difflib
+import math
 from collections.abc import Collection, Sequence
 from enum import IntEnum
 
@@ -68,6 +69,18 @@ def shown(value: object) -> str:
     """A value as a message quotes it: at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def bytes_shown(amount: float | None) -> str:
+    """A number of bytes for people: "178.4 GiB", "64.0 MiB", "no limit"; None is unknown."""
+    if amount is None:
+        return "an unknown size"
+    if amount == math.inf:
+        return "no limit"
+    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if amount >= 2**power:
+            return f"{amount / 2**power:.1f} {unit}"
+    return f"{amount:.0f} B"
 
 
 def nearest(name: str, known: Collection[str], *, most: int = 2, cutoff: float = 0.6) -> list[str]:

@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from bundle.errors import JobFailed
+from bundle.errors import JobFailed, bytes_shown
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -103,7 +103,7 @@ def failed(path: Path, error: BaseException) -> JobFailed:
     if no_room(error):
         free = shutil.disk_usage(_existing(path)).free
         return JobFailed(
-            f"{path}: no room left to write ({free / 2**20:.0f} MiB free on its disk):"
+            f"{path}: no room left to write ({bytes_shown(free)} free on its disk):"
             " free some, raise the quota, or lower checkpoint.keep"
         )
     return JobFailed(f"{path}: cannot be written: {str(error) or type(error).__name__}")

@@ -14,7 +14,7 @@ from bundle.verification.check import CHECKS
 PACKAGE = Path(importlib.util.find_spec("bundle").submodule_search_locations[0])  # type: ignore[union-attr,index]
 PLACES = {
     "cli/__init__.py",  # a verb
-    "backends/runtime.py",  # a backend
+    "backends/__init__.py",  # a backend
     "patches/applying.py",  # a patch's replacement
     "verification/running.py",  # a patch's check
     "mcore/unpickling.py",  # not ours: the classes that a checkpoint may name

@@ -1,9 +1,12 @@
 """Exit codes are the documented ones, and an error says all its violations at once."""
 
+import math
 import re
 from pathlib import Path
 
-from bundle.errors import ExitCode, UsageError
+import pytest
+
+from bundle.errors import ExitCode, UsageError, bytes_shown
 
 PAGE = Path(__file__).parents[1] / "docs" / "exit-codes.md"
 
@@ -17,3 +20,20 @@ def test_an_error_lists_every_violation():
     error = UsageError("two things are wrong", ["this", "that"])
     assert str(error).splitlines() == ["two things are wrong", "  - this", "  - that"]
     assert error.code == 2
+
+
+@pytest.mark.parametrize(
+    ("amount", "shown"),
+    [
+        (None, "an unknown size"),
+        (math.inf, "no limit"),
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (2**20, "1.0 MiB"),
+        (191_557_361_664, "178.4 GiB"),
+        (3 * 2**40, "3.0 TiB"),
+    ],
+)
+def test_bytes_are_shown_in_the_largest_unit_that_they_fill(amount, shown):
+    assert bytes_shown(amount) == shown

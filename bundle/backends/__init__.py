@@ -1,5 +1,40 @@
 """What differs by accelerator and needs torch; what is known of each without it stands in `capabilities`."""
 
-from bundle.backends.runtime import Runtime, prepare
+import importlib
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
 
-__all__ = ["Runtime", "prepare"]
+if TYPE_CHECKING:
+    import torch
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from bundle.mcore.gpt import Specs
+    from bundle.recipe import Recipe
+
+
+class Runtime(Protocol):
+    """Everything that differs by accelerator and needs torch; each backend has one object of this shape."""
+
+    collectives: str
+    """The torch.distributed backend: gloo, nccl or hccl."""
+
+    def device(self, local_rank: int) -> "torch.device":
+        """The device of this rank, made current."""
+
+    def megatron(self) -> AbstractContextManager[Any]:
+        """The context in which megatron is called."""
+
+    def options(self, recipe: "Recipe") -> dict[str, Any]:
+        """TransformerConfig fields that depend on the accelerator: fusions, grouped GEMM, FP8."""
+
+    def specs(self, recipe: "Recipe", config: "TransformerConfig", chunk: int | None) -> "Specs":
+        """The specs of model chunk `chunk`, with the layers that run on this accelerator."""
+
+
+def prepare(backend: str) -> Runtime:
+    """The runtime of a backend (cpu, cuda, ascend), made ready in this process before megatron is imported.
+
+    Raises EnvironmentUnfit where this machine, or what was imported already, does not allow it.
+    """
+    runtime: Runtime = importlib.import_module(f"bundle.backends.{backend}").prepare()
+    return runtime

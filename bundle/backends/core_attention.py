@@ -1,6 +1,7 @@
 """The core attention that a backend without Transformer Engine's puts into layer specs."""
 
 import math
+from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,10 +13,11 @@ from bundle.capabilities import AttentionKernel
 from bundle.errors import UsageError
 
 
-class CoreAttention(torch.nn.Module):
+class CoreAttention(torch.nn.Module, ABC):
     """Takes the place of DotProductAttention in layer specs, with its arguments in every release from 0.12.
 
-    A backend says `name`, `kernel_of` and `attend`.
+    One constructor for all backends: each of them says `name`, `kernel_of` and `attend`. What another release
+    gives beside these arguments is refused by Python, not passed over.
     """
 
     name: str
@@ -56,10 +58,11 @@ class CoreAttention(torch.nn.Module):
         return wrong
 
     @staticmethod
+    @abstractmethod
     def kernel_of(config: Any) -> AttentionKernel:
         """The kernel whose refusals hold."""
-        raise NotImplementedError
 
+    @abstractmethod
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, packed: Any, kind: str
     ) -> Tensor:
@@ -67,7 +70,6 @@ class CoreAttention(torch.nn.Module):
 
         `packed`: megatron's PackedSeqParams of thd input, or None; `kind`: the name of the AttnMaskType.
         """
-        raise NotImplementedError
 
     def forward(
         self,

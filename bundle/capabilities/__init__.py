@@ -14,8 +14,7 @@ from bundle.capabilities.capabilities import (
     Variable,
 )
 from bundle.capabilities.cpu import CPU, LOCAL
-from bundle.capabilities.cuda import CUDA
-from bundle.capabilities.transformer_engine import TRANSFORMER_ENGINE
+from bundle.capabilities.cuda import CUDA, TRANSFORMER_ENGINE
 
 __all__ = [
     "ASCEND",

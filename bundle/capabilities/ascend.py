@@ -11,7 +11,7 @@ from bundle.capabilities.capabilities import (
     Variable,
     connections,
 )
-from bundle.capabilities.transformer_engine import TRANSFORMER_ENGINE
+from bundle.capabilities.cuda import TRANSFORMER_ENGINE
 from bundle.fp8 import FORMATS, SCALINGS
 
 _NOTES = "MindSpeed 26.1.0 release notes; op-plugin has int8 and int4 products only on A2 and A3"

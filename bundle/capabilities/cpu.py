@@ -1,17 +1,16 @@
 """What the cpu backend offers: every layout over gloo, with the refusals of Transformer Engine's kernels."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from bundle.capabilities.capabilities import (
     Capabilities,
     Choice,
     Fp8Scaling,
     LayerTraits,
-    Mask,
     Variable,
     connections,
 )
-from bundle.capabilities.transformer_engine import FLASH, FUSED, UNFUSED
+from bundle.capabilities.cuda import CUDA, FLASH, FUSED, UNFUSED
 from bundle.fp8 import FORMATS, SCALINGS
 
 _RUNS = "torch's cpu kernels, with the refusals of {}"
@@ -37,12 +36,7 @@ CPU = Capabilities(
     ),
     auto_attention=Choice("unfused", "the contract that takes everything: here all three cost the same"),
     fp8=tuple(Fp8Scaling(name, FORMATS, "any cpu", lambda generation: True, _EMULATED) for name in SCALINGS),
-    masks=(
-        Mask("text", "thd", "none", "the boundaries of the sequences say everything"),
-        Mask("text", "bshd", "none", "padding stands at the end, where a causal mask hides it"),
-        Mask("vlm", "thd", "valid", "the model looks for its image tokens in it and packs by itself"),
-        Mask("vlm", "bshd", "valid", "the model looks for its image tokens in it"),
-    ),
+    masks=CUDA.masks,  # a model is given what it is given there
     environment=(
         Variable(
             "CUDA_VISIBLE_DEVICES", "", "hides GPUs: torch must see none under the facade on torch.cuda"
@@ -56,55 +50,25 @@ CPU = Capabilities(
     ),
 )
 
-
-@dataclass(frozen=True, slots=True)
-class FacadeSeam:
-    """One attribute of torch that the facade replaces while it is installed."""
-
-    target: str  # "module:attribute"
-    why: str
-
-
-# Everything that megatron-core 0.12 .. 0.19 asks of torch.cuda on the way of a training step or a checkpoint
-# and that torch answers wrongly or with an exception where there is no GPU. Nothing else: is_available(),
-# device_count() and the memory figures tell the truth already.
-FACADE = (
-    FacadeSeam(
-        "torch.cuda:current_device", "every buffer and every random state is placed on it: it is the cpu"
-    ),
-    FacadeSeam("torch.cuda:device", "tensor_parallel.random enters it to seed a device"),
-    FacadeSeam(
-        "torch.cuda:synchronize", "timers, dispatchers and checkpoints wait for the device: cpu work is done"
-    ),
-    FacadeSeam(
-        "torch.cuda:Stream", "DDP, dispatchers and offloading create side streams: there is one order here"
-    ),
-    FacadeSeam("torch.cuda:Event", "overlap and timers record events: nothing is pending on a cpu"),
-    FacadeSeam("torch.cuda:current_stream", "p2p and dispatchers wait on it: there is one order here"),
-    FacadeSeam("torch.cuda:stream", "overlap code runs inside a stream's context: there is one order here"),
-    FacadeSeam(
-        "torch.cuda:default_generators",
-        "tensor_parallel.random takes the device's generator: it is the cpu's",
-    ),
-    FacadeSeam(
-        "torch.cuda:manual_seed", "the random tracker seeds its streams through it; torch would only queue it"
-    ),
-    FacadeSeam("torch.cuda:get_rng_state", "the random tracker and recomputation save it: it is the cpu's"),
-    FacadeSeam(
-        "torch.cuda:set_rng_state", "the random tracker and recomputation restore it: it is the cpu's"
-    ),
-    FacadeSeam(
-        "torch.cuda.random:get_rng_state", "tensor_parallel.random reads it by this name: it is the cpu's"
-    ),
-    FacadeSeam(
-        "torch.cuda:_lazy_call", "tensor_parallel.random defers seeding until CUDA starts: here it is at once"
-    ),
-    FacadeSeam("torch.cuda:_lazy_init", "imported by tensor_parallel.random: there is no CUDA to start"),
-    FacadeSeam(
-        "torch.autograd:_engine_run_backward",
-        "hooks and recomputation during backward are megatron's calls too",
-    ),
-    FacadeSeam(
-        "torch:compile", "megatron's jit_fuser: its functions run eagerly, everybody else's are compiled"
-    ),
-)
+# What the facade replaces while it is installed, as "module:attribute", and why: all that megatron-core 0.12
+# .. 0.19 asks of torch.cuda on the way of a training step or a checkpoint and that torch answers wrongly or
+# with an exception where there is no GPU. Nothing else: is_available(), device_count() and the memory figures
+# tell the truth already.
+FACADE = {
+    "torch.cuda:current_device": "every buffer and every random state is placed on it: it is the cpu",
+    "torch.cuda:device": "tensor_parallel.random enters it to seed a device",
+    "torch.cuda:synchronize": "timers, dispatchers and checkpoints wait for the device: cpu work is done",
+    "torch.cuda:Stream": "DDP, dispatchers and offloading create side streams: there is one order here",
+    "torch.cuda:Event": "overlap and timers record events: nothing is pending on a cpu",
+    "torch.cuda:current_stream": "p2p and dispatchers wait on it: there is one order here",
+    "torch.cuda:stream": "overlap code runs inside a stream's context: there is one order here",
+    "torch.cuda:default_generators": "tensor_parallel.random takes the device's generator: it is the cpu's",
+    "torch.cuda:manual_seed": "the random tracker seeds its streams through it; torch would only queue it",
+    "torch.cuda:get_rng_state": "the random tracker and recomputation save it: it is the cpu's",
+    "torch.cuda:set_rng_state": "the random tracker and recomputation restore it: it is the cpu's",
+    "torch.cuda.random:get_rng_state": "tensor_parallel.random reads it by this name: it is the cpu's",
+    "torch.cuda:_lazy_call": "tensor_parallel.random defers seeding until CUDA starts: here it is at once",
+    "torch.cuda:_lazy_init": "imported by tensor_parallel.random: there is no CUDA to start",
+    "torch.autograd:_engine_run_backward": "hooks and recomputation during backward are megatron's calls too",
+    "torch:compile": "megatron's jit_fuser: its functions run eagerly, everybody else's are compiled",
+}

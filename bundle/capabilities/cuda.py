@@ -1,23 +1,57 @@
-"""What the cuda backend offers: Transformer Engine's kernels and FP8 scalings, NCCL."""
+"""What the cuda backend offers: Transformer Engine's layers, attention kernels and FP8 scalings; NCCL."""
 
 from collections.abc import Callable
 
 from bundle.capabilities.capabilities import (
+    AttentionKernel,
     Capabilities,
     Choice,
     Fp8Scaling,
+    LayerTraits,
     Mask,
     Peak,
     Preference,
     Variable,
     connections,
 )
-from bundle.capabilities.transformer_engine import FLASH, FUSED, TRANSFORMER_ENGINE, UNFUSED
 from bundle.fp8 import FORMATS
 from bundle.recipe import Recipe
 
 _MATRIX = "Transformer Engine's support matrix"
 _RATES = "get_peak_flops of pytorch/torchtitan (02581674), which names NVIDIA's own pages"
+
+TRANSFORMER_ENGINE = LayerTraits(
+    fused_norms=True,
+    grouped_experts=True,
+    fused_kernels=True,
+    fused_loss=True,
+    adam_counters=False,
+    source="Transformer Engine's layers and FusedAdam, bias_activation_fusion; measured on an H200, 2.14.1",
+)
+FLASH = AttentionKernel(
+    name="flash",
+    what="flash-attention 2, through Transformer Engine",
+    head_dims={"thd": "equal", "bshd": "any"},
+    max_head_dim=256,
+    source="flash-attention's README (up to 256); Megatron-LM#3003, TransformerEngine#2629 (thd: one size)",
+)
+FUSED = AttentionKernel(
+    name="fused",
+    what="cuDNN's attention, through Transformer Engine",
+    head_dims={"thd": "any", "bshd": "any"},
+    max_head_dim=256,
+    source="run on an H200, thd: 192/128, 96/64, 256/256; 576/512 is given to the unfused kernel instead",
+)
+UNFUSED = AttentionKernel(
+    name="unfused",
+    what="matrix products and a softmax, through Transformer Engine",
+    head_dims={"thd": "any", "bshd": "any"},
+    masks=("causal", "padding_causal", "padding", "no_mask", "arbitrary"),
+    dtypes=("bf16", "fp32"),
+    context_parallel=False,
+    source="Transformer Engine's UnfusedDotProductAttention: alone of the three it takes arbitrary masks, and"
+    " alone it knows no context parallelism",
+)
 
 
 def _at_least(major: int, minor: int) -> Callable[[str], bool]:

@@ -67,7 +67,7 @@ def list_(as_json: JSON = False) -> None:
     rows = [("patch", patch.id, patch.range, patch.why, patch.assumes) for patch in PATCHES]
     rows += [("seam", seam.id, seam.range, f"{seam.use}. {seam.why}", "") for seam in SEAMS]
     rows += [("trap", trap.id, trap.range, f"{trap.why} {trap.instead}", "") for trap in TRAPS]
-    rows += [("facade", facade.target, "", facade.why, "") for facade in FACADE]
+    rows += [("facade", target, "", why, "") for target, why in FACADE.items()]
     if as_json:
         keys = ("kind", "id", "range", "why", "assumes")
         print(

@@ -11,17 +11,17 @@ from pathlib import Path
 import bundle
 from bundle.environment.ascend import cann
 from bundle.environment.compatibility import package_findings
-from bundle.environment.facts import GIB, Fact, Finding, Hardware, bytes_shown, fail, ok, warn
+from bundle.environment.facts import Fact, Finding, Hardware, fail, ok, warn
 from bundle.environment.hardware import detect
 from bundle.environment.image import image_findings
 from bundle.environment.machine import Machine
 from bundle.environment.packages import Stack
 from bundle.environment.search import SearchPath
-from bundle.errors import EnvironmentUnfit
+from bundle.errors import EnvironmentUnfit, bytes_shown
 
 OLDEST = (3, 11)  # of Python; pyproject.toml, requires-python
 # Ranks of one node exchange through /dev/shm where they have no peer access, and data workers always do.
-ENOUGH_SHARED_MEMORY = GIB
+ENOUGH_SHARED_MEMORY = 2**30
 # A rank holds a socket per peer and group, and a descriptor per data shard.
 ENOUGH_FILES = 4096
 

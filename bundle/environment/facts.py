@@ -8,8 +8,6 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-GIB = 2**30
-
 # Of one machine. What lists more than that is not telling the truth, and pairs of devices are compared.
 MOST_DEVICES = 1024
 # A number that a tool or a file says: no count or size has more digits, and Python reads no endless ones.
@@ -154,18 +152,6 @@ def warn(subject: str, cause: str, fix: str) -> Finding:
 def fail(subject: str, cause: str, fix: str) -> Finding:
     """A finding that no job survives."""
     return Finding(subject, Level.FAIL, cause, fix)
-
-
-def bytes_shown(amount: float | None) -> str:
-    """A number of bytes for people: "178.4 GiB", "64.0 MiB", "no limit"; None is unknown."""
-    if amount is None:
-        return "an unknown size"
-    if amount == math.inf:
-        return "no limit"
-    for unit, bytes_of in (("TiB", 2**40), ("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
-        if amount >= bytes_of:
-            return f"{amount / bytes_of:.1f} {unit}"
-    return f"{amount:.0f} B"
 
 
 def plain(value: Any) -> Any:

@@ -7,10 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from bundle.environment import machine
 from bundle.environment.host import memory_kills
@@ -121,12 +121,22 @@ def run(launch: torchrun.Launch, inherited: Mapping[str, str]) -> None:
         raise Ended(ending)
 
 
-def _bind_to(parent: int, folder: Path) -> Any:
-    """Returns what the agent does before it becomes torchrun: it dies with us, and leaves SIGTERM to us."""
-    prctl = ctypes.CDLL(None).prctl
+def death_signal(number: int) -> Callable[[], object]:
+    """What a process calls to get this signal when its parent ends; it does nothing where there is no Linux.
+
+    Loaded here, so that it can be called between fork and exec.
+    """
+    if sys.platform != "linux":
+        return lambda: None
+    return partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+def _bind_to(parent: int, folder: Path) -> Callable[[], None]:
+    """What the agent does before it becomes torchrun: it dies with us, and leaves SIGTERM to us."""
+    die_with_us = death_signal(signal.SIGKILL)
 
     def bind() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        die_with_us()
         if os.getppid() != parent:
             os._exit(1)
         # Ranks compare this with their parent, so that one whose agent died while it was starting ends too.
@@ -226,7 +236,7 @@ def die_with_parent() -> None:
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    death_signal(signal.SIGKILL)()
     folder = outcomes.directory()
     # The agent may have died before the line above: then nobody will send the signal any more.
     if folder and os.getppid() != int((folder / outcomes.AGENT).read_text(encoding="utf-8")):

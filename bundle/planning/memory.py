@@ -17,7 +17,8 @@ from itertools import accumulate
 from typing import Self
 
 from bundle.capabilities import LayerTraits
-from bundle.environment.facts import Fact, bytes_shown
+from bundle.environment.facts import Fact
+from bundle.errors import bytes_shown
 from bundle.planning.activations import ActivationBytes, activations
 from bundle.planning.code import EXPERT_GROUPS_BY_ETP, MegatronCode
 from bundle.planning.layout import Chunk, RankLayout

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from bundle.capabilities import Capabilities
-from bundle.environment.facts import Hardware, bytes_shown
-from bundle.errors import ExitCode
+from bundle.environment.facts import Hardware
+from bundle.errors import ExitCode, bytes_shown
 from bundle.fp8 import SCALINGS, Scaling
 from bundle.patches import Action, Decision
 from bundle.planning.code import DISCARD_ASKS_FP8, SHARED_EXPERTS_AGAIN, MegatronCode

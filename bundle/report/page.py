@@ -4,8 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bundle.environment.facts import bytes_shown
-from bundle.errors import EnvironmentUnfit
+from bundle.errors import EnvironmentUnfit, bytes_shown
 from bundle.patches.catalogue import PATCHES
 from bundle.recipe import flat
 from bundle.report.run import Run

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from tests.launch.launched import finish, start
-from tests.training.test_interruption import finish as ended
+from tests.training.command import finish as ended
 from tests.training.test_interruption import train
 
 pytestmark = pytest.mark.world

@@ -1,6 +1,5 @@
 """A docker engine with BuildKit: the machine's own, or a private one that lives as long as the tests."""
 
-import ctypes
 import json
 import os
 import signal
@@ -12,10 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from bundle.launch.process import death_signal
 from tests.images import tools
 from tests.images.tools import CACHE, Missing
 
-_PR_SET_PDEATHSIG = 1
 # The containerd store would hold attestations too, but compresses and unpacks every image: minutes.
 # The build cache outlives the tests, up to a limit.
 _CONFIGURATION = {
@@ -88,7 +87,11 @@ def _private(programs: Path, folder: Path) -> Iterator[Engine]:
     log = CACHE / "engine.log"
     with log.open("wb") as output:
         daemon = subprocess.Popen(
-            command, env=os.environ | variables | own, stdout=output, stderr=output, preexec_fn=_end_with_us
+            command,
+            env=os.environ | variables | own,
+            stdout=output,
+            stderr=output,
+            preexec_fn=death_signal(signal.SIGTERM),  # when the tests are killed
         )
     try:
         made = Engine({**os.environ, **variables}, private=True)
@@ -108,8 +111,3 @@ def _answers(engine: Engine) -> bool:
         return engine.attempt("info", seconds=20).code == 0 == engine.attempt("buildx", "version").code
     except (OSError, subprocess.TimeoutExpired):
         return False
-
-
-def _end_with_us() -> None:
-    """Has the kernel end the daemon when the tests are killed."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

@@ -43,8 +43,7 @@ def test_our_call_goes_through_the_real_schema():
     """Every argument by the name and the type that torch_npu declares; the result is the emulated one."""
     program = """
 import torch
-from bundle.backends.ascend.attention import fused
-from bundle.backends.ascend.inputs import Rows, kernel_inputs
+from bundle.backends.ascend.attention import Rows, fused, kernel_inputs
 from tests.backends.ascend.contract import registered
 library = registered()
 torch.manual_seed(0)
@@ -73,8 +72,7 @@ print(torch.allclose(out, want, atol=1e-5), close, torch.allclose(square, plain,
 def test_without_torch_npu_the_bundle_says_so():
     program = """
 import torch
-from bundle.backends.ascend.attention import fused
-from bundle.backends.ascend.inputs import KernelInputs
+from bundle.backends.ascend.attention import KernelInputs, fused
 x = torch.zeros(4, 1, 8)
 fused(x, x, x, KernelInputs(None, 0), heads=1, scale=1.0, dropout=0.0)
 """

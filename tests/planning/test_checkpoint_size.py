@@ -1,13 +1,10 @@
 """A checkpoint is as large as its plan says, which the run keeps beside it."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
-from tests.launch.launched import ROOT
+from tests.training.command import finish, train
 
 # A pipeline whose last stage has a copy of the embedding, for MTP; experts; no multiple of 128 as vocabulary.
 OVERRIDES = (
@@ -26,20 +23,7 @@ OVERRIDES = (
 
 @pytest.mark.world
 def test_bytes_of_a_checkpoint(tmp_path):
-    sets = [word for override in OVERRIDES for word in ("--set", override)]
-    command = [
-        sys.executable,
-        "-m",
-        "bundle",
-        "train",
-        "demo",
-        "--run-directory",
-        str(tmp_path / "run"),
-        *sets,
-    ]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    finish(train("demo", tmp_path / "run", OVERRIDES))
     planned = json.loads((tmp_path / "run/job.json").read_text())["plan"]["checkpoint"]["bytes"]
     written = sum(file.stat().st_size for file in (tmp_path / "run/checkpoints").rglob("*") if file.is_file())
     assert planned < written < 1.05 * planned, "each tensor and each file has a head of its own"

@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +14,10 @@ from typing import Any
 import pytest
 
 from bundle.launch import outcomes
-from tests.launch.launched import ROOT, gone
+from tests.launch.launched import gone
 from tests.runs.numbers import learned
+from tests.training import command
+from tests.training.command import finish
 
 pytestmark = pytest.mark.world
 
@@ -37,28 +38,7 @@ TINY = (
 
 
 def train(directory: Path, *flags: str) -> subprocess.Popen:
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    sets = [word for override in TINY for word in ("--set", override)]
-    command = [
-        sys.executable,
-        "-m",
-        "bundle",
-        "train",
-        "demo",
-        "--run-directory",
-        str(directory),
-        *sets,
-        *flags,
-    ]
-    pipe = subprocess.PIPE
-    environment = os.environ | {"PYTHONPATH": path}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
-
-
-def finish(process: subprocess.Popen, code: int) -> str:
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == code, out + err
-    return str(out + err)
+    return command.train("demo", directory, TINY, *flags)
 
 
 def pids(directory: Path) -> list[int]:

@@ -1,8 +1,6 @@
 """Which lengths of sequences a layout takes: what the rules let through trains, as one rank trains it."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ from hypothesis import strategies as st
 
 from bundle.errors import UsageError
 from bundle.recipe import load
+from tests.training.command import finish, train
 
 HEADS = ("model.config.num_attention_heads=12", "model.config.num_key_value_heads=12")
 SIZE = st.sampled_from((1, 2, 3, 4, 6))
@@ -50,10 +49,6 @@ def losses(directory: Path, *layout: str) -> list[float]:
         "optimizer.warmup_steps=0", "model.config.num_key_value_heads=4", "checkpoint.interval=1000",
         "data.sequence_length=60", f"data.path=[{text}]",
     )  # fmt: skip
-    command = [sys.executable, "-m", "bundle", "train", "qwen3-tp2-sp", "--run-directory", str(directory)]
-    for override in job:
-        command += ["--set", override]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr
+    finish(train("qwen3-tp2-sp", directory, job))
     lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
     return [line[name] for line in lines for name in ("train/loss", "validation/loss") if name in line]

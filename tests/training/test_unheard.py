@@ -2,12 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
-from tests.launch.launched import ROOT
+from tests.training.command import train
 
 pytestmark = pytest.mark.world
 
@@ -51,21 +49,13 @@ def hung_up() -> int:
 def test_a_run_goes_on_to_its_end(stream, tmp_path):
     pytest.importorskip("megatron.core")
     directory = tmp_path / "run"
-    sets = [word for override in ALONE for word in ("--set", override)]
-    command = [sys.executable, "-m", "bundle", "train", "qwen3-tp2-sp", *sets]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     descriptor = stream()
-    ran = subprocess.run(
-        [*command, "--run-directory", str(directory)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": path},
-        stdout=descriptor,
-        stderr=descriptor if stream is hung_up else subprocess.PIPE,
-        timeout=300,
-    )
+    streams = {"stdout": descriptor} | ({"stderr": descriptor} if stream is hung_up else {})
+    ran = train("qwen3-tp2-sp", directory, ALONE, **streams)
     os.close(descriptor)
+    _, said = ran.communicate(timeout=300)
     log = "".join(log.read_text() for log in directory.glob("logs/*/*/*/attempt_*/0/stderr.log"))
-    assert ran.returncode == 0, f"{ran.stderr!r}{log}"
+    assert ran.returncode == 0, f"{said}{log}"
     steps = [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert max(steps) == 6 and len(steps) == 9
     assert json.loads((directory / "result.json").read_text())["step"] == 6

@@ -1,22 +1,166 @@
-"""Core attention on npu_fusion_attention: MLA and GQA heads, packed or not, square masks."""
+"""Core attention on npu_fusion_attention: MLA and GQA heads, packed or not, square masks.
 
+First what one call is told about which keys a query sees (mask, mode, boundaries), then the call.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bundle.backends import core_attention
-from bundle.backends.ascend.inputs import KernelInputs, Rows, kernel_inputs
 from bundle.capabilities import ASCEND, AttentionKernel
-from bundle.errors import EnvironmentUnfit, UsageError
+from bundle.errors import EnvironmentUnfit, JobFailed, UsageError
 from bundle.mcore.packed import on_host
+
+DEFAULT_MODE, ALL_MODE, CAUSAL_MODE = 0, 1, 3
+"""sparse_mode: no mask; the whole [b, 1, s, s] counts; causal, where the queries are the last of the keys.
+
+Mode 2 aligns the first query with the first key instead: the same for as many queries as keys.
+"""
+EVERYTHING = 2**31 - 1  # the default of pre_tockens and next_tockens: no band
+BLIND_ROWS = 2  # inner_precise: rows that see nothing are looked after, at some cost; 0 leaves them undefined
+COMPRESSED = 2048  # rows and columns of the one mask that stands for every causal mask
+SEQUENCES = 2048  # the most in one packed call (op-plugin's documentation)
+
+
+@dataclass(frozen=True)
+class KernelInputs:
+    """The arguments that decide what a query sees: all of them, so that none is left from another call."""
+
+    atten_mask: Tensor | None
+    sparse_mode: int
+    pre_tockens: int = EVERYTHING
+    next_tockens: int = EVERYTHING
+    inner_precise: int = 0
+    actual_seq_qlen: tuple[int, ...] | None = None
+    actual_seq_kvlen: tuple[int, ...] | None = None
+
+    def keywords(self) -> dict[str, Any]:
+        """Keyword arguments of npu_fusion_attention."""
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What one call attends: `queries` to `keys` rows, of each of `batch` sequences (bshd) or in all (thd).
+
+    `boundaries`: megatron's cu_seqlens of the packed queries and of the keys, as host ints: 0, ..., rows;
+    None for bshd.
+    """
+
+    queries: int
+    keys: int
+    device: torch.device
+    batch: int = 1
+    boundaries: tuple[Sequence[int], Sequence[int]] | None = None
+
+
+def kernel_inputs(mask: Tensor | None, rows: Rows, *, causal: bool) -> KernelInputs:
+    """The inputs of one call; `mask` None, or for bshd bool [b or 1, 1, queries, keys], True = hidden.
+
+    None is all that a causal model needs whose padding stands at the end: no real query sees it. Raises
+    JobFailed for every other mask, [b, s] above all. The operator refuses that with a text that names no
+    caller, and takes it for [queries, keys] where the batch happens to have as many rows as queries.
+    """
+    if rows.boundaries is None:
+        _refuse([*_mask_mistakes(mask, rows), *_blind(causal, [rows.queries], [rows.keys])])
+        if mask is None:
+            return _without_mask(causal, rows.device)
+        hidden = mask | _future(rows) if causal else mask
+        return KernelInputs(hidden, ALL_MODE, inner_precise=BLIND_ROWS)
+    queries, keys = rows.boundaries
+    _refuse([*_packed_mask_mistakes(mask), *_boundary_mistakes(rows, causal)])
+    # The operator counts ends, without megatron's 0 at the beginning.
+    return replace(
+        _without_mask(causal, rows.device),
+        actual_seq_qlen=tuple(queries[1:]),
+        actual_seq_kvlen=tuple(keys[1:]),
+    )
+
+
+@functools.cache
+def compressed(device: torch.device) -> Tensor:
+    """The mask of every causal call, whatever its length: bool [2048, 2048], True above the diagonal."""
+    return torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool, device=device).triu(1)
+
+
+def _without_mask(causal: bool, device: torch.device) -> KernelInputs:
+    """Without a mask the operator attends to everything in any mode: causal needs the compressed one."""
+    return KernelInputs(compressed(device), CAUSAL_MODE) if causal else KernelInputs(None, DEFAULT_MODE)
+
+
+def _future(rows: Rows) -> Tensor:
+    square = torch.ones(rows.queries, rows.keys, dtype=torch.bool, device=rows.device)
+    return square.triu(rows.keys - rows.queries + 1)
+
+
+def _mask_mistakes(mask: Tensor | None, rows: Rows) -> list[str]:
+    if mask is None:
+        return []
+    wanted = f"bool [{rows.batch} or 1, 1, {rows.queries}, {rows.keys}], True = hidden"
+    if mask.dim() == 2:
+        return [
+            f"{_shown(mask)}: a mask of valid tokens must not reach the kernel. Give none where padding is"
+            " at the end, and keep that mask for post-processing (sequences.masks.Masks); else give"
+            f" {wanted}"
+        ]
+    fits = mask.dim() == 4 and mask.shape[0] in (1, rows.batch)
+    if mask.dtype != torch.bool or not fits or tuple(mask.shape[1:]) != (1, rows.queries, rows.keys):
+        return [f"{_shown(mask)}: the operator broadcasts the batch and nothing else; give {wanted}"]
+    return []
+
+
+def _packed_mask_mistakes(mask: Tensor | None) -> list[str]:
+    if mask is None:
+        return []
+    return [
+        f"{_shown(mask)}: packed attention goes by its boundaries alone. A mask of valid tokens belongs to"
+        " the model that packs by itself and to post-processing (sequences.masks.Masks)"
+    ]
+
+
+def _boundary_mistakes(rows: Rows, causal: bool) -> list[str]:
+    wrong, lengths = [], []
+    for name, ends, total in zip(
+        ("query", "key"), rows.boundaries or (), (rows.queries, rows.keys), strict=True
+    ):
+        lengths.append([end - start for start, end in pairwise(ends)])
+        shown = f"the {name} boundaries [{', '.join(map(str, ends[:8]))}{', ...' * (len(ends) > 8)}]"
+        if len(ends) < 2 or ends[0] != 0 or min(lengths[-1]) < 0:
+            wrong.append(f"{shown} must begin with 0 and never fall: ends of sequences, not their lengths")
+        elif ends[-1] != total:
+            wrong.append(f"{shown} do not end at the {total} rows: padding must be a sequence too")
+        if len(ends) - 1 > SEQUENCES:
+            wrong.append(f"{len(ends) - 1} sequences in one pack: the operator takes {SEQUENCES}")
+    if len(lengths[0]) != len(lengths[1]):
+        return [*wrong, f"{len(lengths[0])} sequences of queries and {len(lengths[1])} of keys"]
+    return wrong or _blind(causal, *lengths)
+
+
+def _blind(causal: bool, queries: Sequence[int], keys: Sequence[int]) -> list[str]:
+    pairs = [(q, k) for q, k in zip(queries, keys, strict=True) if q and (q > k if causal else not k)]
+    return [f"{q} queries of a sequence with {k} keys: some of them see nothing" for q, k in pairs[:1]]
+
+
+def _shown(mask: Tensor) -> str:
+    return f"a mask {str(mask.dtype).removeprefix('torch.')} {list(mask.shape)}"
+
+
+def _refuse(wrong: list[str]) -> None:
+    if wrong:
+        raise JobFailed("npu_fusion_attention cannot be called like this:", wrong)
 
 
 class CoreAttention(core_attention.CoreAttention):
     """A mask is None or bool [b or 1, 1, rows, keys], True = hidden.
 
     It is never left out in silence, as Transformer Engine does with causal attention: a square one is used,
-    any other refused (`inputs.kernel_inputs`: JobFailed), as are boundaries that the kernel would not
+    any other refused (`kernel_inputs`: JobFailed), as are boundaries that the kernel would not
     compute. Nothing is kept from one call for the next.
     """
 

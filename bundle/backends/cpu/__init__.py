@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bundle.backends.runtime import Runtime
+    from bundle.backends import Runtime
 
 
 def prepare() -> "Runtime":

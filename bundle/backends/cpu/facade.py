@@ -124,12 +124,9 @@ def install() -> None:
     # Dynamo (every optimizer imports it) copies torch.cuda's classes at import: let it see the real ones.
     from torch import _dynamo  # noqa: F401
 
-    for seam in FACADE:
-        owner, name = _owner(seam.target)
-        _originals[seam.target] = getattr(owner, name)
+    _originals.update((target, getattr(*_owner(target))) for target in FACADE)
     for target, replacement in _replacements().items():
-        owner, name = _owner(target)
-        setattr(owner, name, replacement)
+        setattr(*_owner(target), replacement)
     _LOG.addFilter(_unless_of_two_generators)
 
 
@@ -145,8 +142,7 @@ def uninstall() -> None:
             foreign,
         )
     for target, original in _originals.items():
-        owner, name = _owner(target)
-        setattr(owner, name, original)
+        setattr(*_owner(target), original)
     _LOG.removeFilter(_unless_of_two_generators)
     _originals.clear()
 

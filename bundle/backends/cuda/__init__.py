@@ -1,9 +1,17 @@
-"""NVIDIA GPUs. `libraries` comes first, before megatron is imported; `runtime` imports megatron."""
+"""NVIDIA GPUs. Libraries come first, before megatron is imported; `runtime` imports megatron."""
 
+import ctypes
+import importlib.util
+from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
+from bundle.errors import EnvironmentUnfit
+
 if TYPE_CHECKING:
-    from bundle.backends.runtime import Runtime
+    from bundle.backends import Runtime
 
 
 def prepare() -> "Runtime":
@@ -11,10 +19,47 @@ def prepare() -> "Runtime":
 
     Raises EnvironmentUnfit where torch sees no GPU or Transformer Engine cannot be loaded.
     """
-    from bundle.backends.cuda import libraries
-
-    libraries.load()
+    load_libraries()
     # It imports megatron, which takes what it finds loaded.
     from bundle.backends.cuda.runtime import CudaRuntime
 
     return CudaRuntime()
+
+
+def load_libraries() -> None:
+    """Loads cuDNN and Transformer Engine, in the order in which they work together.
+
+    Without Transformer Engine megatron-core imports without a word and fails in the first layer: so it is
+    loaded here, where the reason can still be told. Raises EnvironmentUnfit.
+    """
+    if not torch.cuda.is_available():
+        raise EnvironmentUnfit(
+            f"backend cuda: torch {torch.__version__} (built for CUDA {torch.version.cuda}) sees no GPU;"
+            " `mcore-bundle doctor` says why, `backend: cpu` runs without one"
+        )
+    for library in cudnn_libraries(_search_path("nvidia")):
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except (ImportError, OSError, AssertionError, RuntimeError) as error:
+        raise EnvironmentUnfit(
+            "backend cuda: Transformer Engine cannot be loaded; install transformer-engine[pytorch] in a"
+            f" version that was built for torch {torch.__version__} and its CUDA libraries",
+            [f"{type(error).__name__}: {error}"],
+        ) from error
+
+
+def cudnn_libraries(search_path: Iterable[str]) -> list[Path]:
+    """The cuDNN libraries of torch's own package below `search_path`; none where torch uses the system's.
+
+    Transformer Engine prefers a cuDNN of the system to the one that torch has loaded, and its parts load one
+    another: two releases in one process. Linear layers then work and every fused attention fails with
+    CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED (cuDNN 9.14 beside 9.19, on an H200). What is loaded first is found
+    first; LD_LIBRARY_PATH does not help.
+    """
+    return sorted(file for root in search_path for file in Path(root, "cudnn/lib").glob("libcudnn*.so.9"))
+
+
+def _search_path(package: str) -> list[str]:
+    found = importlib.util.find_spec(package)
+    return list(found.submodule_search_locations or ()) if found else []

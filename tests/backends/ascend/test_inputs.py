@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bundle.backends.ascend.inputs import Rows, compressed, kernel_inputs
+from bundle.backends.ascend.attention import Rows, compressed, kernel_inputs
 from bundle.errors import JobFailed
 
 CPU = torch.device("cpu")

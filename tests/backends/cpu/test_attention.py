@@ -24,6 +24,16 @@ def unpacked(q, k, v, scale, hidden):
     return torch.stack(columns, 1).flatten(2)
 
 
+def test_a_backend_that_does_not_say_what_it_computes_has_no_core_attention():
+    from bundle.backends.core_attention import CoreAttention
+
+    class Unsaid(CoreAttention):
+        name = "unsaid"
+
+    with pytest.raises(TypeError, match=r"attend.*kernel_of"):
+        Unsaid()  # type: ignore[abstract,call-arg]
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mask", ["causal", "no_mask"])
 def test_unpacked(shape, mask):

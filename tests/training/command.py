@@ -1,0 +1,31 @@
+"""The command that trains, as a user gives it: a process of its own, with the package of this checkout."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tests.launch.launched import ROOT
+
+
+def train(
+    recipe: str, directory: Path, overrides: Iterable[str], *flags: str, **streams: Any
+) -> subprocess.Popen:
+    """`train RECIPE` in `directory`, begun; its output can be read, where `streams` do not say otherwise."""
+    sets = (word for override in overrides for word in ("--set", override))
+    command = [sys.executable, "-m", "bundle", "train", recipe, "--run-directory", str(directory), *sets]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
+    return subprocess.Popen(
+        [*command, *flags], cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, text=True, **streams
+    )
+
+
+def finish(process: subprocess.Popen, code: int = 0) -> str:
+    """What a command said, which ends with `code`."""
+    out, err = process.communicate(timeout=300)
+    said = (out or "") + (err or "")
+    assert process.returncode == code, said
+    return said
