@@ -4,6 +4,10 @@ import difflib
 import math
 from collections.abc import Collection, Sequence
 from enum import IntEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 class ExitCode(IntEnum):
@@ -63,6 +67,18 @@ class Preempted(BundleError):
     """The job was told to stop and has written a checkpoint: start it again."""
 
     code = ExitCode.PREEMPTED
+
+
+def by_key(error: "ValidationError") -> list[str]:
+    """What is wrong with a document, "packages.torch: Input should be a valid string", key by key.
+
+    Keys are somebody else's: of each so much that a line holds it, and no control character.
+    """
+    lines = []
+    for found in error.errors(include_url=False):
+        key = ".".join(map(str, found["loc"]))[:200].encode("unicode_escape").decode()
+        lines.append(f"{key}: {found['msg']}")
+    return lines
 
 
 def shown(value: object) -> str:

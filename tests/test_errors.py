@@ -5,8 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel, ValidationError
 
-from bundle.errors import ExitCode, UsageError, bytes_shown
+from bundle.errors import ExitCode, UsageError, by_key, bytes_shown
 
 PAGE = Path(__file__).parents[1] / "docs" / "exit-codes.md"
 
@@ -37,3 +38,14 @@ def test_an_error_lists_every_violation():
 )
 def test_bytes_are_shown_in_the_largest_unit_that_they_fill(amount, shown):
     assert bytes_shown(amount) == shown
+
+
+def test_what_is_wrong_with_a_document_is_said_by_key_and_takes_over_no_terminal():
+    class Pin(BaseModel, extra="forbid"):
+        versions: dict[str, int]
+
+    with pytest.raises(ValidationError) as refused:
+        Pin.model_validate({"versions": {"a\x1b[31m": "x"}, "b" * 1000: 1})
+    first, second = by_key(refused.value)
+    assert first.startswith(r"versions.a\x1b[31m: Input should be a valid integer")
+    assert second == f"{'b' * 200}: Extra inputs are not permitted"

@@ -14,7 +14,7 @@ from bundle.cli.arguments import said
 from bundle.cli.options import LogLevel
 from bundle.environment import hardware, image, machine, packages
 from bundle.environment.ascend import cann
-from bundle.environment.compatibility import package_findings
+from bundle.environment.doctor import package_findings
 from bundle.environment.facts import Level
 from bundle.errors import EnvironmentUnfit, UsageError
 from bundle.launch import job as job_file

@@ -6,12 +6,22 @@ and npu-smi lists dies that are not mounted (Ascend Docker Runtime documentation
 
 import re
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
-from bundle.environment.facts import MOST_DEVICES, NUMBER, Device, Fact, VendorDevices
+from bundle.environment.facts import (
+    MOST_DEVICES,
+    MOST_DIGITS,
+    NUMBER,
+    Device,
+    Fact,
+    Selection,
+    VendorDevices,
+    assignment,
+)
 from bundle.environment.host import weakest
 from bundle.environment.machine import Machine
-from bundle.environment.visible import ASCEND, ascend
 
+VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 INFO = ("npu-smi", "info")
 LIST = ("npu-smi", "info", "-l")
 TOPOLOGY = ("npu-smi", "info", "-t", "topo")
@@ -51,9 +61,8 @@ def find(machine: Machine) -> VendorDevices:
     rows = table(answer.value or "")
     generation = _generation(machine, rows, answer.reason)
     pool = [_device(at, number, rows, generation, answer.reason) for at, number in enumerate(numbers)]
-    selection = ascend(machine.environ.get(ASCEND), len(pool))
+    selection = visible(machine.environ.get(VISIBLE), len(pool))
     devices = tuple(replace(pool[at], index=index) for index, at in enumerate(selection.chosen))
-    topology = machine.run(TOPOLOGY) if len(devices) > 1 else Fact(None, "not asked")
     return VendorDevices(
         backend="ascend",
         noun="NPU",
@@ -62,7 +71,7 @@ def find(machine: Machine) -> VendorDevices:
         reason=selection.reason,
         driver=_driver(machine, answer),
         toolkit=cann(machine),
-        link=weakest(topology, "NPU", [device.number for device in devices]),
+        link=weakest(machine, TOPOLOGY, "NPU", [device.number for device in devices]),
         faults=(selection.fault,) if selection.fault else (),
         notes=_notes(machine, rows, numbers),
     )
@@ -188,3 +197,32 @@ def tool_version(text: str) -> str | None:
     """The version that the header line gives: `npu-smi 25.2.1   Version: 25.2.1`."""
     match = re.search(r"Version:\s*([^\s|]+)", text)
     return match[1] if match else None
+
+
+def visible(value: str | None, count: int) -> Selection:
+    """The NPUs that ASCEND_RT_VISIBLE_DEVICES leaves, as logical ids in this container.
+
+    Parsing stops at the first character or id that is wrong (a blank is wrong: `1, 2,3` means 1); ids must
+    ascend, or the runtime refuses every device: "it must be configured in ascending order"
+    (gpustack/gpustack#2527). Source of the rest: CANN environment variable reference 07_0028.
+    """
+    if value is None:
+        return Selection(tuple(range(count)), f"{VISIBLE} is not set: all {count} are visible")
+    shown = assignment(VISIBLE, value)
+    chosen: list[int] = []
+    entries = value.split(",")
+    for entry in entries:
+        if not re.fullmatch(rf"[0-9]{{1,{MOST_DIGITS}}}", entry) or int(entry) >= count:
+            break
+        chosen.append(int(entry))
+    if any(later <= earlier for earlier, later in pairwise(chosen)):
+        fixed = ",".join(map(str, sorted(set(chosen))))
+        return Selection(
+            (), shown, f"{shown} does not ascend: the runtime refuses every device. Set {VISIBLE}={fixed}"
+        )
+    if len(chosen) < len(entries):
+        unknown = entries[len(chosen)][:80]
+        return Selection(
+            tuple(chosen), f"{shown}: the list ends at {unknown!r}, which is no id of a device here"
+        )
+    return Selection(tuple(chosen), shown)

@@ -11,7 +11,8 @@ T = TypeVar("T")
 # Of one machine. What lists more than that is not telling the truth, and pairs of devices are compared.
 MOST_DEVICES = 1024
 # A number that a tool or a file says: no count or size has more digits, and Python reads no endless ones.
-NUMBER = r"\d{1,18}"
+MOST_DIGITS = 18
+NUMBER = rf"\d{{1,{MOST_DIGITS}}}"
 
 # MindSpeed's install guide names Atlas A2 and A3 training products and Ascend 950, and no others.
 NOT_FOR_TRAINING = {"310": "an inference card", "a1": "older than anything that MindSpeed supports"}
@@ -38,6 +39,18 @@ class Device:
     identity: str  # UUID or bus id
     memory: Fact[int]  # bytes
     generation: Fact[str]  # CUDA: the compute capability, "9.0"; Ascend: a1, a2, a3, a5 or 310
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a visibility variable leaves of a vendor's devices, by that vendor's own rules.
+
+    `chosen` are positions in the order a framework counts them; `fault` if the driver refuses the value.
+    """
+
+    chosen: tuple[int, ...]
+    reason: str
+    fault: str | None = None
 
 
 @dataclass(frozen=True)
@@ -119,6 +132,11 @@ def _order(generation: str | None) -> tuple[float, str]:
     if generation is None:
         return (-1.0, "")
     return (float(generation), "") if generation[0].isdigit() else (0.0, generation)
+
+
+def assignment(name: str, value: str) -> str:
+    """A variable and its value, as a message quotes them."""
+    return f"{name}={value}" if len(value) <= 200 else f"{name}={value[:200]}..."
 
 
 class Level(StrEnum):

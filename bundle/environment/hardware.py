@@ -9,7 +9,6 @@ from bundle.environment import ascend, nvidia
 from bundle.environment.facts import Device, Fact, Hardware, Host, VendorDevices
 from bundle.environment.host import host, rdma
 from bundle.environment.machine import Machine, local
-from bundle.environment.visible import ASCEND, CUDA
 from bundle.errors import EnvironmentUnfit, UsageError
 
 BACKENDS = ("auto", "cpu", "cuda", "ascend")
@@ -91,7 +90,7 @@ def _both(sides: Sequence[VendorDevices]) -> str:
     return (
         f"this machine shows {seen}: torch refuses two kinds of accelerator in one process. Say which with "
         f"`backend: cuda` or `backend: ascend` in the recipe (or --backend), and hide the others from torch: "
-        f"{ASCEND}= (empty) for CUDA, {CUDA}= (empty) for Ascend"
+        f"{ascend.VISIBLE}= (empty) for CUDA, {nvidia.VISIBLE}= (empty) for Ascend"
     )
 
 

@@ -143,10 +143,13 @@ def _limit(limits: Fact[str], name: str) -> Fact[float]:
     return Fact(None, limits.reason)
 
 
-def weakest(matrix: Fact[str], prefix: str, numbers: Sequence[int]) -> Fact[str]:
-    """The weakest link between two of the devices `numbers` in a `topo` matrix of `<prefix><number>` rows."""
+def weakest(machine: Machine, tool: Sequence[str], prefix: str, numbers: Sequence[int]) -> Fact[str]:
+    """The weakest link between two of the devices `numbers`, in the matrix of `<prefix><number>` rows that
+    the tool prints.
+    """
     if len(numbers) < 2:
         return Fact(None, "one device has no link to another")
+    matrix = machine.run(tool)
     if matrix.value is None:
         return Fact(None, matrix.reason)
     table = _matrix(matrix.value, prefix)

@@ -13,7 +13,7 @@ from bundle.environment import search
 from bundle.environment.facts import Finding, ok, warn
 from bundle.environment.machine import Machine
 from bundle.environment.packages import PACKAGES, Package, Stack
-from bundle.errors import BundleError, UsageError
+from bundle.errors import BundleError, UsageError, by_key
 
 RECORD = "/opt/bundle/build-info.json"  # written at the end of a build, by `python -m tools.images stamp`
 LARGEST = 1 << 20
@@ -53,8 +53,7 @@ def parse(document: str) -> BuildInfo:
     try:
         return BuildInfo.model_validate_json(document)
     except ValidationError as error:
-        found = [f"{'.'.join(map(str, e['loc']))[:80]}: {e['msg']}" for e in error.errors(include_url=False)]
-        raise BundleError("; ".join(found[:3])[:400]) from error
+        raise BundleError("; ".join(by_key(error)[:3])[:400]) from error
 
 
 def own(file: Path = Path(RECORD)) -> BuildInfo | None:
@@ -98,16 +97,10 @@ def differences(told: BuildInfo | None, here: BuildInfo | None) -> Iterator[str]
 
 def drift(record: BuildInfo, python: str, packages: Mapping[str, str]) -> Iterator[str]:
     """Every way in which what is installed now is not what the image was built with."""
-    if record.python != python:
-        yield f"python: {record.python} in the image, {python} now"
-    for name in sorted({*record.packages, *packages}):
-        built, now = record.packages.get(name), packages.get(name)
-        if built is None:
-            yield f"{name}: not in the image, {now} now"
-        elif now is None:
-            yield f"{name}: {built} in the image, gone now"
-        elif built != now:
-            yield f"{name}: {built} in the image, {now} now"
+    built, now = {"python": record.python, **record.packages}, {"python": python, **packages}
+    for name in sorted({*built, *now}):
+        if built.get(name) != now.get(name):
+            yield f"{name}: {built.get(name, 'not')} in the image, {now.get(name, 'gone')} now"
 
 
 def installed_packages(stack: Stack) -> dict[str, str]:

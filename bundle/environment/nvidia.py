@@ -1,18 +1,30 @@
 """NVIDIA GPUs as nvidia-smi, /proc/driver/nvidia and the device nodes tell them, without NVML or CUDA."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from bundle.environment.facts import MOST_DEVICES, NUMBER, Device, Fact, VendorDevices
+from bundle.environment.facts import (
+    MOST_DEVICES,
+    MOST_DIGITS,
+    NUMBER,
+    Device,
+    Fact,
+    Selection,
+    VendorDevices,
+    assignment,
+)
 from bundle.environment.host import weakest
 from bundle.environment.machine import Machine
-from bundle.environment.visible import CUDA, cuda
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 FIELDS = ("index", "uuid", "name", "compute_cap", "memory.total", "driver_version", "mig.mode.current")
 QUERY = ("nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits")
 TOPOLOGY = ("nvidia-smi", "topo", "-m")
 LIST = ("nvidia-smi", "-L")
 
+# The driver reads an index as strtol does: blanks, a sign, digits; whatever follows the digits is ignored.
+_LEADING_INTEGER = r"[ \t\n\v\f\r]*([+-]?[0-9]+)"
 _MIG_LINE = r"^\s+MIG (?P<profile>\S+)\s+Device\s+\d+:\s+\(UUID:\s*(?P<uuid>MIG-[^)\s]+)\)"
 
 
@@ -32,10 +44,9 @@ def find(machine: Machine) -> VendorDevices:
         return _nothing(f"{nodes}; {answer.reason}")
     instances = _mig_instances(machine, gpus)
     names = [gpu.device.identity for gpu in gpus]
-    selection = cuda(machine.environ.get(CUDA), names, [instance.identity for instance in instances])
+    selection = visible(machine.environ.get(VISIBLE), names, [instance.identity for instance in instances])
     pool = instances or [gpu.device for gpu in gpus]
     devices = tuple(replace(pool[at], index=index) for index, at in enumerate(selection.chosen))
-    topology = machine.run(TOPOLOGY) if len(devices) > 1 else Fact(None, "not asked")
     return VendorDevices(
         backend="cuda",
         noun="GPU",
@@ -44,7 +55,7 @@ def find(machine: Machine) -> VendorDevices:
         reason=selection.reason,
         driver=_driver(machine, gpus),
         toolkit=Fact(None, "CUDA's runtime comes with torch, not with the machine"),
-        link=weakest(topology, "GPU", [device.number for device in devices]),
+        link=weakest(machine, TOPOLOGY, "GPU", [device.number for device in devices]),
         faults=(selection.fault,) if selection.fault else (),
         notes=_notes(machine, gpus, instances),
     )
@@ -156,3 +167,61 @@ def _notes(machine: Machine, gpus: list[_Gpu], instances: list[Device]) -> tuple
             "different GPUs, and CUDA_DEVICE_ORDER is not PCI_BUS_ID: CUDA does not number them as nvidia-smi"
         )
     return tuple(notes)
+
+
+def visible(value: str | None, uuids: Sequence[str], instances: Sequence[str] = ()) -> Selection:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves, as positions in `uuids` (with MIG: in `instances`).
+
+    Measured with cuInit and cuDeviceGetUuid on driver 580.159.04 (the CUDA programming guide, 5.2.1.1, says
+    the same where it says anything).
+
+    Order is honoured and the list is cut at the first entry that names no device. The first entry decides
+    whether entries are indices or UUID prefixes. A device named twice makes the driver refuse to start.
+    """
+    if instances:
+        return _mig(value, instances)
+    if value is None:
+        return Selection(tuple(range(len(uuids))), f"{VISIBLE} is not set: all {len(uuids)} are visible")
+    entries = value.split(",")
+    by_uuid = entries[0].startswith("GPU-")
+    chosen: list[int] = []
+    for entry in entries:
+        position = _by_prefix(entry, uuids) if by_uuid else _by_index(entry, len(uuids))
+        if position is None or len(chosen) > len(uuids):
+            break
+        chosen.append(position)
+    shown = assignment(VISIBLE, value)
+    if len(set(chosen)) < len(chosen):
+        return Selection(
+            (), shown, f"{shown} names a device twice: CUDA refuses to start. Name each device once."
+        )
+    if len(chosen) < len(entries):
+        unknown = entries[len(chosen)][:80]
+        return Selection(tuple(chosen), f"{shown}: the list ends at {unknown!r}, which names no device here")
+    return Selection(tuple(chosen), shown)
+
+
+def _by_index(entry: str, count: int) -> int | None:
+    match = re.match(_LEADING_INTEGER, entry)
+    if match is None or len(match[1]) > MOST_DIGITS or not 0 <= int(match[1]) < count:
+        return None
+    return int(match[1])
+
+
+def _by_prefix(entry: str, names: Sequence[str]) -> int | None:
+    """The one name that begins with `entry`; blanks are ignored after a whole UUID, and only there."""
+    entry = entry.rstrip() if entry.rstrip() in names else entry
+    matches = [position for position, name in enumerate(names) if entry and name.startswith(entry)]
+    return matches[0] if len(matches) == 1 else None
+
+
+def _mig(value: str | None, instances: Sequence[str]) -> Selection:
+    """One MIG instance: CUDA never shows a process more than one, nor a GPU beside it (MIG user guide)."""
+    rule = "with MIG a process sees one instance only"
+    if value is None:
+        return Selection((0,), f"{rule}: the first of {len(instances)}")
+    first = value.split(",")[0]
+    position = _by_prefix(first, instances) if first.startswith("MIG-") else _by_index(first, 1)
+    if position is None:
+        return Selection((), f"{assignment(VISIBLE, value)}: {first[:80]!r} names no MIG instance here")
+    return Selection((position,), f"{assignment(VISIBLE, value)}: {rule}")

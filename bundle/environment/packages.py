@@ -72,7 +72,7 @@ class Stack:
         record = search.distribution(self._distributions.get(distribution))
         location = self.path.find(module)
         found = next(iter(self.path.packages(location)), None) if location and location.regular else None
-        path = found.path if found else (_module_of(record.editable, module) if record else None)
+        path = found.path if found else None
         if record is None and path is None:
             return None
         commit = (record.commit if record else None) or (git.enclosing_commit(path) if path else None)
@@ -87,14 +87,6 @@ class Stack:
 def detect() -> Stack:
     """The stack that a worker started here would see."""
     return Stack(search.current())
-
-
-def _module_of(checkout: Path | None, module: str) -> Path | None:
-    """The package in a checkout, which may keep its sources under python/ or src/."""
-    for parent in (checkout / part for part in ("", "python", "src")) if checkout else ():
-        if files.is_file(parent / module / "__init__.py"):
-            return parent / module
-    return None
 
 
 def _version(path: Path | None) -> str | None:

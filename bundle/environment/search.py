@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 from packaging.utils import canonicalize_name
 
@@ -121,11 +120,13 @@ class Distribution:
     name: str
     version: str
     commit: str | None = None  # direct_url.json, when it was installed from a repository
-    editable: Path | None = None  # the checkout behind an editable install
 
 
 def distributions(paths: Iterable[Path]) -> dict[str, Path]:
-    """The dist-info directory of every distribution on `paths`, by normalised name: the first one wins."""
+    """The dist-info directory of every distribution on `paths`, by normalised name: the first one wins.
+
+    By their names alone: `importlib.metadata.distributions` opens what lies in them, where a pipe has no end.
+    """
     found: dict[str, Path] = {}
     for path in paths:
         try:
@@ -153,16 +154,13 @@ def distribution(directory: Path | None) -> Distribution | None:
         return None
     if not name or not version:
         return None
-    return Distribution(name, version, *_origin(files.read(directory / "direct_url.json")))
+    return Distribution(name, version, _commit(files.read(directory / "direct_url.json")))
 
 
-def _origin(record: str | None) -> tuple[str | None, Path | None]:
-    """(commit, editable checkout) of a PEP 610 direct_url.json."""
+def _commit(record: str | None) -> str | None:
+    """What a PEP 610 direct_url.json says; somebody's broken record is as good as none."""
     try:
-        origin = json.loads(record or "{}")
-        commit = origin.get("vcs_info", {}).get("commit_id")
-        editable = origin.get("dir_info", {}).get("editable", False)
-        path = Path(unquote(urlsplit(origin["url"]).path)) if editable else None
-    except (ValueError, AttributeError, KeyError, TypeError):
-        return None, None  # somebody's broken record is as good as none
-    return (commit if isinstance(commit, str) else None), path
+        commit = json.loads(record or "{}")["vcs_info"]["commit_id"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return commit if isinstance(commit, str) else None

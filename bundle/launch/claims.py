@@ -8,7 +8,7 @@ import ipaddress
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -124,10 +124,13 @@ class Claim:
                 )
         return found
 
+    def facts(self) -> dict[str, Fact[Any]]:
+        """Returns what is said, by name."""
+        return {f.name: fact for f in fields(self) if isinstance(fact := getattr(self, f.name), Fact)}
+
     def names(self) -> str:
         """Returns the variables that speak here, in one line."""
-        spoken = [getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Fact)]
-        return ", ".join(dict.fromkeys(fact.said_by for fact in spoken))
+        return ", ".join(dict.fromkeys(fact.said_by for fact in self.facts().values()))
 
 
 class Variables:

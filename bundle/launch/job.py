@@ -6,19 +6,29 @@ none of it: it is data, checked before anything happens, and names code only tha
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic.dataclasses import dataclass
 
 from bundle import capabilities, files
 from bundle.digest import of_json
 from bundle.environment import image, packages, versions
 from bundle.environment.image import BuildInfo
 from bundle.environment.megatron import Megatron
-from bundle.errors import BundleError, EnvironmentUnfit, UsageError, shown
+from bundle.errors import BundleError, EnvironmentUnfit, UsageError, by_key, shown
 from bundle.launch import outcomes, torchrun
 from bundle.launch.rendezvous import Rendezvous
 from bundle.patches import plan, subject, table
@@ -34,14 +44,14 @@ FORMAT, VERSION = "mcore-bundle job", 1
 UNDECIDED = "undecided"
 LARGEST = 1 << 24
 _AGAIN = "write it again: mcore-bundle plan RECIPE --job FILE"
-_UNDERSTOOD = ConfigDict(extra="forbid", strict=True, frozen=True)
+_UNDERSTOOD = ConfigDict(extra="forbid", strict=True)
 _Text = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00]*$")]
 
 
 class Start(BaseModel):
     """What to do with what the run directory holds, and the checkpoint or run that a new run begins with."""
 
-    model_config = _UNDERSTOOD
+    model_config = ConfigDict(**_UNDERSTOOD, frozen=True)
 
     fresh: bool = False
     resume: bool = False
@@ -53,46 +63,44 @@ class Start(BaseModel):
         return None if self.origin is None else Path(self.origin)
 
 
-class _Document(BaseModel):
-    """A job file's keys; what the larger values hold is checked by the rooms that they belong to."""
+def _read_recipe(value: Any) -> Recipe:
+    return from_mapping(value, "its recipe") if isinstance(value, dict) else value
 
-    model_config = _UNDERSTOOD
 
-    format: Literal["mcore-bundle job"]
-    version: Literal[1]
-    recipe: dict[str, Any]
-    backend: Literal["cpu", "cuda", "ascend"]
+def _read_patches(value: Any) -> PatchPlan | None:
+    if value == UNDECIDED:
+        return None
+    return plan.load(value) if isinstance(value, dict) else value
+
+
+def _write_patches(patches: PatchPlan | None) -> Any:
+    return patches.dump() if patches else UNDECIDED
+
+
+def _possible(path: Path) -> Path:
+    if "\0" in str(path):
+        raise ValueError("no name of a file: it holds a null character")
+    return path
+
+
+@dataclass(frozen=True, kw_only=True, config=_UNDERSTOOD)
+class Job:
+    """One job, decided. Every value is checked as it comes, by the room that it belongs to."""
+
+    recipe: Annotated[Recipe, BeforeValidator(_read_recipe), PlainSerializer(Recipe.dump)]
+    backend: str = Field(pattern="^(cpu|cuda|ascend)$")
     nodes: int = Field(ge=1, le=MOST_RANKS)
     per_node: int = Field(ge=1, le=MOST_PER_NODE)
-    environment: dict[_Text, _Text]
-    attention: Literal["auto", "flash", "fused", "unfused"]
-    megatron: _Text
-    patches: dict[str, Any] | Literal["undecided"]
-    allow_drift: tuple[_Text, ...]
-    image: BuildInfo | None
-    directory: _Text
-    start: Start
-    plan: dict[str, Any]
-    digest: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """One job, decided. `patches` is None where the sources of its megatron-core were not at hand."""
-
-    recipe: Recipe
-    backend: str
-    nodes: int
-    per_node: int
-    environment: Mapping[str, str]  # that the ranks are started with
-    attention: str  # the kernel that the plan says
-    megatron: str  # the version that it was planned for
-    patches: PatchPlan | None
-    allow_drift: tuple[str, ...] = ()
+    environment: dict[_Text, _Text]  # that the ranks are started with
+    attention: str = Field(pattern="^(auto|flash|fused|unfused)$")  # the kernel that the plan says
+    megatron: _Text  # the version that it was planned for
+    # None: the sources of its megatron-core were not at hand.
+    patches: Annotated[PatchPlan | None, BeforeValidator(_read_patches), PlainSerializer(_write_patches)]
+    allow_drift: tuple[_Text, ...] = ()
     image: BuildInfo | None  # the record of the image that it runs in; None: in none of ours
-    directory: Path  # where its run lives
+    directory: Annotated[Path, AfterValidator(_possible)]  # where its run lives
     start: Start
-    plan: Mapping[str, Any]  # for people and programs: nothing of it is executed
+    plan: dict[str, Any]  # for people and programs: nothing of it is executed
 
     @cached_property
     def trained(self) -> Recipe:
@@ -123,28 +131,16 @@ class Job:
 
     def dump(self) -> dict[str, Any]:
         """The file's JSON values."""
-        document = {
-            "format": FORMAT,
-            "version": VERSION,
-            "recipe": self.recipe.dump(),
-            "backend": self.backend,
-            "nodes": self.nodes,
-            "per_node": self.per_node,
-            "environment": dict(self.environment),
-            "attention": self.attention,
-            "megatron": self.megatron,
-            "patches": self.patches.dump() if self.patches else UNDECIDED,
-            "allow_drift": list(self.allow_drift),
-            "image": self.image.model_dump(by_alias=True) if self.image else None,
-            "directory": str(self.directory),
-            "start": self.start.model_dump(),
-            "plan": dict(self.plan),
-        }
+        document = {"format": FORMAT, "version": VERSION}
+        document |= _FILE.dump_python(self, mode="json", by_alias=True)
         return document | {"digest": of_json(document)}
 
     def text(self) -> str:
         """The file."""
         return json.dumps(self.dump(), indent=1) + "\n"
+
+
+_FILE = TypeAdapter(Job)
 
 
 def launch(job: Job, where: Rendezvous, wait: int = torchrun.WAIT_SECONDS) -> torchrun.Launch:
@@ -241,32 +237,17 @@ def parse(data: bytes | str) -> Job:
         )
     if (said := document.get("digest")) != digest:
         raise UsageError(f"damaged or edited: its digest is {shown(said)}, not that of its content; {_AGAIN}")
+    said = {key: value for key, value in document.items() if key not in ("format", "version", "digest")}
     try:
-        read = _Document.model_validate_json(data)
+        job = _FILE.validate_json(json.dumps(said))
     except ValidationError as error:
-        found = [f"{'.'.join(map(str, e['loc']))[:80]}: {e['msg']}" for e in error.errors(include_url=False)]
-        raise UsageError(f"this is no job: {_AGAIN}", found[:10]) from error
-    recipe = from_mapping(read.recipe, "its recipe")
-    known = {variable.name for variable in capabilities.of(read.backend).variables(recipe.features)}
-    if foreign := sorted(set(read.environment) - known):
+        raise UsageError(f"this is no job: {_AGAIN}", by_key(error)[:10]) from error
+    known = {variable.name for variable in capabilities.of(job.backend).variables(job.recipe.features)}
+    if foreign := sorted(set(job.environment) - known):
         raise UsageError(
-            f"environment: {', '.join(map(shown, foreign))}: no variable of backend {read.backend}"
+            f"environment: {', '.join(map(shown, foreign))}: no variable of backend {job.backend}"
         )
-    return Job(
-        recipe=recipe,
-        backend=read.backend,
-        nodes=read.nodes,
-        per_node=read.per_node,
-        environment=read.environment,
-        attention=read.attention,
-        megatron=read.megatron,
-        patches=plan.load(read.patches) if isinstance(read.patches, dict) else None,
-        allow_drift=read.allow_drift,
-        image=read.image,
-        directory=Path(read.directory),
-        start=read.start,
-        plan=read.plan,
-    )
+    return job
 
 
 def _json(data: bytes | str) -> tuple[dict[str, Any], str]:

@@ -5,6 +5,7 @@ Anything that cannot be true is refused.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from bundle.errors import UsageError
 from bundle.launch.claims import Claim, Fact, Variables, host_and_port
@@ -104,9 +105,9 @@ def _merge(speaker: Claim, flags: Claim, others: list[Claim], planned: int) -> C
     if flags.address and not answer.rank:
         answer = replace(answer, address=None, port=None)  # an endpoint that a person chose wins
     for claim in (flags, *others):
-        for name in ("nodes", "node_rank", "address", "port"):
-            if getattr(answer, name) is None and getattr(claim, name) is not None:
-                answer = replace(answer, **{name: getattr(claim, name)})
+        fills = {name: claim.facts().get(name) for name in ("nodes", "node_rank", "address", "port")}
+        said: dict[str, Any] = fills | answer.facts()
+        answer = replace(answer, **said)
     if answer.nodes is None and answer.source == "none":
         answer = replace(answer, nodes=Fact(planned, "devices.nodes"))
     if answer.nodes and answer.nodes.value == 1 and answer.node_rank is None:
@@ -132,21 +133,8 @@ def _gaps(answer: Claim, environment: Mapping[str, str]) -> list[str]:
 
 def _settle(answer: Claim) -> Rendezvous:
     assert answer.nodes and answer.node_rank, "gaps were refused above"
-    alone = answer.nodes.value == 1 and not answer.rank
-    return Rendezvous(
-        nodes=answer.nodes.value,
-        node_rank=answer.node_rank.value,
-        # One node needs nobody from outside: its ranks meet where only this machine can reach them.
-        address=LOOPBACK if alone or not answer.address else answer.address.value,
-        port=None if alone or not answer.port else answer.port.value,
-        source=answer.source,
-        reason=answer.reason,
-        per_node=_value(answer.per_node),
-        rank=_value(answer.rank),
-        local_rank=_value(answer.local_rank),
-        world_size=_value(answer.world_size),
-    )
-
-
-def _value(fact: Fact[int] | None) -> int | None:
-    return fact.value if fact else None
+    said = {name: fact.value for name, fact in answer.facts().items()}
+    # One node needs nobody from outside: its ranks meet where only this machine can reach them.
+    inside = {"address": LOOPBACK, "port": None}
+    where = said | inside if answer.nodes.value == 1 and not answer.rank else inside | said
+    return Rendezvous(source=answer.source, reason=answer.reason, **where)

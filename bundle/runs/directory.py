@@ -172,9 +172,9 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Holds the directory for this process; raises UsageError while another run holds it.
+        """Holds the directory for this process; the kernel lets go when it ends, however it ends.
 
-        The kernel lets go when the process ends, however it ends.
+        Raises UsageError while another run holds it, and where nothing can be held.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         with (self.root / ".lock").open("a+", encoding="utf-8") as file:
@@ -183,6 +183,11 @@ class RunDirectory:
             except BlockingIOError:
                 file.seek(0)
                 raise UsageError(f"{self.root}: another run is using it ({file.read()})") from None
+            except OSError as error:
+                raise UsageError(
+                    f"{self.root}: its file system locks no files ({error.strerror}), so that two runs could"
+                    " use it at once: mount it with flock, or name another place with --run-directory"
+                ) from error
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
             file.flush()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bundle.environment.compatibility import AUTOLOAD, package_findings
+from bundle.environment.doctor import AUTOLOAD, package_findings
 from bundle.environment.facts import Fact, Level
 from bundle.environment.hardware import detect
 from tests.environment.machines import recorded

@@ -1,6 +1,7 @@
 """Packages by metadata and source text, whatever importlib.metadata has been made to say."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -51,7 +52,7 @@ def test_an_editable_checkout_is_identified_by_its_commit(tmp_path: Path):
     (checkout / ".git/HEAD").write_text(sha + "\n")
     record = {"url": checkout.as_uri(), "dir_info": {"editable": True}}
     install(tmp_path / "site", "mindspeed", "0.12.1", record)
-    package = stack(tmp_path / "site").package("mindspeed")
+    package = stack(tmp_path / "site", checkout).package("mindspeed")  # its .pth file puts it on the path
     assert package is not None
     assert (package.version, package.commit, package.path) == ("0.12.1", sha, checkout / "mindspeed")
 
@@ -63,6 +64,15 @@ def test_a_broken_origin_record_is_as_good_as_none(tmp_path: Path, record: objec
     install(tmp_path, "mindspeed", "0.12.1", record)
     package = stack(tmp_path).package("mindspeed")
     assert package is not None and package.commit is None
+
+
+@pytest.mark.parametrize(("name", "version"), [("METADATA", None), ("direct_url.json", "0.12.1")])
+def test_a_pipe_in_the_place_of_a_record_is_not_waited_for(tmp_path: Path, name: str, version: str | None):
+    file = install(tmp_path, "mindspeed", "0.12.1") / name
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+    package = stack(tmp_path).package("mindspeed")
+    assert (package.version if package else None) == version
 
 
 def test_a_directory_of_the_same_name_is_no_package(tmp_path: Path):

@@ -1,4 +1,7 @@
+import errno
+import fcntl
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -269,6 +272,15 @@ with RunDirectory(Path(sys.argv[1])).locked():
     print("held", flush=True)
     sys.stdin.read()
 """
+
+
+def test_a_file_system_without_locks_is_one_clear_error(run, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(UsageError, match=r"locks no files .Function not implemented"), run.locked():
+        pass
 
 
 def test_two_runs_cannot_use_one_directory_and_a_killed_one_lets_go(run):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from bundle import files
-from bundle.errors import UsageError
+from bundle.errors import UsageError, by_key
 
 FILE = "docker-bake.json"
 
@@ -142,7 +142,7 @@ def load(root: Path) -> Definition:
     try:
         return Definition.model_validate(_defaults(json.loads(source)))
     except ValidationError as error:
-        found = [f"{'.'.join(map(str, e['loc']))[:200]}: {e['msg']}" for e in error.errors(include_url=False)]
+        found = by_key(error)
         raise UsageError(f"{file}: {len(found)} violations", found[:50]) from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{file}: {str(error)[:200]}") from error
