@@ -38,14 +38,11 @@ def check(
     corpus = prepare(job, directory / "data")
     counts, shown = asdict(inspect(job, corpus)), first_samples(job, corpus, samples)
     if as_json:
-        print(
-            json.dumps(
-                {"schema": 1, **counts, "skipped_rows": list(corpus.skipped), "samples": shown}, indent=2
-            )
-        )
+        rows = {"skipped_rows": list(corpus.skipped), "long_rows": list(corpus.long)}
+        print(json.dumps({"schema": 1, **counts, **rows, "samples": shown}, indent=2))
         return
     print("\n".join(_lines(job, counts)))
-    for reason in corpus.skipped:
+    for reason in (*corpus.skipped, *corpus.long):
         print(f"  - {reason}", file=sys.stderr)
     for number, text in enumerate(shown, start=1):
         print(f"\nsample {number} of step 1, ⟦learned⟧:\n{text}")
@@ -55,9 +52,14 @@ def _lines(job: Recipe, counts: dict[str, Any]) -> list[str]:
     train, kind = job.train, "packs" if job.data.packed else "samples"
     share = 100 * counts["learned"] / max(1, counts["tokens"])
     held = f", {counts['held_out']:,} held out" if counts["held_out"] else ", none held out"
-    skipped = f"; {counts['skipped']:,} corrupt rows or files are skipped" if counts["skipped"] else ""
+    left_out = (
+        ("skipped", "corrupt rows or files are skipped"),
+        ("deleted", "rows that are too long are deleted"),
+        ("cut", "are cut"),
+    )
+    apart = "".join(f"; {counts[key]:,} {what}" for key, what in left_out if counts[key])
     return [
-        f"documents  {counts['documents']:,}{skipped}",
+        f"documents  {counts['documents']:,}{apart}",
         f"tokens     {counts['tokens']:,}; {share:.1f} % are learned",
         f"{kind:<10} {counts['training']:,} to train on{held}; of {job.data.sequence_length:,} tokens,"
         f" filled to {100 * counts['filled']:.1f} %",

@@ -57,6 +57,21 @@ class Corpus:
         """How many there are."""
         return sum(store.facts["skipped_count"] for store in self.stores)
 
+    @property
+    def long(self) -> tuple[str, ...]:
+        """The first rows that were too long, with what became of them (`data.truncation`)."""
+        return tuple(place for store in self.stores for place in store.facts["long"])[:SHOWN]
+
+    @property
+    def deleted(self) -> int:
+        """How many of them were left out."""
+        return sum(store.facts["deleted"] for store in self.stores)
+
+    @property
+    def cut(self) -> int:
+        """How many of them were cut."""
+        return sum(store.facts["cut"] for store in self.stores)
+
     @functools.cached_property
     def bigram_entropy(self) -> float | None:
         """Nats per byte that the text's own pair counts leave; None where tokens are not bytes."""
@@ -122,7 +137,7 @@ def _key(recipe: Recipe, sources: Sequence[Source], made: Tokenizer, room: int) 
     if recipe.data.source == MEGATRON:
         paths += [(name, path.with_suffix(".bin")) for name, path in paths]
     stats = [(name, path.stat().st_size, path.stat().st_mtime_ns) for name, path in paths]
-    names = ("source", "separator", "fields", "template", "learn", "on_error")
+    names = ("source", "separator", "fields", "template", "learn", "truncation", "on_error")
     given = recipe.data.dump()
     chosen = {name: given[name] for name in names}
     vocabulary = recipe.architecture.vocab_size if recipe.data.source == MEGATRON else 0
@@ -142,13 +157,8 @@ def _store(
         adopt(path, source.path.with_suffix(""), recipe.architecture.vocab_size, progress)
     else:
         errors = DataErrors(recipe.data.on_error)
-
-        def conclude() -> dict[str, Any]:
-            errors.settle()
-            return {"skipped": errors.first, "skipped_count": errors.count}
-
         found = documents(recipe.data, recipe.task, sources, made, room, errors)
-        write(path, _counted(found, progress), made.vocab_size, conclude)
+        write(path, _counted(found, progress), made.vocab_size, errors.conclude)
     store = open_store(path)
     if store is None:
         raise JobFailed(f"{path}: the tokens just written are gone; is another job deleting them?")
@@ -205,12 +215,13 @@ def _samples(recipe: Recipe, store: Store, spans: Spans, made: Tokenizer, purpos
         samples = Windows(store, spans, length)
     if len(samples) == 0:
         have = f"the data has {len(store.lengths)} documents with {len(store.ids)} tokens"
-        skipped = store.facts["skipped_count"]
+        skipped, deleted = store.facts["skipped_count"], store.facts["deleted"]
         raise JobFailed(
             f"{have}: not one sample of {length} tokens is {purpose}; give more data, a smaller "
             f"data.sequence_length, or another data.validation than {recipe.data.validation:g}"
-            + (f"; {skipped} corrupt rows or files were skipped, such as" if skipped else ""),
-            store.facts["skipped"],
+            + (f"; {skipped} corrupt rows or files were skipped" if skipped else "")
+            + (f"; {deleted} rows that are too long were deleted" if deleted else ""),
+            store.facts["skipped"] + store.facts["long"],
         )
     return samples
 

@@ -22,6 +22,8 @@ class Inspection:
 
     documents: int
     skipped: int
+    deleted: int  # rows that were too long, and so those that are cut
+    cut: int
     tokens: int
     learned: int  # tokens that have a loss in some sample or would, were all of them trained on
     training: int  # samples
@@ -39,6 +41,8 @@ def inspect(recipe: Recipe, corpus: Corpus) -> Inspection:
     return Inspection(
         documents=sum(len(store.lengths) for store in corpus.stores),
         skipped=corpus.skipped_count,
+        deleted=corpus.deleted,
+        cut=corpus.cut,
         tokens=corpus.tokens,
         learned=sum(map(_learned, corpus.stores)),
         training=len(corpus.training),

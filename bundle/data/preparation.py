@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 PATIENCE = PATIENCE_SECONDS
 # Between two words of a reader; and between two lines on the terminal.
 SECONDS, LINE_SECONDS = 1.0, 10.0
-SHOWN = 3  # skipped rows on the terminal
+SHOWN = 3  # rows on the terminal, of each kind
 
 
 class _Readers:
@@ -72,7 +72,11 @@ def prepared(recipe: Recipe, directory: Path, dog: Watchdog) -> Corpus:
         raise EnvironmentUnfit("the ranks have different data; give every node the same files", found)
     (corpus,) = corpora
     if corpus.skipped:
-        _log.info(_told(corpus))
+        what = f"the data has {corpus.skipped_count:,} corrupt rows or files, which are skipped"
+        _tell(what, corpus.skipped, corpus.skipped_count)
+    if corpus.long:
+        what = f"of the rows that are too long {corpus.deleted:,} are deleted and {corpus.cut:,} cut"
+        _tell(what, corpus.long, corpus.deleted + corpus.cut)
     return corpus
 
 
@@ -116,11 +120,7 @@ def _progress(dog: Watchdog, readers: _Readers) -> Callable[[int], None]:
     return progress
 
 
-def _told(corpus: Corpus) -> str:
-    """Which rows were skipped, for the terminal: the first few of them."""
-    more = corpus.skipped_count - SHOWN
-    lines = [f"  - {reason}" for reason in corpus.skipped[:SHOWN]]
-    lines += [f"  - and {more:,} more"] if more > 0 else []
-    return "\n".join(
-        [f"the data has {corpus.skipped_count:,} corrupt rows or files, which are skipped", *lines]
-    )
+def _tell(what: str, first: Sequence[str], count: int) -> None:
+    """Which rows something happened to: the first few of them."""
+    more = [f"and {count - SHOWN:,} more"] if count > SHOWN else []
+    _log.info("\n  - ".join([what, *first[:SHOWN], *more]))

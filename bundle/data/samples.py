@@ -109,13 +109,10 @@ class Windows:
 
     def batch(self, numbers: Ints) -> Batch:
         """[b, length] each."""
-        ramp_ = np.arange(self._length + 1)
-        places = np.maximum(numbers, 0)[:, None] * self._length + ramp_
+        places = np.maximum(numbers, 0)[:, None] * self._length + np.arange(self._length + 1)
         piece = np.searchsorted(self._before, places, side="right") - 1
         in_store = self._starts[piece] + places - self._before[piece]
-        ids = self._ids[in_store]
-        learned = (np.diff(in_store) == 1) & (numbers != BLANK)[:, None]
-        return _batch(ids[:, :-1], ids[:, 1:], learned, np.broadcast_to(ramp_[:-1], learned.shape))
+        return _batch(numbers, self._ids[in_store], np.diff(in_store) == 1, np.arange(self._length))
 
 
 class Rows:
@@ -129,16 +126,11 @@ class Rows:
 
     def batch(self, numbers: Ints) -> Batch:
         """[b, length] each."""
-        ramp_ = np.arange(self._length + 1)
-        rows = self._spans.where(np.maximum(numbers, 0))
-        real = ramp_ < rows.lengths[:, None]
-        places = np.minimum(rows.starts[:, None] + ramp_, len(self._store.ids) - 1)
+        rows, within = self._spans.where(np.maximum(numbers, 0)), np.arange(self._length + 1)
+        real = within < rows.lengths[:, None]
+        places = np.minimum(rows.starts[:, None] + within, len(self._store.ids) - 1)
         ids = np.where(real, self._store.ids[places], self._padding)
-        learned = real & (numbers != BLANK)[:, None]
-        if self._store.learned is not None:
-            learned &= self._store.learned[places]
-        shape = (len(numbers), self._length)
-        return _batch(ids[:, :-1], ids[:, 1:], learned[:, 1:], np.broadcast_to(ramp_[:-1], shape))
+        return _batch(numbers, ids, (real & _learned(self._store, places))[:, 1:], within[:-1])
 
 
 class Packs:
@@ -152,18 +144,13 @@ class Packs:
 
     def batch(self, numbers: Ints) -> Batch:
         """[1, t] each, t the tokens of the one pack in `numbers`."""
-        (number,) = numbers.tolist()
-        spans = self._spans.where(self._packs[max(number, 0)])
+        spans = self._spans.where(self._packs[max(int(numbers[0]), 0)])
         places = ramp(spans.starts, spans.lengths)
-        ids = self._store.ids[places]
-        learned = np.ones(len(ids), np.bool_)
-        if self._store.learned is not None:
-            learned[:-1] = self._store.learned[places[1:]]
+        learned = np.roll(_learned(self._store, places), -1)
         learned[np.cumsum(spans.lengths) - 1] = False  # the last token of a sequence has none after it
-        learned &= number != BLANK
+        ids = self._store.ids[np.append(places, places[0])]
         positions = ramp(np.zeros(len(spans), np.int64), spans.lengths)
-        lengths = tuple(spans.lengths.tolist())
-        return _batch(ids[None], np.roll(ids, -1)[None], learned[None], positions[None], lengths)
+        return _batch(numbers, ids[None], learned[None], positions, tuple(spans.lengths.tolist()))
 
 
 class Joined:
@@ -178,21 +165,14 @@ class Joined:
 
     def batch(self, numbers: Ints) -> Batch:
         """The samples in their order, each from its data set; a pack comes alone, as it does from there."""
-        owners = np.searchsorted(self._ends, np.maximum(numbers, 0), side="right")
-        found = []
-        for number, owner in zip(numbers.tolist(), owners.tolist(), strict=True):
-            part = self._parts[owner]
-            own = (
-                number - int(self._ends[owner]) + len(part)
-            )  # BLANK is the first one's, and stays what it is
-            found.append(part.batch(np.asarray([own])))
-        return Batch(
-            torch.cat([one.ids for one in found]),
-            torch.cat([one.labels for one in found]),
-            torch.cat([one.loss_mask for one in found]),
-            torch.cat([one.position_ids for one in found]),
-            found[0].lengths,
-        )
+        owners = np.searchsorted(self._ends, np.maximum(numbers, 0), side="right").tolist()
+        begins = [int(self._ends[owner]) - len(self._parts[owner]) for owner in owners]
+        # BLANK is of the first data set, which begins at 0, and stays what it is.
+        each = zip(owners, numbers.tolist(), begins, strict=True)
+        found = [self._parts[owner].batch(np.asarray([number - begin])) for owner, number, begin in each]
+        columns = zip(*((b.ids, b.labels, b.loss_mask, b.position_ids) for b in found), strict=True)
+        ids, labels, loss_mask, positions = map(torch.cat, columns)
+        return Batch(ids, labels, loss_mask, positions, found[0].lengths)
 
 
 def joined(parts: Sequence[Samples]) -> Samples:
@@ -200,17 +180,24 @@ def joined(parts: Sequence[Samples]) -> Samples:
     return parts[0] if len(parts) == 1 else Joined(parts)
 
 
+def _learned(store: Store, places: Ints) -> NDArray[np.bool_]:
+    """Which of these tokens of the store are learned."""
+    return np.ones(places.shape, np.bool_) if store.learned is None else store.learned[places]
+
+
 def _batch(
+    numbers: Ints,
     ids: NDArray[Any],
-    labels: NDArray[Any],
     learned: NDArray[np.bool_],
-    positions: NDArray[Any],
+    positions: Ints,
     lengths: tuple[int, ...] | None = None,
 ) -> Batch:
+    """The samples `numbers` [b] of ids [b, s + 1], of which labels [b, s] are learned; none of BLANK are."""
+    wanted = learned & (numbers != BLANK)[:, None]
     return Batch(
-        torch.from_numpy(ids.astype(np.int64)),
-        torch.from_numpy(labels.astype(np.int64)),
-        torch.from_numpy(learned.astype(np.float32)),
-        torch.from_numpy(positions.astype(np.int64)),
+        torch.from_numpy(ids[:, :-1].astype(np.int64)),
+        torch.from_numpy(ids[:, 1:].astype(np.int64)),
+        torch.from_numpy(wanted.astype(np.float32)),
+        torch.from_numpy(np.tile(positions, (len(ids), 1))),
         lengths,
     )

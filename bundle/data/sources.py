@@ -2,11 +2,11 @@
 
 import codecs
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
-from bundle.errors import EnvironmentUnfit, JobFailed
+from bundle.errors import EnvironmentUnfit, JobFailed, shown
 from bundle.recipe.sections import Data
 from bundle.recipe.sources import Source
 
@@ -14,169 +14,185 @@ from bundle.recipe.sources import Source
 SHOWN = 20
 PARQUET_ROWS = 4096
 
+Values = dict[str, Any]
+A = TypeVar("A")
+B = TypeVar("B")
 
-class DataErrors:
-    """Collects corrupt rows and files; whether they stop the job is the recipe's `data.on_error`."""
 
-    def __init__(self, policy: str) -> None:
-        self.policy = policy
+class Corrupt(Exception):
+    """Why a row or file cannot be used; `line` where only a reader of the whole file knows it."""
+
+    def __init__(self, reason: str, line: int | None = None) -> None:
+        self.line = line
+        super().__init__(reason)
+
+
+class Told:
+    """How many rows or files something happened to, and what to the first of them."""
+
+    def __init__(self) -> None:
         self.count = 0
         self.first: list[str] = []
 
-    def add(self, place: str, reason: str) -> None:
-        """Records one corrupt row or file; `place` is "file:line" or "file"."""
+    def add(self, place: str, reason: object) -> None:
+        """Counts one more; `place` is "file:line" or "file"."""
         self.count += 1
         if len(self.first) < SHOWN:
             self.first.append(f"{place}: {reason}")
 
-    def shown(self) -> list[str]:
-        """The first errors, and how many more there are."""
-        more = [f"and {self.count - SHOWN} more"] if self.count > SHOWN else []
-        return [*self.first, *more]
 
-    def settle(self) -> None:
-        """Raises JobFailed with what was found, unless the policy is to skip."""
+class DataErrors(Told):
+    """Collects corrupt rows and files; whether they stop the job is the recipe's `data.on_error`."""
+
+    def __init__(self, policy: str) -> None:
+        super().__init__()
+        self.policy = policy
+        self.deleted, self.cut = Told(), Told()  # rows that were too long
+
+    def passed(self, given: Iterable[tuple[str, A]], make: Callable[[A], B]) -> Iterator[tuple[str, B]]:
+        """Each place with what `make` makes of its value; where that raises Corrupt, it is recorded."""
+        for place, value in given:
+            try:
+                made = make(value)
+            except Corrupt as error:
+                self.add(place, error)
+            except RecursionError:
+                self.add(place, "nested too deep")
+            else:
+                yield place, made
+
+    def conclude(self) -> dict[str, Any]:
+        """What to keep beside the tokens. Raises JobFailed for corrupt rows, unless they are skipped."""
         if self.count and self.policy == "stop":
+            more = [f"and {self.count - SHOWN} more"] if self.count > SHOWN else []
             what = f"the data has {self.count} corrupt rows or files"
-            raise JobFailed(f"{what}; mend them, or set data.on_error: skip", self.shown())
+            raise JobFailed(f"{what}; mend them, or set data.on_error: skip", [*self.first, *more])
+        long = [*self.deleted.first, *self.cut.first]
+        counts = {"skipped_count": self.count, "deleted": self.deleted.count, "cut": self.cut.count}
+        return {"skipped": self.first, "long": long, **counts}
 
 
-@dataclass(frozen=True)
-class Row:
-    """One row of a file; `place` is "file:line" for messages."""
-
-    place: str
-    values: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Text:
-    """One document; `place` is "file:line" of its beginning."""
-
-    place: str
-    text: str
-
-
-def texts(data: Data, sources: Sequence[Source], errors: DataErrors) -> Iterator[Text]:
-    """The documents of pre-training data: parts of text files, or one field of each row; none is blank."""
+def texts(data: Data, sources: Sequence[Source], errors: DataErrors) -> Iterator[tuple[str, str]]:
+    """The documents of pre-training data, after their places: parts of text files, or a field of each row."""
     if data.source == "text":
-        yield from _text_files(sources, data.separator, errors)
-        return
+        return _read(sources, lambda path: _documents(path, data.separator), errors)
     name = data.fields.text
-    for row in rows(data, sources, errors):
-        text = row.values.get(name)
-        if isinstance(text, str) and text.strip():
-            yield Text(row.place, text)
-        elif name not in row.values:
-            have = ", ".join(map(str, row.values)) or "no fields"
-            errors.add(row.place, f"field {name}: missing; the row has {have[:200]}")
-        else:
-            errors.add(row.place, f"field {name}: must be text, is {text!r:.60}")
+    given = rows(data.source, sources, (name,), errors)
+    return errors.passed(given, lambda values: text_of(values, name))
 
 
-def rows(data: Data, sources: Sequence[Source], errors: DataErrors) -> Iterator[Row]:
-    """The rows of JSONL or parquet files."""
-    if data.source == "jsonl":
-        return _json_lines(sources, errors)
-    names = data.fields
-    return _parquet_rows(sources, (names.text, names.prompt, names.response, names.messages), errors)
+def rows(
+    kind: str, sources: Sequence[Source], wanted: Sequence[str], errors: DataErrors
+) -> Iterator[tuple[str, Values]]:
+    """The rows of JSONL or parquet files, after their places: "file:line". At least the `wanted` fields."""
+    if kind == "jsonl":
+        return errors.passed(_read(sources, _lines, errors), _object)
+    return _read(sources, lambda path: _table(path, wanted), errors)
 
 
-def _text_files(sources: Sequence[Source], separator: str | None, errors: DataErrors) -> Iterator[Text]:
-    """The documents of text files: the parts between separators that are not blank."""
+def text_of(values: Values, name: str) -> str:
+    """The text in field `name` of a row. Raises Corrupt where there is none, or a blank one."""
+    if name not in values:
+        raise Corrupt(f"field {name}: missing; the row has {', '.join(values)[:200] or 'no fields'}")
+    text = values[name]
+    if not isinstance(text, str) or not text.strip():
+        raise Corrupt(f"field {name}: must be text, is {shown(text)}")
+    return text
+
+
+def _read(
+    sources: Sequence[Source], reader: Callable[[Path], Iterator[tuple[int, A]]], errors: DataErrors
+) -> Iterator[tuple[str, A]]:
+    """What `reader` finds in each file, after its place; it gives lines with what begins there."""
     for source in sources:
-        content = _bytes_of(source, errors)
-        if content is None:
-            continue
-        content = content.removeprefix(codecs.BOM_UTF8)
+        empty = not source.may_be_empty
         try:
-            text = content.decode()
-        except UnicodeDecodeError as error:
-            line = content.count(b"\n", 0, error.start) + 1
-            errors.add(f"{source.name}:{line}", f"not UTF-8: byte {content[error.start]:#04x}")
-            continue
-        if not text.strip():
-            if not source.may_be_empty:
-                errors.add(source.name, "empty")
-            continue
-        yield from _documents(source.name, text, separator)
+            for line, content in reader(source.path):
+                empty = False
+                yield f"{source.name}:{line}", content
+            if empty:
+                raise Corrupt("empty")
+        except OSError as error:
+            errors.add(source.name, error.strerror)
+        except Corrupt as error:
+            errors.add(f"{source.name}:{error.line}" if error.line else source.name, error)
 
 
-def _documents(name: str, text: str, separator: str | None) -> Iterator[Text]:
+def _documents(path: Path, separator: str | None) -> Iterator[tuple[int, str]]:
+    """The parts of a text file between separators, those that are not blank."""
+    content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise Corrupt(f"not UTF-8: byte {content[error.start]:#04x}", line) from error
     line = 1
     for part in text.split(separator) if separator else [text]:
         if part.strip():
-            yield Text(f"{name}:{line}", part)
+            yield line, part
         line += part.count("\n") + (separator.count("\n") if separator else 0)
 
 
-def _json_lines(sources: Sequence[Source], errors: DataErrors) -> Iterator[Row]:
-    """The objects of JSONL files; blank lines are passed over."""
-    for source in sources:
-        try:
-            with source.path.open("rb") as file:
-                yield from _objects(source.name, file, errors)
-        except OSError as error:
-            errors.add(source.name, str(error.strerror))
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a JSONL file that are not blank."""
+    with path.open("rb") as file:
+        begun = False
+        for number, line in enumerate(file, start=1):
+            content = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip()
+            if not content:
+                continue
+            if not begun and (content.startswith(b"[") or content == b"{"):
+                _refuse_part(content)
+            begun = True
+            yield number, content
 
 
-def _objects(name: str, lines: Iterator[bytes], errors: DataErrors) -> Iterator[Row]:
-    any_line = False
-    for number, line in enumerate(lines, start=1):
-        line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-        if not line.strip():
-            continue
-        place, first, any_line = f"{name}:{number}", not any_line, True
-        try:
-            value = json.loads(line.decode())
-        except UnicodeDecodeError as error:
-            errors.add(place, f"not UTF-8: byte {line[error.start]:#04x} at {error.start + 1}")
-        except ValueError as error:
-            if first and (line.lstrip().startswith(b"[") or line.strip() == b"{"):
-                errors.add(name, "one JSON value over several lines: write one object a line (jq -c '.[]')")
-                return
-            errors.add(place, f"not JSON: {error}")
-        except RecursionError:
-            errors.add(place, "not JSON that we read: nested too deep")
-        else:
-            if isinstance(value, dict):
-                yield Row(place, value)
-            else:
-                errors.add(place, f"must be a JSON object, is {type(value).__name__}")
-    if not any_line:
-        errors.add(name, "empty")
+def _refuse_part(line: bytes) -> None:
+    """Raises Corrupt where a line only begins a JSON value: one complaint of the file, not one a line."""
+    try:
+        json.loads(line)
+    except (UnicodeDecodeError, RecursionError):
+        return
+    except ValueError as error:
+        what = "one JSON value over several lines: write one object a line (jq -c '.[]')"
+        raise Corrupt(what) from error
 
 
-def _parquet_rows(sources: Sequence[Source], wanted: Sequence[str], errors: DataErrors) -> Iterator[Row]:
-    """The rows of parquet files, as far as they have one of the `wanted` columns."""
+def _object(line: bytes) -> Values:
+    try:
+        value = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise Corrupt(f"not UTF-8: byte {line[error.start]:#04x} at {error.start + 1}") from error
+    except ValueError as error:
+        raise Corrupt(f"not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise Corrupt(f"must be a JSON object, is {type(value).__name__}")
+    return value
+
+
+def _table(path: Path, wanted: Sequence[str]) -> Iterator[tuple[int, Values]]:
+    """The rows of a parquet file, as far as they have one of the `wanted` columns."""
     try:
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
         message = f"parquet data needs pyarrow (pip install 'mcore-bundle[data]'): {error}"
         raise EnvironmentUnfit(message) from error
-    for source in sources:
-        try:
-            with parquet.ParquetFile(source.path) as file:
-                columns = [name for name in file.schema_arrow.names if name in wanted]
-                if not columns:
-                    have = ", ".join(file.schema_arrow.names)
-                    errors.add(source.name, f"has none of the columns {', '.join(wanted)}; it has {have}")
-                    continue
-                number = 0
-                for batch in file.iter_batches(PARQUET_ROWS, columns=columns):
-                    for values in batch.to_pylist():
-                        number += 1
-                        yield Row(f"{source.name}:{number}", values)
-                if not number:
-                    errors.add(source.name, "empty")
-        except (pyarrow.ArrowException, OSError, ValueError) as error:
-            errors.add(source.name, f"not parquet that can be read: {error}")
-
-
-def _bytes_of(source: Source, errors: DataErrors) -> bytes | None:
     try:
-        return source.path.read_bytes()
-    except OSError as error:
-        errors.add(source.name, str(error.strerror))
-        return None
+        with parquet.ParquetFile(path) as file:
+            have = file.schema_arrow.names
+            if not (columns := [name for name in have if name in wanted]):
+                raise Corrupt(f"has none of the columns {', '.join(wanted)}; it has {', '.join(have)}")
+            batches = file.iter_batches(PARQUET_ROWS, columns=columns)
+            rows = (row for batch in batches for row in batch.to_pylist())
+            for number, row in enumerate(rows, start=1):
+                yield number, {name: _given(value) for name, value in row.items()}
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise Corrupt(f"not parquet that can be read: {error}") from error
+
+
+def _given(value: Any) -> Any:
+    """The value without what is null in it: structs of a table have every field in each row."""
+    if isinstance(value, dict):
+        return {name: _given(inner) for name, inner in value.items() if inner is not None}
+    return [_given(inner) for inner in value] if isinstance(value, list) else value

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bundle.data import indexed
-from bundle.data.chat import Learned
-from bundle.data.tokenizers import Tokens
+from bundle.data.sources import DataErrors
+from bundle.data.tokenizers import Learned, Tokens
 from bundle.digest import of_json
 from bundle.errors import JobFailed
 
@@ -103,7 +103,7 @@ def adopt(directory: Path, prefix: Path, vocabulary: int, progress: Progress) ->
     digest.update(found.lengths.tobytes())
     with _whole_or_not(directory) as building:
         facts = {"prefix": str(prefix.absolute()), "masked": False, "sha256": digest.hexdigest()}
-        (building / "facts.json").write_text(json.dumps(facts | {"skipped": [], "skipped_count": 0}))
+        (building / "facts.json").write_text(json.dumps(facts | DataErrors("stop").conclude()))
 
 
 def open_store(directory: Path) -> Store | None:

@@ -1,14 +1,16 @@
 """Files to token documents, one encoded batch at a time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
-from bundle.data.chat import Learned, messages_of, writer
-from bundle.data.sources import DataErrors, Row, Text, rows, texts
+from bundle.data.chat import writer
+from bundle.data.conversations import columns, conversation
+from bundle.data.sources import Corrupt, DataErrors, rows, texts
 from bundle.data.store import Document
-from bundle.data.tokenizers import Tokenizer, Tokens
+from bundle.data.tokenizers import Tokenizer
 from bundle.recipe.sections import Data
 from bundle.recipe.sources import Source
 
@@ -20,50 +22,68 @@ def documents(
     data: Data, task: str, sources: Sequence[Source], tokenizer: Tokenizer, longest: int, errors: DataErrors
 ) -> Iterator[Document]:
     """The token documents of all files; corrupt ones go to `errors`. `longest` limits SFT conversations."""
+    drafts: Iterator[tuple[str, Any]]
+    encode: Callable[[Sequence[Any]], Iterator[Document]]
     if task == "sft":
-        yield from _conversations(data, rows(data, sources, errors), tokenizer, longest, errors)
+        write = writer(data, tokenizer)
+        given = rows(data.source, sources, columns(data.fields), errors)
+        drafts = errors.passed(given, lambda values: write.draft(conversation(values, data)))
+        encode = write.encode
     else:
-        yield from _texts(texts(data, sources, errors), tokenizer, errors)
+        drafts, encode = texts(data, sources, errors), lambda together: _ended(together, tokenizer)
+    found = errors.passed(_encoded(drafts, encode), lambda document: _checked(document, tokenizer.vocab_size))
+    if task == "sft":
+        found = _fitting(found, data.truncation, longest, errors)
+    return (document for _, document in found)
 
 
-def _texts(given: Iterator[Text], tokenizer: Tokenizer, errors: DataErrors) -> Iterator[Document]:
-    end = np.asarray([tokenizer.end_of_text], np.uint32)
-    while together := list(islice(given, TOGETHER)):
-        for text, ids in zip(together, tokenizer.encode([one.text for one in together]), strict=True):
-            if unknown := _unknown(ids, tokenizer):
-                errors.add(text.place, unknown)
-            else:
-                yield Document(np.concatenate([ids, end]))
+def _encoded(
+    drafts: Iterator[tuple[str, Any]], encode: Callable[[Sequence[Any]], Iterator[Document]]
+) -> Iterator[tuple[str, Document]]:
+    while together := list(islice(drafts, TOGETHER)):
+        places, contents = zip(*together, strict=True)
+        yield from zip(places, encode(contents), strict=True)
 
 
-def _conversations(
-    data: Data, given: Iterator[Row], tokenizer: Tokenizer, longest: int, errors: DataErrors
-) -> Iterator[Document]:
-    write = writer(data, tokenizer)
-    while together := list(islice(given, TOGETHER)):
-        found = [messages_of(row.values, data.fields) for row in together]
-        written = iter(write([messages for messages in found if not isinstance(messages, str)]))
-        for row, messages in zip(together, found, strict=True):
-            result = messages if isinstance(messages, str) else next(written)
-            reason = result if isinstance(result, str) else _refused(*result, tokenizer, longest)
-            if reason is None:
-                yield Document(*result)
-            else:
-                errors.add(row.place, reason)
+def _ended(texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[Document]:
+    end = np.uint32(tokenizer.end_of_text)
+    return (Document(np.append(ids, end)) for ids in tokenizer.encode(texts))
 
 
-def _refused(ids: Tokens, learned: Learned, tokenizer: Tokenizer, longest: int) -> str | None:
-    """What is wrong with a conversation as tokens, or None."""
-    if len(ids) > longest:
-        return f"{len(ids)} tokens exceed the {longest} that data.sequence_length allows"
-    if not learned[1:].any():
-        return "not one token of it would be learned"
-    return _unknown(ids, tokenizer)
+def _checked(document: Document, vocabulary: int) -> Document:
+    highest = int(document.ids.max(initial=0))
+    if highest >= vocabulary:  # the tokenizer's ids are the model's
+        raise Corrupt(f"token {highest} is not in the vocabulary of {vocabulary}")
+    if not _learns(document):
+        raise Corrupt("not one token of it would be learned")
+    return document
 
 
-def _unknown(ids: Tokens, tokenizer: Tokenizer) -> str | None:
-    """Which id is none of the tokenizer's, whose ids are the model's, or None."""
-    highest = int(ids.max(initial=0))
-    if highest >= tokenizer.vocab_size:
-        return f"token {highest} is not in the vocabulary of {tokenizer.vocab_size}"
-    return None
+def _learns(document: Document) -> bool:
+    """Whether it has a label: the first token is none."""
+    return document.learned is None or bool(document.learned[1:].any())
+
+
+def _fitting(
+    given: Iterator[tuple[str, Document]], truncation: str, longest: int, errors: DataErrors
+) -> Iterator[tuple[str, Document]]:
+    """The documents of at most `longest` tokens, and what `data.truncation` makes of longer ones."""
+    for place, document in given:
+        size = len(document.ids)
+        if size <= longest:
+            yield place, document
+            continue
+        what = f"{size} tokens exceed the {longest} that data.sequence_length allows"
+        kept = slice(longest) if truncation == "right" else slice(size - longest, size)
+        cut = Document(
+            document.ids[kept], document.learned if document.learned is None else document.learned[kept]
+        )
+        if truncation == "error":
+            errors.add(place, f"{what}; data.truncation says what to do with such rows")
+        elif truncation == "delete":
+            errors.deleted.add(place, f"{what}: deleted")
+        elif not _learns(cut):
+            errors.deleted.add(place, f"{what}, and what is left has nothing to learn: deleted")
+        else:
+            errors.cut.add(place, f"{what}: cut on the {truncation}")
+            yield place, cut

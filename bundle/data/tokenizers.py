@@ -12,6 +12,7 @@ from bundle.errors import EnvironmentUnfit, UsageError
 from bundle.recipe.sections import BYTE_VOCABULARY
 
 Tokens = NDArray[np.uint32]
+Learned = NDArray[np.bool_]  # which tokens are
 Places = NDArray[np.int64]
 
 
@@ -109,16 +110,21 @@ class HuggingFace:
             )
         return template
 
-    def render(self, messages: Sequence[dict[str, Any]], template: str, *, prompt: bool) -> str:
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        template: str,
+        *,
+        prompt: bool,
+    ) -> str:
         """The conversation by a chat template; `prompt` opens the assistant's next turn."""
         text: str = self._tokenizer.apply_chat_template(
-            list(messages), chat_template=template, tokenize=False, add_generation_prompt=prompt
+            messages, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=prompt
         )
         return text
 
     def _encoded(self, texts: Sequence[str], **options: Any) -> Any:
-        if not texts:
-            return {"input_ids": [], "offset_mapping": []}
         whole = [text.encode(errors="replace").decode() for text in texts]
         return self._tokenizer(whole, add_special_tokens=False, verbose=False, **options)
 

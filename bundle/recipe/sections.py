@@ -127,13 +127,27 @@ class Parallel(Section):
 
 
 class Fields(Section):
-    """Names of the fields of a JSONL or parquet row."""
+    """Names of the fields of a JSONL or parquet row.
+
+    SFT takes the first of these that a row has: messages; prompt and response; ShareGPT's `conversations`;
+    Alpaca's `instruction`, `input`, `output` and `history`.
+    """
 
     text: str = Field(default="text", description="Pre-training: the document.")
     prompt: str = Field(default="prompt", description="SFT: what the model is given.")
     response: str = Field(default="response", description="SFT: what it should answer; only this has a loss.")
     messages: str = Field(
-        default="messages", description="SFT: a list of {role, content}; taken where a row has it."
+        default="messages",
+        description="SFT: a list of {role, content}, or of ShareGPT's {from, value}; a message may have"
+        " tool_calls, and a weight (0: not learned).",
+    )
+    system: str | None = Field(
+        default="system", description="SFT: the system message, where a row has one; null: none is read."
+    )
+    tools: str | None = Field(
+        default="tools",
+        description="SFT: functions that may be called, for the chat template, where a row has any: a list of"
+        " JSON schemas, or JSON of one; null: none are read.",
     )
 
 
@@ -167,6 +181,10 @@ class Data(Section):
     )
     on_error: Literal["stop", "skip"] = Field(
         default="stop", description="Corrupt rows and files: stop and list them, or skip and count them."
+    )
+    truncation: Literal["error", "delete", "right", "left"] = Field(
+        default="error",
+        description="SFT: rows of more tokens than a sample: corrupt, left out, or cut on that side.",
     )
     fields: Fields = Field(default_factory=Fields, description="Names of the fields of a row.")
     template: Literal["plain", "chat"] = Field(

@@ -75,6 +75,16 @@ MARKED_WITH_NAME = (
     "{% generation %}<assistant>{{ m.content }}<end>{% endgeneration %}"
     "{% else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}" + _PROMPT
 )
+# Qwen2.5: functions stand before the conversation, calls behind what is said, answers of tools together.
+CALLING = (
+    "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'tool' %}"
+    "{% if loop.previtem.role != 'tool' %}<user>{% endif %}<answer>{{ m.content }}</answer>"
+    "{% else %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>"
+    "{% endfor %}{% if m.role == 'assistant' %}<end>{% endif %}{% endif %}{% endfor %}" + _PROMPT
+)
 FORGETFUL = SIMPLE.replace(
     "{{ m.content }}", "{% if loop.last or m.role != 'assistant' %}{{ m.content }}{% endif %}"
 )

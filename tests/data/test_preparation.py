@@ -40,6 +40,19 @@ def test_one_rank_of_a_node_makes_tokens_all_have_them_and_skipped_rows_are_told
         shutil.rmtree(rows / "logs")
 
 
+def test_rows_that_are_too_long_are_told_when_training_starts(rows):
+    pairs = [{"prompt": "q" * (1 + number % 2 * 9), "response": "a" * number} for number in range(1, 9)]
+    (rows / "rows.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    keys = ("task=sft", "data.sequence_length=32", "data.validation=0", "data.truncation=right")
+    out, _ = finish(start(rows, WORKER, "same", *keys), 0, 120)
+    told, *reasons = out.splitlines()
+    assert told.endswith("INFO rank 0: of the rows that are too long 4 are deleted and 2 cut")
+    assert [line.split(": ")[0] for line in reasons] == [
+        *(f"  - rows.jsonl:{n}" for n in (1, 3, 5)),
+        "  - and 3 more",
+    ]
+
+
 def test_ranks_that_find_different_data_are_told_so_before_they_train(rows):
     (rows / "other").mkdir()
     (rows / "other" / "rows.jsonl").write_text((rows / "rows.jsonl").read_text().replace("row 7 ", "row 8 "))

@@ -4,14 +4,22 @@ import importlib.util
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bundle.data import chat as chat_module
-from bundle.data.chat import ChatTemplate, writer
+from bundle.data.chat import ChatTemplate
+from bundle.data.conversations import conversation
+from bundle.data.sources import Corrupt
 from bundle.data.tokenizers import HuggingFace
 from bundle.errors import UsageError
 from bundle.recipe.sections import Data
 from tests.data import chat
+
+
+def talk(messages, learn="all_turns", **row):
+    chosen = Data(source="jsonl", path=("rows.jsonl",), sequence_length=64, learn=learn)
+    return conversation({"messages": messages, **row}, chosen)
 
 
 def said(*contents, system=None):
@@ -30,8 +38,11 @@ def learned(tmp_path_factory):
 
     def of(template, messages, learn="all_turns"):
         made = HuggingFace(chat.directory(tmp_path_factory.mktemp("tokenizer"), template))
-        written = ChatTemplate(made, learn).write(messages)
-        return written if isinstance(written, str) else [written[0][start:end] for start, end in written[1]]
+        try:
+            text, parts = ChatTemplate(made).draft(talk(messages, learn))
+        except Corrupt as error:
+            return str(error)
+        return [text[start:end] for start, end in parts]
 
     return of
 
@@ -128,13 +139,14 @@ def test_rows_that_no_template_can_take(learned):
 
 def test_marks_of_generation_are_read_as_transformers_reads_them(tmp_path):
     made = HuggingFace(chat.directory(tmp_path, chat.MARKED))
-    talk = said("1+1?\n", "\n 2 ", "2+2?", "ünï", system="Be short.")
-    theirs = made._tokenizer.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)
+    messages = said("1+1?\n", "\n 2 ", "2+2?", "ünï", system="Be short.")
+    theirs = made._tokenizer.apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True
+    )
 
-    chosen = Data(source="jsonl", path=("rows.jsonl",), sequence_length=64, template="chat")
-    (written,) = writer(chosen, made)([talk])
-    assert not isinstance(written, str)
-    ids, ours = written
+    template = ChatTemplate(made)
+    (document,) = template.encode([template.draft(talk(messages))])
+    ids, ours = document.ids, np.asarray(document.learned)
     assert ids.tolist() == theirs["input_ids"] and ours.tolist() == list(map(bool, theirs["assistant_masks"]))
     assert 0 < ours.sum() < len(ids)
 

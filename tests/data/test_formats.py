@@ -1,0 +1,301 @@
+"""Rows in the formats that data sets have: what conversation each is, or why it is none."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bundle.data import prepare
+from bundle.data.conversations import columns, conversation
+from bundle.data.sources import Corrupt, DataErrors
+from bundle.data.sources import rows as table_rows
+from bundle.errors import JobFailed
+from bundle.recipe import load
+from bundle.recipe.sections import Data, Fields
+from bundle.recipe.sources import expand
+
+CALL = {"name": "add", "arguments": {"a": 1, "b": None}}
+CALLED = [{"type": "function", "function": CALL}]
+SCHEMA = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def data(**keys):
+    return Data(source="jsonl", path=("rows.jsonl",), sequence_length=64, **keys)
+
+
+def messages(row, **keys):
+    return conversation(row, data(**keys)).messages
+
+
+def refusal(row, **keys):
+    with pytest.raises(Corrupt) as caught:
+        conversation(row, data(**keys))
+    return str(caught.value)
+
+
+def talk(*contents):
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+def test_sharegpt_has_other_words_for_the_same():
+    turns = [("system", "s"), ("human", "q"), ("gpt", "a"), ("user", "q2"), ("assistant", "a2")]
+    row = {"id": 7, "conversations": [{"from": role, "value": text} for role, text in turns]}
+    assert messages(row) == [{"role": "system", "content": "s"}, *talk("q", "a", "q2", "a2")]
+
+
+def test_sharegpt_calls_of_functions_and_what_they_gave():
+    turns = [
+        ("human", "1+?"),
+        ("function_call", json.dumps(CALL)),
+        ("observation", "1"),
+        ("function_call", json.dumps([CALL, {"name": "now", "arguments": ""}])),
+        ("tool", "2"),
+        ("gpt", "2!"),
+    ]
+    row = {
+        "conversations": [{"from": role, "value": text} for role, text in turns],
+        "tools": json.dumps([SCHEMA]),
+    }
+    found = conversation(row, data())
+    assert found.tools == [SCHEMA] and found.turns == [1, 3, 5]
+    assert found.messages == [
+        {"role": "user", "content": "1+?"},
+        {"role": "assistant", "content": "", "tool_calls": CALLED},
+        {"role": "tool", "content": "1"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [*CALLED, {"type": "function", "function": {"name": "now", "arguments": {}}}],
+        },
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "2!"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "asked"),
+    [
+        ({"instruction": "add", "input": "1, 1", "output": "2"}, "add\n1, 1"),
+        ({"instruction": "add", "input": "", "output": "2", "text": "whole"}, "add"),
+        ({"instruction": "add", "output": "2"}, "add"),
+        ({"instruction": "", "input": "1+1", "output": "2", "system": "", "history": None}, "1+1"),
+    ],
+)
+def test_alpaca_asks_with_instruction_and_input(row, asked):
+    assert messages(row) == talk(asked, "2")
+
+
+def test_alpaca_may_have_a_system_message_and_a_history():
+    row = {"instruction": "q3", "output": "a3", "system": "s", "history": [["q1", "a1"], ["q2", "a2"]]}
+    found = conversation(row, data())
+    assert found.messages == [{"role": "system", "content": "s"}, *talk("q1", "a1", "q2", "a2", "q3", "a3")]
+    assert found.turns == [2, 4, 6] and conversation(row, data(learn="last_turn")).turns == [6]
+
+
+def test_a_row_of_several_formats_is_the_first_of_them():
+    row: dict[str, Any] = {"instruction": "i", "output": "o"}
+    assert messages(row) == talk("i", "o")
+    row["conversations"] = [{"from": "human", "value": "h"}, {"from": "gpt", "value": "g"}]
+    assert messages(row) == talk("h", "g")
+    row |= {"prompt": "p", "response": "r"}
+    assert messages(row) == talk("p", "r")
+    row["messages"] = talk("m", "n")
+    assert messages(row) == talk("m", "n")
+    assert messages(row, fields=Fields(messages="conversations")) == talk("h", "g")
+    empty = dict.fromkeys(row)
+    assert messages(empty | {"instruction": "i", "output": "o"}) == talk("i", "o")
+
+
+def test_either_list_may_have_either_words_for_a_message():
+    assert messages({"conversations": talk("q", "a")}) == talk("q", "a")
+    assert messages({"messages": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}) == talk(
+        "q", "a"
+    )
+
+
+def test_a_system_message_beside_the_conversation_comes_first_and_only_once():
+    system = {"role": "system", "content": "s"}
+    for row in ({"messages": talk("q", "a")}, {"prompt": "q", "response": "a"}):
+        assert messages(row | {"system": "s"}) == [system, *talk("q", "a")]
+        assert messages(row | {"system": "s"}, fields=Fields(system=None)) == talk("q", "a")
+        assert messages(row | {"persona": "s"}, fields=Fields(system="persona")) == [system, *talk("q", "a")]
+    same = {"messages": [system, *talk("q", "a")], "system": "s"}
+    assert messages(same) == same["messages"]
+    assert "begin with another system message" in refusal(same | {"system": "t"})
+    assert "field system: must be text" in refusal(same | {"system": 3})
+
+
+def test_developer_and_tool_are_roles_and_what_a_template_may_read_stays():
+    rows = [
+        {"role": "developer", "content": "d"},
+        {"role": "user", "content": "q", "name": "me"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "x", "function": CALL}]},
+        {"role": "tool", "content": "2", "tool_call_id": "x"},
+        {"role": "assistant", "content": "2", "reasoning_content": "so", "tool_calls": []},
+    ]
+    found = messages({"messages": rows})
+    assert [message["role"] for message in found] == ["developer", "user", "assistant", "tool", "assistant"]
+    assert found[1]["name"] == "me" and found[3]["tool_call_id"] == "x"
+    assert found[2] == {"role": "assistant", "content": "", "tool_calls": [{"id": "x", **CALLED[0]}]}
+    assert found[4] == {"role": "assistant", "content": "2", "reasoning_content": "so"}
+
+
+def test_arguments_are_an_object_also_where_they_are_written_as_json():
+    call = {"id": "x", "type": "function", "function": CALL | {"arguments": json.dumps(CALL["arguments"])}}
+    for said in ({"tool_calls": [call]}, {"function_call": call["function"]}):
+        rows = [*talk("q"), {"role": "assistant", **said}]
+        (made,) = messages({"messages": rows})[1]["tool_calls"]
+        assert made["function"] == CALL and made["type"] == "function"
+
+
+def test_parts_of_a_content_are_one_text():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": " b"}]
+    assert messages({"messages": [{"role": "user", "content": parts}, *talk("", "x")[1:]]}) == talk(
+        "a b", "x"
+    )
+
+
+@pytest.mark.parametrize("word", ["weight", "loss", "train"])
+def test_turns_can_say_themselves_whether_they_are_learned(word):
+    def turns(*flags, **keys):
+        rows = talk("q", "a", "q", "a")
+        for row, flag in zip(rows, flags, strict=True):
+            row |= {} if flag is None else {word: flag}
+        found = conversation({"messages": rows}, data(**keys))
+        assert found.messages == talk("q", "a", "q", "a")
+        return found.turns, found.every_turn
+
+    assert turns(None, None, None, None) == ([1, 3], True)
+    assert turns(None, 0, None, 1) == ([3], False)
+    assert turns(0, 1.0, False, False) == ([1], False)
+    assert turns(None, True, None, None, learn="last_turn") == ([3], False)
+    rows = [*talk("q"), {"role": "assistant", "content": "a", word: 0}]
+    assert "no turn that is learned" in refusal({"messages": rows})
+    for wrong in (2, 0.5, "1", [1]):
+        rows[1][word] = wrong
+        assert "say whether it is learned" in refusal({"messages": rows})
+    rows[0][word] = 1
+    assert "messages[0]: has a weight" in refusal({"messages": rows})
+    last = {"role": "assistant", "content": "a", "weight": 0}
+    assert "no turn that is learned" in refusal({"messages": [*talk("q", "a", "q"), last]}, learn="last_turn")
+
+
+def answered(**said):
+    return {"messages": [*talk("q"), {"role": "assistant", **said}]}
+
+
+def asked(content):
+    return {"messages": [{"role": "user", "content": content}, *talk("q", "a")[1:]]}
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
+
+
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        ({"question": "x"}, "none of the fields messages; prompt and response; conversations; instruction"),
+        ({}, "the row has no fields"),
+        ({"conversations": None}, "field conversations: must be a list"),
+        ({"conversations": [{"from": "gpt"}]}, "field conversations[0]: content must be text, is None"),
+        ({"conversations": [{"value": "x"}]}, "field conversations[0]: must be an object with a role"),
+        ({"conversations": [{"from": ["gpt"], "value": "x"}]}, "conversations[0]: must be an object"),
+        ({"conversations": [{"from": "human", "value": "x"}]}, "must end with what the assistant says"),
+        ({"conversations": [{"from": "function_call", "value": "add(1)"}]}, "tool_calls: not JSON"),
+        ({"conversations": [{"from": "function_call"}]}, "conversations[0]: content must be text"),
+        ({"instruction": "x", "response": "y"}, "field prompt: missing; the row has instruction, response"),
+        ({"instruction": "x"}, "field output: missing"),
+        ({"instruction": 1, "output": "y"}, "field instruction: must be text, is 1"),
+        ({"instruction": "x", "input": ["y"], "output": "y"}, "field input: must be text, is ['y']"),
+        ({"instruction": " ", "output": "y"}, "fields instruction and input: must be text, are blank"),
+        ({"instruction": "x", "output": "y", "history": [["a"]]}, "field history: must be a list of [que"),
+        ({"instruction": "x", "output": "y", "history": [["a", ""]]}, "field history: must be a list"),
+        ({"instruction": "x", "output": "y", "history": "a"}, "field history: must be a list"),
+        (asked([IMAGE]), "field messages[0]: content has a part {'type': 'image_url'"),
+        (asked([{"type": "text", "text": "x"}, {"type": "video"}]), "content has a part {'type': 'video'}"),
+        (asked([{"type": "text", "text": None}]), "content has a part"),
+        (asked([]), "content must be text, is []"),
+        ({"prompt": "<image>x", "response": "y", "images": ["x.png"]}, "field images: only text can be"),
+        (answered(content=None), "field messages[1]: content must be text"),
+        (answered(tool_calls=[]), "content must be text, is None"),
+        (answered(tool_calls=["x"]), "must be the name and arguments of a function, is 'x'"),
+        (answered(tool_calls={"function": None}), "must be the name and arguments of a function"),
+        (answered(tool_calls=[{"function": {"name": "f", "arguments": [1]}}]), "arguments must be an object"),
+        (answered(tool_calls=[{"function": {"name": "f", "arguments": "{"}}]), "arguments: not JSON"),
+        (answered(content="a") | {"tools": "{}"}, "field tools: must be a list of objects, or JSON of one"),
+        (answered(content="a") | {"tools": "x"}, "field tools: not JSON"),
+        (answered(content="a") | {"tools": ["x"]}, "field tools: must be a list of objects"),
+    ],
+)
+def test_rows_that_are_none_are_named_by_field(row, named):
+    assert named in refusal(row)
+
+
+def read(sources, errors):
+    """The conversations of tables."""
+    given = table_rows("parquet", sources, columns(Fields()), errors)
+    return (made for _, made in errors.passed(given, lambda row: conversation(row, data())))
+
+
+GARBAGE = st.recursive(
+    st.none() | st.booleans() | st.integers(-1, 2) | st.sampled_from(["", "x", "user", "gpt", "{}", "[1]"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["role", "content", "from", "value", "tool_calls", "function", "name", "type", "weight"]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+FIELDS = "messages conversations prompt response system tools instruction input output history images"
+
+
+@given(st.dictionaries(st.sampled_from(FIELDS.split()), GARBAGE, max_size=5))
+def test_any_row_is_a_conversation_that_a_template_can_take_or_says_why_not(row):
+    try:
+        found = conversation(row, data())
+    except Corrupt:
+        return
+    assert all(isinstance(message["content"], str) for message in found.messages)
+    assert {found.messages[index]["role"] for index in found.turns} == {"assistant"}
+
+
+def test_broken_rows_of_all_formats_are_told_at_once_by_file_and_line(tmp_path):
+    deep = '{"conversations": ' + '{"a":' * 900 + "1" + "}" * 901
+    rows = ['{"prompt": "q", "response": "a"}', '{"conversations": [7]}', '{"instruction": "x"}', deep, "{}"]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(rows))
+    made = load("demo", ["task=sft", "data.source=jsonl", f"data.path={path}"])
+    with pytest.raises(JobFailed) as caught:
+        prepare(made, tmp_path / "data")
+    assert [line.split(": ")[0] for line in caught.value.violations] == [f"{path}:{n}" for n in (2, 3, 4, 5)]
+
+
+def test_a_table_has_the_same_conversations(tmp_path):
+    """Structs of a table have every field in each row: what is null there was not said."""
+    pa = pytest.importorskip("pyarrow", exc_type=ImportError)
+    parquet = pytest.importorskip("pyarrow.parquet", exc_type=ImportError)
+    called = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}],
+    }
+    rows: list[dict[str, Any]] = [
+        {"messages": [*talk("q"), called, {"role": "tool", "content": "1"}, *talk("", "a")[1:]]},
+        {"messages": [{"role": "user", "content": "q", "weight": 0}, *talk("", "a")[1:]], "system": "s"},
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+        {"instruction": "i", "output": "o", "history": [["q", "a"]]},
+    ]
+    parquet.write_table(
+        pa.Table.from_pylist([dict.fromkeys(FIELDS.split()) | row for row in rows]), tmp_path / "x.parquet"
+    )
+    errors = DataErrors("stop")
+    found = list(read((*expand([str(tmp_path)], "parquet"),), errors))
+    assert errors.count == 0 and [made.messages for made in found] == [messages(row) for row in rows]

@@ -1,0 +1,130 @@
+"""SFT rows of more tokens than a sample has room for: refused, left out or cut, and always told."""
+
+import json
+
+import numpy as np
+import pytest
+
+from bundle.data import changed, prepare
+from bundle.data.inspection import inspect
+from bundle.errors import JobFailed
+from bundle.recipe import load
+from tests.data.test_inspection import check
+
+LENGTH = 64
+HEAD = len("### User\n\n### Assistant\n")
+# (characters of the question, of the answer): two that fit, one by a token too long, two far too long.
+SIZES = [(5, 5), (20, LENGTH - HEAD - 20 - 2), (20, LENGTH - HEAD - 20 - 1), (10, 200), (200, 10)]
+
+
+@pytest.fixture
+def rows(tmp_path):
+    lines = [json.dumps({"prompt": "q" * asked, "response": "a" * said}) for asked, said in SIZES]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def recipe(rows, *overrides):
+    keys = [f"data.path={rows}", "data.source=jsonl", "data.validation=0", f"data.sequence_length={LENGTH}"]
+    return load("demo", ["task=sft", *keys, *overrides])
+
+
+def documents(corpus):
+    """(ids, which are learned) of each, as text: what is learned in capitals."""
+    (store,) = corpus.stores
+    found = []
+    for start, length in zip(store.starts, store.lengths, strict=True):
+        ids, learned = (column[start : start + length] for column in (store.ids, store.learned))
+        text = "".join("$" if i == 256 else chr(i) for i in ids)
+        found.append(
+            "".join(c.upper() if is_learned else c for c, is_learned in zip(text, learned, strict=True))
+        )
+    return found
+
+
+def whole(asked, said):
+    return f"### User\n{'q' * asked}\n### Assistant\n{'A' * said}\n$"
+
+
+def test_long_rows_are_refused_where_nobody_says_otherwise(rows, tmp_path):
+    with pytest.raises(JobFailed) as caught:
+        prepare(recipe(rows), tmp_path / "data")
+    assert caught.value.violations == tuple(
+        f"{rows}:{line}: {size} tokens exceed the {LENGTH} that data.sequence_length allows;"
+        " data.truncation says what to do with such rows"
+        for line, size in ((3, LENGTH + 1), (4, HEAD + 212), (5, HEAD + 212))
+    )
+
+
+def test_long_rows_can_be_left_out_and_are_counted_also_from_the_cache(rows, tmp_path):
+    for _ in range(2):
+        corpus = prepare(recipe(rows, "data.truncation=delete"), tmp_path / "data")
+        assert list(map(str.lower, documents(corpus))) == [whole(*sizes).lower() for sizes in SIZES[:2]]
+        assert (corpus.deleted, corpus.cut, corpus.skipped_count) == (3, 0, 0)
+        assert [line.split(": ")[0] for line in corpus.long] == [f"{rows}:{line}" for line in (3, 4, 5)]
+        assert all(line.endswith(": deleted") for line in corpus.long)
+
+
+@pytest.mark.parametrize(("side", "kept"), [("right", [0, 1, 2, 3]), ("left", [0, 1, 2, 3, 4])])
+def test_long_rows_can_be_cut_on_either_side_with_their_mask(rows, tmp_path, side, kept):
+    corpus = prepare(recipe(rows, f"data.truncation={side}"), tmp_path / "data")
+    texts = [whole(*SIZES[index]) for index in kept]
+    assert documents(corpus) == [text[:LENGTH] if side == "right" else text[-LENGTH:] for text in texts]
+    assert (corpus.deleted, corpus.cut) == (5 - len(kept), len(kept) - 2)
+    batch = corpus.training.batch(np.arange(len(kept)))
+    assert (batch.loss_mask.sum(1) > 0).all()
+
+
+def test_a_row_of_which_nothing_learned_is_left_is_deleted_and_told(rows, tmp_path):
+    corpus = prepare(recipe(rows, "data.truncation=right"), tmp_path / "data")
+    assert corpus.deleted == 1
+    (line,) = [line for line in corpus.long if "deleted" in line]
+    assert line.startswith(f"{rows}:5: ") and "what is left has nothing to learn" in line
+
+
+def test_a_pack_has_room_for_what_it_holds(rows, tmp_path):
+    keys = ("data.packed=true", "train.micro_batch_size=1", "data.truncation=left")
+    corpus = prepare(recipe(rows, *keys, "data.sequence_length=72"), tmp_path / "data")
+    room = 64  # the next multiple below
+    assert max(corpus.stores[0].lengths) == room and corpus.cut == 3
+
+
+def test_other_truncation_is_other_data(rows, tmp_path):
+    right, left = (prepare(recipe(rows, f"data.truncation={side}"), tmp_path) for side in ("right", "left"))
+    assert len(changed(right.identity, left.identity)) == 1
+
+
+def test_a_corpus_of_which_all_is_deleted_says_so(rows, tmp_path):
+    with pytest.raises(JobFailed, match=r"; 5 rows that are too long were deleted") as caught:
+        prepare(recipe(rows, "data.truncation=delete", "data.sequence_length=16"), tmp_path / "data")
+    assert len(caught.value.violations) == 5
+
+
+def test_running_text_is_never_too_long(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"text": "x" * 1000}))
+    made = load(
+        "demo", [f"data.path={path}", "data.source=jsonl", "data.validation=0", "data.sequence_length=16"]
+    )
+    corpus = prepare(made, tmp_path / "data")
+    assert corpus.tokens == 1001 and corpus.long == ()
+
+
+def test_check_counts_and_names_long_rows(rows, tmp_path):
+    made = recipe(rows, "data.truncation=right")
+    counts = inspect(made, prepare(made, tmp_path / "data"))
+    assert (counts.documents, counts.deleted, counts.cut) == (4, 1, 2)
+    sets = [
+        "task=sft",
+        f"data.path={rows}",
+        "data.source=jsonl",
+        "data.validation=0",
+        "data.truncation=right",
+    ]
+    words = [word for key in [*sets, f"data.sequence_length={LENGTH}"] for word in ("--set", key)]
+    done = check("demo", *words, "--run-directory", tmp_path / "run")
+    assert "documents  4; 1 rows that are too long are deleted; 2 are cut\n" in done.stdout, done.stderr
+    assert [line for line in (3, 4, 5) if f"rows.jsonl:{line}: " in done.stderr] == [3, 4, 5]
+    found = json.loads(check("demo", *words, "--run-directory", tmp_path / "run", "--json").stdout)
+    assert (found["deleted"], found["cut"], len(found["long_rows"])) == (1, 2, 3)
