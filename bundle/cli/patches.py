@@ -60,9 +60,8 @@ app.command()(verify)
 def list_(as_json: JSON = False) -> None:
     """Name everything that is patched, relied on, known to fail, or stood in for."""
     from bundle.capabilities.cpu import FACADE
-    from bundle.patches.catalogue import PATCHES
+    from bundle.patches.catalogue import PATCHES, TRAPS
     from bundle.patches.seams import SEAMS
-    from bundle.patches.traps import TRAPS
 
     rows = [("patch", patch.id, patch.range, patch.why, patch.assumes) for patch in PATCHES]
     rows += [("seam", seam.id, seam.range, f"{seam.use}. {seam.why}", "") for seam in SEAMS]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from bundle.environment import versions
 from bundle.patches import mindspeed
 from bundle.patches.entry import Action, Decision, Patch, Presence, Replacement, Seam, Trap
-from bundle.patches.reading import Reading
+from bundle.patches.subject import Reading
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

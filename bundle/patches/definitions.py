@@ -3,11 +3,14 @@
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from bundle.errors import nearest
 from bundle.patches.fingerprint import fingerprint, signature
 from bundle.patches.pattern import found
 from bundle.patches.source import Module, SourceTree, absolute, bindings
+
+_Node = TypeVar("_Node", bound=ast.AST)
 
 
 @dataclass(frozen=True)
@@ -60,18 +63,20 @@ class Definition:
         """The calls of a function of that name, or of a method of that name of anything."""
         return tuple(
             node
-            for node in self.walk()
-            if isinstance(node, ast.Call)
-            and name
-            == (node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", None))
+            for node in self.each(ast.Call)
+            if name == (node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", None))
         )
+
+    def given(self, name: str, keyword: str) -> tuple[str, ...]:
+        """What the calls of a function or method give for a keyword, as Python writes it."""
+        given = (argument for call in self.calls(name) for argument in call.keywords)
+        return tuple(ast.unparse(argument.value) for argument in given if argument.arg == keyword)
 
     def assigned(self, name: str) -> frozenset[str]:
         """What is assigned to a name or an attribute ("self.x"), alone or in a tuple, as Python writes it."""
         return frozenset(
             ast.unparse(node.value)
-            for node in self.walk()
-            if isinstance(node, ast.Assign)
+            for node in self.each(ast.Assign)
             for target in node.targets
             for one in (target.elts if isinstance(target, ast.Tuple) else [target])
             if ast.unparse(one) == name
@@ -80,6 +85,14 @@ class Definition:
     def has(self, code: str) -> bool:
         """Whether this expression or statement occurs, however laid out; patterns as in `pattern`."""
         return bool(found(code, self.walk()))
+
+    def says(self, text: str) -> bool:
+        """Whether the code has this string."""
+        return any(constant.value == text for constant in self.each(ast.Constant))
+
+    def each(self, kind: type[_Node]) -> Iterator[_Node]:
+        """Every node of a kind."""
+        return (node for node in self.walk() if isinstance(node, kind))
 
     def walk(self) -> Iterator[ast.AST]:
         """Every node of the code."""
@@ -256,6 +269,10 @@ class Evidence:
     def __getitem__(self, target: str) -> Definition | None:
         """The definition of a declared target; None where the tree has no such name."""
         return self.definitions[self._checked(target)]
+
+    def there(self, *targets: str) -> list[Definition]:
+        """The definitions of those declared targets that the tree has."""
+        return [found for target in targets if (found := self[target]) is not None]
 
     def has_module(self, target: str) -> bool:
         """Whether the tree has the module of a declared name."""

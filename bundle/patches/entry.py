@@ -3,18 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from bundle.patches.definitions import Evidence
+from bundle.patches.definitions import Evidence
 
 BACKENDS = ("cpu", "cuda", "ascend")
 NOTHING = "nothing"  # Patch.assumes of a patch that is right whatever its caller does
 # Features that no recipe has: what the engine computes itself, and megatron in the jobs of others.
 MEGATRONS_BALANCING, MEGATRONS_MTP_LOSS = "megatron-balancing", "megatron-mtp-loss"
 LEFT_TO_MEGATRON = frozenset({MEGATRONS_BALANCING, MEGATRONS_MTP_LOSS})
-# Reads the source that an entry declares as its evidence.
-Predicate = Callable[["Evidence"], "Presence"]
 
 
 class Presence(StrEnum):
@@ -29,20 +25,70 @@ class Presence(StrEnum):
         """PRESENT or ABSENT, for a question that has an answer."""
         return cls.PRESENT if present else cls.ABSENT
 
+    @classmethod
+    def told(cls, present: object = False, absent: object = False) -> "Presence":
+        """PRESENT where the wrong code was recognised, else ABSENT where the right one was, else UNKNOWN."""
+        return cls.PRESENT if present else cls.ABSENT if absent else cls.UNKNOWN
+
+
+@dataclass(frozen=True, slots=True)
+class Defect:
+    """Whether a source has a defect: a question, and the definitions that its answer is read in."""
+
+    evidence: tuple[str, ...]
+    answer: Callable[[Evidence], Presence]
+
+    def __call__(self, source: Evidence) -> Presence:
+        """What the source says. Raises source.Unreadable."""
+        return self.answer(source)
+
+
+def asks(*evidence: str) -> Callable[[Callable[[Evidence], Presence]], Defect]:
+    """Makes a Defect of a function of the source."""
+    return lambda answer: Defect(evidence, answer)
+
+
+def reads(*needed: str, also: tuple[str, ...] = ()) -> Callable[[Callable[..., Presence]], Defect]:
+    """Makes a Defect of a function of definitions: of those that it needs, and of others or None.
+
+    Where one that it needs is not there, nobody knows.
+    """
+
+    def defect(function: Callable[..., Presence]) -> Defect:
+        def answer(source: Evidence) -> Presence:
+            found = [source[target] for target in needed]
+            if None in found:
+                return Presence.UNKNOWN
+            return function(*found, *(source[target] for target in also))
+
+        return Defect((*needed, *also), answer)
+
+    return defect
+
 
 @dataclass(frozen=True)
 class Replacement:
     """One attribute of megatron and the function that makes its replacement.
 
     `target` is "package.module:Qualified.name"; naming a re-export replaces that one namespace only.
-    `wrapper` is "bundle.wrappers.area:function", called as `wrapper(original) -> replacement`.
+    `function` is the "area:name" of a function in bundle.wrappers, called as `name(original) -> replacement`.
     """
 
     target: str
-    wrapper: str
+    function: str
     optional: bool = False  # some of the releases do not have this target: replaced where it is
     exclusive: bool = False  # does not call the original: no other patch may stand on the target
-    by_signature: bool = False  # reviewed by parameters and decorators: what the body does is all the same
+    by_signature: bool = False  # reviewed by parameters and decorators, see `called`
+
+    @property
+    def wrapper(self) -> str:
+        """The function as "package.module:name"."""
+        return f"bundle.wrappers.{self.function}"
+
+
+def called(target: str, function: str, *, optional: bool = False, exclusive: bool = False) -> Replacement:
+    """A replacement that depends on how its target is called, and not on what the body does."""
+    return Replacement(target, function, optional, exclusive, by_signature=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,8 +104,7 @@ class Patch:
     why: str  # what goes wrong without it, as the user would see it
     upstream: str  # where upstream knows of it, or how it was found
     range: str  # PEP 508 on the base version of megatron-core; "" is every release
-    evidence: tuple[str, ...]  # the definitions that `defect` reads, which need not be the targets
-    defect: Predicate
+    defect: Defect  # read where the defect is, which need not be in the targets
     silent: bool  # nothing tells of it: no error and no hang, but other numbers, or code of others that runs
     # of its caller: what the loss function returns, how labels are given, what is summed over which ranks
     assumes: str = ""
@@ -68,6 +113,11 @@ class Patch:
     requires: tuple[tuple[str, str], ...] = ()  # other packages and their ranges: ("torch", ">=2.8")
     fixed_in: str | None = None  # the first release without the defect
     opt_in: bool = False  # an improvement: applied only when it is asked for by id
+
+    @property
+    def evidence(self) -> tuple[str, ...]:
+        """The definitions that decide whether the defect is there."""
+        return self.defect.evidence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,8 +139,7 @@ class Trap:
 
     id: str
     range: str  # PEP 508 on the base version of megatron-core; asked only where no source answers
-    evidence: tuple[str, ...]  # the definitions that `defect` reads
-    defect: Predicate
+    defect: Defect
     when: frozenset[str]  # features of the recipe, all of them
     why: str  # what goes wrong
     cause: str  # the upstream line, or how it was bisected
@@ -99,6 +148,11 @@ class Trap:
     backends: tuple[str, ...] = BACKENDS
     unless: frozenset[str] = frozenset()  # features of which any one avoids it
     unshown: str = ""  # what showing it would take, where no test does
+
+    @property
+    def evidence(self) -> tuple[str, ...]:
+        """The definitions that decide whether the defect is there."""
+        return self.defect.evidence
 
 
 class Action(StrEnum):

@@ -8,37 +8,31 @@ from bundle.patches.catalogue import PATCHES
 
 _ENTRY = '''"""{title}."""
 
-from typing import TYPE_CHECKING
-
-from bundle.patches.entry import NOTHING, Patch, Presence, Replacement
-
-if TYPE_CHECKING:
-    from bundle.patches.definitions import Evidence
+from bundle.patches.definitions import Definition
+from bundle.patches.entry import NOTHING, Patch, Presence, called, reads
 
 _TARGET = "megatron.core.module:Class.method"  # what the wrapper replaces
 
 
-def _defect(source: "Evidence") -> Presence:
+@reads(_TARGET)  # and all else that the answer is read in
+def _defect(method: Definition) -> Presence:
     """Whether ... (the question that the source answers)."""
-    found = source[_TARGET]
-    if found is None:
-        return Presence.UNKNOWN
-    if found.has("the_wrong_code(_, 1)"):  # as in the releases that have it; `_` is any expression
-        return Presence.PRESENT
-    return Presence.ABSENT if found.has("the_mended_code(_, 2)") else Presence.UNKNOWN  # never guess
+    return Presence.told(
+        method.has("the_wrong_code(_, 1)"),  # as in the releases that have it; `_` is any expression
+        absent=method.has("the_mended_code(_, 2)"),  # and where neither is, nobody knows
+    )
 
 
 PATCHES = (
     Patch(
         id="{patch_id}",
-        replacements=(Replacement(_TARGET, "bundle.wrappers.{module}:mended", by_signature=True),),
+        replacements=(called(_TARGET, "{module}:mended"),),
         why="What a user sees, and what causes it.",
         silent=True,  # whether nothing tells of it: False where it ends in an error, or only costs time
         upstream="where upstream knows of it, or how it was found",
         range="",  # the releases that have it, like ">=0.16,<0.18"
         when=frozenset(),  # features of a recipe that meets it: Recipe.features
         assumes=NOTHING,  # of the caller
-        evidence=(_TARGET,),  # all that _defect reads
         defect=_defect,
     ),
 )

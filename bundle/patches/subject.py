@@ -1,21 +1,22 @@
-"""The megatron-core that decisions are about: an installed one, a tree, or a version."""
+"""The megatron-core that decisions are about, and what is known about patches and traps in it.
 
-from dataclasses import dataclass, replace
+An installed one, a tree or a version; read from its source, from the reviewed list, or not at all.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bundle import files
 from bundle.environment import megatron, versions
 from bundle.environment.megatron import Copy
 from bundle.environment.packages import Stack
 from bundle.errors import UsageError
-from bundle.patches import reading
-from bundle.patches.entry import Patch, Seam, Trap
-from bundle.patches.reading import Reading
-from bundle.patches.table import Table
-
-if TYPE_CHECKING:
-    from bundle.patches.definitions import Definitions
+from bundle.patches import source
+from bundle.patches.definitions import Definitions, Evidence
+from bundle.patches.entry import Patch, Presence, Seam, Trap
+from bundle.patches.source import SourceTree, Unreadable
+from bundle.patches.table import REVIEWED, Table
 
 # What `make` installs: where there is no megatron-core, decisions are about this one.
 DEFAULT = "0.16.1"
@@ -34,13 +35,23 @@ class Subject:
 
     def reader(self, table: Table) -> "Reader":
         """What can tell about patches in this megatron."""
-        if self.root is None or self.reference:
+        if self.root is None or self.reference is not None:
             return Reader(self.reference, None, table)
-        # Only for a tree that nobody has reviewed: what parses sources is not loaded before.
-        from bundle.patches.definitions import Definitions
-        from bundle.patches.source import SourceTree
-
         return Reader(None, Definitions(SourceTree(self.root)), table)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is known about one entry: about the defect, and about each target of a patch."""
+
+    evidence: Presence | None  # None: nothing was read, there is only a version number
+    fingerprints: Mapping[str, str] = field(default_factory=dict)  # of the targets that are there
+    reviewed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # references with that code
+    nearest: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # names like a missing target's
+    trouble: str | None = None  # why the source could not be read
+
+
+NUMBER_ALONE = Reading(None)
 
 
 @dataclass(frozen=True)
@@ -48,23 +59,71 @@ class Reader:
     """Reads one megatron for any entry: from the reviewed list where it equals a reference of it."""
 
     reference: str | None
-    definitions: "Definitions | None"
+    definitions: Definitions | None
     table: Table
 
     def read(self, entry: Patch | Trap) -> Reading:
-        """What is known about a patch or a trap."""
+        """What is known about a patch, or about a trap, which replaces nothing."""
+        replacements = entry.replacements if isinstance(entry, Patch) else ()
+        targets = {replacement.target: replacement.by_signature for replacement in replacements}
         if self.reference is not None:
-            return reading.of_reference(entry, self.reference, self.table)
-        if self.definitions is not None:
-            return reading.of_tree(entry, self.definitions, self.table)
-        return reading.NUMBER_ALONE
+            return self._recorded(entry.id, targets, self.reference)
+        if self.definitions is None:
+            return NUMBER_ALONE
+        found = self._looked_up(targets, self.definitions)
+        try:
+            evidence = entry.defect(Evidence(self.definitions, frozenset(entry.evidence)))
+            gone = _gone(entry, self.definitions) if evidence is Presence.UNKNOWN else ""
+        except Unreadable as error:
+            return replace(found, evidence=Presence.UNKNOWN, trouble=str(error))
+        return replace(found, evidence=evidence, trouble=found.trouble or gone or None)
 
     def look(self, seam: Seam) -> Reading | None:
         """What the tree says about the names of a seam; None where it is reviewed, or not at hand."""
         if self.definitions is None:
             return None
-        targets = dict.fromkeys(seam.targets, seam.by_signature)
-        return reading.of_targets(targets, self.definitions, self.table)
+        return self._looked_up(dict.fromkeys(seam.targets, seam.by_signature), self.definitions)
+
+    def _recorded(self, entry: str, targets: Mapping[str, bool], reference: str) -> Reading:
+        """What the reviewed list says about one of its references."""
+        known = {t: self.table.fingerprint(t, reference, by_signature=by) for t, by in targets.items()}
+        fingerprints = {
+            target: fingerprint for target, fingerprint in known.items() if fingerprint is not None
+        }
+        reviewed = self._reviewed(fingerprints, targets)
+        return Reading(self.table.defect(entry, reference), fingerprints, reviewed)
+
+    def _looked_up(self, targets: Mapping[str, bool], definitions: Definitions) -> Reading:
+        """What the source of a tree says about names, by their code or (True) their signature; no verdict."""
+        trouble, fingerprints, nearest = None, {}, {}
+        for target, by_signature in targets.items():
+            try:
+                found = definitions[target]
+                if found is not None:
+                    fingerprints[target] = found.signature if by_signature else found.fingerprint
+                else:
+                    nearest[target] = definitions.nearest(target)
+            except Unreadable as error:
+                trouble = str(error)
+        return Reading(None, fingerprints, self._reviewed(fingerprints, targets), nearest, trouble)
+
+    def _reviewed(
+        self, fingerprints: Mapping[str, str], targets: Mapping[str, bool]
+    ) -> Mapping[str, tuple[str, ...]]:
+        """The releases, and the commits, in which what is there was reviewed."""
+        return {
+            target: self.table.reviewed(target, value, by_signature=targets[target])
+            + REVIEWED.get(target, {}).get(value, ())[:1]
+            for target, value in fingerprints.items()
+        }
+
+
+def _gone(entry: Patch | Trap, definitions: Definitions) -> str:
+    """Which files of the evidence are not there; "" where all are."""
+    modules = dict.fromkeys(target.partition(":")[0] for target in entry.evidence)
+    missing = [module for module in modules if definitions.tree.module(module) is None]
+    gone = [f"{module.replace('.', '/')}.py" for module in missing]
+    return f"{', '.join(gone)} {'are' if gone[1:] else 'is'} not there" if gone else ""
 
 
 def installed(stack: Stack, table: Table) -> Subject:
@@ -95,8 +154,6 @@ def named(name: str, table: Table) -> Subject:
 
 
 def _of_copy(copy: Copy, table: Table, conflict: str | None) -> Subject:
-    from bundle.patches import source
-
     digests = {module: source.digest(copy.root, module) for module in table.modules}
     reference = table.matching(digests)
     version, commit = (value and files.printable(value) for value in (copy.version, copy.commit))

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from bundle.environment.packages import Packages
 from bundle.errors import PatchError, UsageError, did_you_mean, nearest
 from bundle.patches import deciding
-from bundle.patches.catalogue import PATCHES
+from bundle.patches.catalogue import PATCHES, TRAPS
 from bundle.patches.deciding import PatchContext
 from bundle.patches.entry import Action, Decision
 from bundle.patches.seams import SEAMS
 from bundle.patches.subject import Subject
 from bundle.patches.table import Table
-from bundle.patches.traps import TRAPS
 
 
 @dataclass(frozen=True)

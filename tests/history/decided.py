@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bundle.environment import megatron
-from bundle.patches import deciding, reading
-from bundle.patches.catalogue import PATCHES
+from bundle.patches import deciding
+from bundle.patches.catalogue import PATCHES, TRAPS
 from bundle.patches.deciding import PatchContext
 from bundle.patches.definitions import Definitions
 from bundle.patches.entry import Action
+from bundle.patches.subject import Reader
 from bundle.patches.table import load
-from bundle.patches.traps import TRAPS
 from tests.history.git import CommitTree, Repository, files
 
 NUMBER = "megatron.core.package_info"
@@ -49,8 +49,9 @@ class Decided:
 
 def decisions(definitions: Definitions, version: str | None) -> Iterator[tuple[str, Action | None]]:
     job = PatchContext(version=version, requested=frozenset(patch.id for patch in PATCHES if patch.opt_in))
+    reader = Reader(None, definitions, load())
     for patch in PATCHES:
-        yield patch.id, deciding.decide(patch, reading.of_tree(patch, definitions, load()), job).action
+        yield patch.id, deciding.decide(patch, reader.read(patch), job).action
     for trap in TRAPS:
-        met = deciding.decide_trap(trap, reading.of_tree(trap, definitions, load()), job)
+        met = deciding.decide_trap(trap, reader.read(trap), job)
         yield trap.id, met.action if met else None

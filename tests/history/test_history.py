@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from bundle.patches.catalogue import PATCHES
-from bundle.patches.commits import REVIEWED
 from bundle.patches.definitions import Definitions
+from bundle.patches.table import REVIEWED
 from tests.history.decided import Decided
 from tests.history.git import CommitTree, Repository
 from tests.history.tally import BRANCHES, WRONG, Row, Truth, held_out, rows, undecided

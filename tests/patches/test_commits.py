@@ -1,9 +1,9 @@
 """Code that was read in a commit counts as reviewed, and only that code."""
 
-from bundle.patches.commits import REVIEWED
 from bundle.patches.definitions import Definitions
-from bundle.patches.reading import of_targets
-from bundle.patches.table import load
+from bundle.patches.entry import Seam
+from bundle.patches.subject import Reader
+from bundle.patches.table import REVIEWED, load
 from tests.patches.trees import Release, edited
 from tools.patches import review
 
@@ -19,7 +19,9 @@ METHOD = "        self._apply_expert_bias(routing_map)\n        return probs"
 
 
 def reviewed(definitions: Definitions) -> tuple[str, ...]:
-    return of_targets({ROUTING: False}, definitions, load()).reviewed[ROUTING]
+    found = Reader(None, definitions, load()).look(Seam(id="s", targets=(ROUTING,), use="", why=""))
+    assert found is not None
+    return found.reviewed[ROUTING]
 
 
 def test_what_was_read_in_a_commit_is_reviewed_wherever_it_stands(release: Release):

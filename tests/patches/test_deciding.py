@@ -5,20 +5,19 @@ from dataclasses import replace
 import pytest
 
 from bundle.patches.deciding import PatchContext, decide, decide_seam, decide_trap, exclude
-from bundle.patches.entry import Action, Decision, Patch, Presence, Replacement, Seam, Trap
-from bundle.patches.reading import NUMBER_ALONE, Reading
+from bundle.patches.entry import Action, Decision, Patch, Presence, Replacement, Seam, Trap, reads
+from bundle.patches.subject import NUMBER_ALONE, Reading
 
 TARGET = "megatron.core.a:f"
 PATCH = Patch(
     id="p",
-    replacements=(Replacement(TARGET, "bundle.wrappers.a:w"),),
+    replacements=(Replacement(TARGET, "a:w"),),
     why="why",
     silent=True,
     upstream="upstream",
     range=">=0.16,<0.18",
     when=frozenset({"mla", "packed"}),
-    evidence=(TARGET,),
-    defect=lambda source: Presence.UNKNOWN,
+    defect=reads(TARGET)(lambda code: Presence.UNKNOWN),
 )
 IN, OUT = PatchContext(version="0.17.1"), PatchContext(version="0.18.0")
 P, A, U = Presence.PRESENT, Presence.ABSENT, Presence.UNKNOWN
@@ -126,7 +125,7 @@ def test_a_requested_patch_that_cannot_apply_stops_the_job(reading: Reading):
 
 def test_an_optional_target_may_be_gone_but_not_all_of_them():
     other = "megatron.core.a:g"
-    both = tuple(Replacement(name, "bundle.wrappers.a:w", optional=True) for name in (TARGET, other))
+    both = tuple(Replacement(name, "a:w", optional=True) for name in (TARGET, other))
     patch = replace(PATCH, replacements=both)
     one = decide(patch, replace(REVIEWED, nearest={other: ()}), IN)
     assert one.action is Action.APPLY and one.targets == (TARGET,)
@@ -153,7 +152,7 @@ COMMIT = "d0d5809d4323eb908f89e87958de254465eb57b4"
 @pytest.mark.parametrize("target", [ROUTING, HEADS])
 @pytest.mark.parametrize("backend", ["ascend", None])
 def test_a_target_that_mindspeed_replaces_is_its_own(target: str, backend: str | None):
-    patch = replace(PATCH, replacements=(Replacement(target, "bundle.wrappers.a:w"),))
+    patch = replace(PATCH, replacements=(Replacement(target, "a:w"),))
     present = Reading(P, {target: "aa"}, {target: ("0.17.1",)})
     decision = decide(patch, present, replace(IN, backend=backend, mindspeed=(COMMIT,)))
     assert (decision.action, decision.proven) == (Action.OWNED, True)
@@ -167,7 +166,7 @@ def test_a_target_that_mindspeed_replaces_is_its_own(target: str, backend: str |
 def test_mindspeed_owns_nothing_on_other_backends_nor_what_it_only_wraps():
     forward = "megatron.core.models.gpt.gpt_model:GPTModel.forward"
     for target, backend in ((ROUTING, "cuda"), (forward, "ascend")):
-        patch = replace(PATCH, replacements=(Replacement(target, "bundle.wrappers.a:w"),))
+        patch = replace(PATCH, replacements=(Replacement(target, "a:w"),))
         present = Reading(P, {target: "aa"}, {target: ("0.17.1",)})
         job = replace(IN, backend=backend, mindspeed=(COMMIT,))
         assert decide(patch, present, job).action is Action.APPLY
@@ -179,7 +178,7 @@ def applied(patch: Patch) -> Decision:
 
 def test_two_wrappers_share_a_target_but_a_replacement_shares_it_with_none():
     second = replace(PATCH, id="q")
-    alone = replace(second, replacements=(Replacement(TARGET, "bundle.wrappers.a:v", exclusive=True),))
+    alone = replace(second, replacements=(Replacement(TARGET, "a:v", exclusive=True),))
     together = exclude([applied(PATCH), applied(second)], {"p": PATCH, "q": second})
     assert [decision.action for decision in together] == [Action.APPLY, Action.APPLY]
     clash = exclude([applied(PATCH), applied(alone)], {"p": PATCH, "q": alone})
@@ -190,8 +189,7 @@ def test_two_wrappers_share_a_target_but_a_replacement_shares_it_with_none():
 TRAP = Trap(
     id="t",
     range="<0.19",
-    evidence=(TARGET,),
-    defect=lambda source: Presence.UNKNOWN,
+    defect=reads(TARGET)(lambda code: Presence.UNKNOWN),
     when=frozenset({"moe", "tp"}),
     unless=frozenset({"ep"}),
     why="Wrong.",

@@ -11,7 +11,7 @@ from bundle.environment.search import search_path
 from bundle.errors import PatchError, UsageError
 from bundle.patches import plan as planning
 from bundle.patches.catalogue import PATCHES
-from bundle.patches.entry import LEFT_TO_MEGATRON, Action, Patch, Presence, Replacement
+from bundle.patches.entry import LEFT_TO_MEGATRON, Action, Patch, Presence, Replacement, asks
 from bundle.patches.plan import PatchPlan, load, make
 from bundle.patches.subject import named
 from bundle.patches.survey import Survey, survey
@@ -106,13 +106,12 @@ def test_a_patch_whose_wrapper_is_missing_is_an_error(release: Release, monkeypa
     target = "megatron.core.transformer.multi_token_prediction:roll_tensor"
     patch = Patch(
         id="mtp-without-labels",
-        replacements=(Replacement(target, "bundle.wrappers.nowhere:f"),),
+        replacements=(Replacement(target, "nowhere:f"),),
         why="",
         silent=True,
         upstream="",
         range="",
-        evidence=(),
-        defect=lambda source: Presence.PRESENT,
+        defect=asks()(lambda source: Presence.PRESENT),
     )
     monkeypatch.setattr(planning, "PATCHES", (patch,))
     with pytest.raises(PatchError, match=r"no module bundle\.wrappers\.nowhere"):

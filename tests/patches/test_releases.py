@@ -6,11 +6,10 @@ import pytest
 from packaging.version import Version
 
 from bundle.environment import versions
-from bundle.patches.catalogue import PATCHES
+from bundle.patches.catalogue import PATCHES, TRAPS
 from bundle.patches.entry import Presence
 from bundle.patches.subject import named
 from bundle.patches.table import load, merged, parse, write
-from bundle.patches.traps import TRAPS
 from tools.patches import review
 
 RELEASES = [

@@ -4,9 +4,8 @@ import re
 
 import pytest
 
-from bundle.patches.catalogue import PATCHES
+from bundle.patches.catalogue import PATCHES, TRAPS
 from bundle.patches.entry import Patch, Trap
-from bundle.patches.traps import TRAPS
 
 _UNNOTICED = re.compile(r"silently|wrong gradient|drift apart|too (small|large|weak|little)|wrong way")
 _SEEN = re.compile(r"\b(fails?|refuses|is refused|a hang|\w+Error|NaN|the host waits)\b")

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from bundle.patches.catalogue import PATCHES
-from bundle.patches.traps import TRAPS
+from bundle.patches.catalogue import PATCHES, TRAPS
 from tools.patches.page import markdown
 
 PAGE = Path(__file__).parents[2] / "docs/patches.md"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bundle.environment import versions
-from bundle.patches.traps import TRAPS
+from bundle.patches.catalogue import TRAPS
 from bundle.verification.check import Gap, Observation, Raises, matches
 from bundle.verification.observing import Order, observe
 from bundle.verification.verifying import decide, everything

@@ -2,12 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 
-from bundle.patches.catalogue import PATCHES
+from bundle.patches.catalogue import PATCHES, TRAPS
 from bundle.patches.entry import BACKENDS, Patch, Presence, Replacement, Trap
 from bundle.patches.mindspeed import BRANCHES, REPLACED
 from bundle.patches.seams import SEAMS
 from bundle.patches.table import load
-from bundle.patches.traps import TRAPS
 from tools.markdown import table
 
 _INTRODUCTION = """\

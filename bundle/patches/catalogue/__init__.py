@@ -1,47 +1,48 @@
-"""The patches, one module for each area of megatron-core; each holds a tuple named PATCHES."""
+"""The patches and the traps, one module for each area of megatron-core: tuples named PATCHES and TRAPS."""
 
 from bundle.patches.catalogue import (
     attention,
     balancing,
-    dist_checkpoint,
-    gated_delta,
+    checkpoints,
     gradients,
     mla,
-    mla_ranks,
-    moe,
     mtp,
     multimodal,
-    norm,
-    offload,
     optimizer,
-    optimizer_checkpoint,
     packed,
     padding,
     recompute,
     router,
     vocabulary,
 )
-from bundle.patches.entry import Patch
+from bundle.patches.entry import Patch, Trap
 
 # In this order wrappers are put on a target that several patches share: the first is the innermost.
 PATCHES: tuple[Patch, ...] = (
     *mla.PATCHES,
-    *mla_ranks.PATCHES,
     *packed.PATCHES,
     *mtp.PATCHES,
     *recompute.PATCHES,
     *router.PATCHES,
     *balancing.PATCHES,
     *gradients.PATCHES,
-    *norm.PATCHES,
-    *dist_checkpoint.PATCHES,
-    *moe.PATCHES,
+    *checkpoints.PATCHES,
     *optimizer.PATCHES,
-    *offload.PATCHES,
     *padding.PATCHES,
     *vocabulary.PATCHES,
-    *optimizer_checkpoint.PATCHES,
     *attention.PATCHES,
-    *gated_delta.PATCHES,
     *multimodal.PATCHES,
+)
+# Known traps: defects with no narrow fix, whose recipes are refused.
+TRAPS: tuple[Trap, ...] = (
+    *mla.TRAPS,
+    *mtp.TRAPS,
+    *recompute.TRAPS,
+    *balancing.TRAPS,
+    *gradients.TRAPS,
+    *checkpoints.TRAPS,
+    *optimizer.TRAPS,
+    *padding.TRAPS,
+    *attention.TRAPS,
+    *multimodal.TRAPS,
 )

@@ -1,13 +1,19 @@
 """Multi-token prediction: its roll to the next token, its loss, and when it runs."""
 
 import ast
-from typing import TYPE_CHECKING
 
-from bundle.patches.entry import MEGATRONS_MTP_LOSS, NOTHING, Patch, Presence, Replacement
+from bundle.patches.definitions import Definition, Evidence
+from bundle.patches.entry import (
+    MEGATRONS_MTP_LOSS,
+    NOTHING,
+    Patch,
+    Presence,
+    Replacement,
+    Trap,
+    asks,
+    called,
+)
 from bundle.patches.pattern import found
-
-if TYPE_CHECKING:
-    from bundle.patches.definitions import Definition, Evidence
 
 _MODULE = "megatron.core.transformer.multi_token_prediction"
 _GPT = "megatron.core.models.gpt.gpt_model"
@@ -17,89 +23,93 @@ _LOSS = f"{_MODULE}:process_mtp_loss"
 _POSTPROCESS = f"{_GPT}:GPTModel._postprocess"
 FORWARD = f"{_GPT}:GPTModel.forward"
 _BLOCK = f"{_MODULE}:MultiTokenPredictionBlock.forward"  # where the loss was computed to 0.13
+_PLACES = (_LOSS, _POSTPROCESS, FORWARD, _BLOCK)  # where the loss has been computed
 _CHOSEN_BOUNDARIES = f"{_MODULE}:_get_packed_roll_cu_seqlens"  # where they are chosen in newer code
+_LAYER = f"{_MODULE}:MultiTokenPredictionLayer"
+_LAYER_FORWARD = f"{_LAYER}.forward"
+_ROLLED = {"tensor", "shifts", "dims"}  # what a roll is given to 0.13
 _KNOWN_GATES = {"self", "mtp_process", "mtp_in_postprocess", "in_inference_mode", "is_spec_decode"}
 
 
-def _roll_within_rank(source: "Evidence") -> Presence:
+@asks(ROLL, FORWARD)
+def _roll_within_rank(source: Evidence) -> Presence:
+    """Whether a roll cannot be told of other ranks."""
     roll = source[ROLL]
     if roll is None:
-        return Presence.ABSENT if without_prediction(source) else Presence.UNKNOWN
-    if roll.parameters == {"tensor", "shifts", "dims"}:
-        return Presence.PRESENT
-    return Presence.ABSENT if "cp_group" in roll.parameters else Presence.UNKNOWN
+        return Presence.told(absent=without_prediction(source))
+    return Presence.told(roll.parameters == _ROLLED, absent="cp_group" in roll.parameters)
 
 
-def without_prediction(source: "Evidence") -> bool:
+def without_prediction(source: Evidence) -> bool:
     """Whether the model knows of no further tokens at all, as before 0.12."""
     model = source[FORWARD]
     return model is not None and not source.has_module(ROLL) and not any("mtp" in n for n in model.names)
 
 
-def _boundaries(source: "Evidence") -> Presence:
-    roll, packed, chosen = source[ROLL], source[_ROLL_PACKED], source[_CHOSEN_BOUNDARIES]
+@asks(ROLL, _ROLL_PACKED, _CHOSEN_BOUNDARIES)
+def _boundaries(source: Evidence) -> Presence:
+    """Whether packs are rolled at their boundaries without padding."""
+    roll, codes = source[ROLL], source.there(_ROLL_PACKED, _CHOSEN_BOUNDARIES)
     prefers = "packed_seq_params.cu_seqlens_q_padded if _ else packed_seq_params.cu_seqlens_q"
-    if packed is not None and packed.has("cu_seqlens = packed_seq_params.cu_seqlens_q"):
-        return Presence.PRESENT
-    if any(code is not None and code.has(prefers) for code in (packed, chosen)):
-        return Presence.ABSENT
-    if packed is None and chosen is None and roll is not None and "packed_seq_params" not in roll.parameters:
-        return Presence.ABSENT
-    return Presence.UNKNOWN
+    knows_none = not codes and roll is not None and "packed_seq_params" not in roll.parameters
+    return Presence.told(
+        any(code.has("cu_seqlens = packed_seq_params.cu_seqlens_q") for code in source.there(_ROLL_PACKED)),
+        absent=knows_none or any(code.has(prefers) for code in codes),
+    )
 
 
-def _count_of_one_rank(source: "Evidence") -> Presence:
+@asks(*_PLACES)
+def _count_of_one_rank(source: Evidence) -> Presence:
     """Whether the loss is scaled by two token counts of which neither is summed over the ranks."""
     loss = source[_LOSS]
     if loss is None:  # the model, or the block of layers, divides by one count: no ratio
-        return Presence.ABSENT if _dividing(source) else Presence.UNKNOWN
+        return Presence.told(absent=_dividing(source))
     if "original_num_tokens" not in loss.names:
-        return Presence.ABSENT if loss.has("_ / num_tokens") else Presence.UNKNOWN
-    sums = loss.calls("all_reduce")
-    return Presence.PRESENT if loss.has("original_num_tokens / _") and not sums else Presence.UNKNOWN
+        return Presence.told(absent=loss.has("_ / num_tokens"))
+    return Presence.told(loss.has("original_num_tokens / _") and not loss.calls("all_reduce"))
 
 
-def _count_of_one_rank_divides(source: "Evidence") -> Presence:
+@asks(ROLL, *_PLACES)
+def _count_of_one_rank_divides(source: Evidence) -> Presence:
     """Whether a depth's loss is divided by the count that the roll of one rank returns, and by that alone."""
     roll, loss = source[ROLL], source[_LOSS]
     if roll is None:
-        return Presence.ABSENT if without_prediction(source) else Presence.UNKNOWN
-    if roll.parameters == {"tensor", "shifts", "dims"} or (loss and "original_num_tokens" in loss.names):
+        return Presence.told(absent=without_prediction(source))
+    if roll.parameters == _ROLLED or (loss and "original_num_tokens" in loss.names):
         return Presence.ABSENT  # there is no count over ranks yet, or a ratio of two
     counts = "cp_group" in roll.parameters and not roll.calls("all_reduce")
-    return Presence.PRESENT if counts and _dividing(source) else Presence.UNKNOWN
+    return Presence.told(counts and _dividing(source))
 
 
-def _dividing(source: "Evidence") -> bool:
+def _dividing(source: Evidence) -> bool:
     """Whether one of the places where the loss has been computed divides it by what its roll returns."""
-    places = (source[place] for place in (_LOSS, _POSTPROCESS, FORWARD, _BLOCK))
-    return any(p is not None and p.calls("roll_tensor") and p.has("_ / num_tokens") for p in places)
+    return any(p.calls("roll_tensor") and p.has("_ / num_tokens") for p in source.there(*_PLACES))
 
 
-def _rolled_sum(source: "Evidence") -> Presence:
+@asks(ROLL, *_PLACES)
+def _rolled_sum(source: Evidence) -> Presence:
     """Whether the sum over the tokens that a roll leaves is weighted as if none had gone."""
-    places = [source[place] for place in (_LOSS, _POSTPROCESS, FORWARD, _BLOCK)]
-    scaling = [p for p in places if p is not None and "MTPLossAutoScaler" in p.names]
+    scaling = [place for place in source.there(*_PLACES) if "MTPLossAutoScaler" in place.names]
     if not scaling:
-        return Presence.ABSENT if without_prediction(source) else Presence.UNKNOWN
-    if all(p.has("mtp_loss_scale * mtp_loss * (original_num_tokens / _)") for p in scaling):
-        return Presence.ABSENT
+        return Presence.told(absent=without_prediction(source))
+    weighted = all(p.has("mtp_loss_scale * mtp_loss * (original_num_tokens / _)") for p in scaling)
     plain = any(p.has("MTPLossAutoScaler.apply(_, mtp_loss_scale * mtp_loss)") for p in scaling)
-    return Presence.PRESENT if plain else Presence.UNKNOWN
+    return Presence.told(plain and not weighted, absent=weighted)
 
 
-def _zero_is_some(source: "Evidence") -> Presence:
+@asks(_POSTPROCESS, FORWARD)
+def _zero_is_some(source: Evidence) -> Presence:
     """Whether the model asks if the number of layers is None, and so takes 0 for some."""
     model = source[_POSTPROCESS] or source[FORWARD]
     if model is None:
         return Presence.UNKNOWN
-    if model.has("self.config.mtp_num_layers is not None"):
-        return Presence.PRESENT
-    asked = [n for n in model.walk() if isinstance(n, ast.If) and any(map(_is_gate, _all_of(n.test)))]
+    asked = [n for n in model.each(ast.If) if any(map(_is_gate, _all_of(n.test)))]
     gated = {inner for node in asked for inner in ast.walk(node)}
     mentioned = set(found("self.config.mtp_num_layers", model.walk()))
     # elsewhere than behind the gate it may be asked in a way that is not seen here
-    return Presence.ABSENT if mentioned <= gated | _truths(model) else Presence.UNKNOWN
+    return Presence.told(
+        model.has("self.config.mtp_num_layers is not None"), absent=mentioned <= gated | _truths(model)
+    )
 
 
 def _is_gate(test: ast.expr) -> bool:
@@ -112,32 +122,29 @@ def _all_of(test: ast.expr) -> list[ast.expr]:
     return list(test.values) if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
 
 
-def _truths(model: "Definition") -> set[ast.AST]:
+def _truths(model: Definition) -> set[ast.AST]:
     """What stands where only its truth counts."""
-    tests = [node.test for node in model.walk() if isinstance(node, ast.If | ast.IfExp)]
-    return {condition for test in tests for condition in _all_of(test)}
+    branches: list[ast.If | ast.IfExp] = [*model.each(ast.If), *model.each(ast.IfExp)]
+    return {condition for branch in branches for condition in _all_of(branch.test)}
 
 
-def _runs_without_labels(source: "Evidence") -> Presence:
+@asks(_POSTPROCESS, FORWARD, ROLL)
+def _runs_without_labels(source: Evidence) -> Presence:
     """Whether the MTP block is called under no condition that asks for labels."""
-    for code in (source[_POSTPROCESS], source[FORWARD]):
-        if code is not None and code.calls("mtp"):
-            return _asked_for(code)
-    return Presence.ABSENT if without_prediction(source) else Presence.UNKNOWN
+    calling = [code for code in source.there(_POSTPROCESS, FORWARD) if code.calls("mtp")]
+    return _asked_for(calling[0]) if calling else Presence.told(absent=without_prediction(source))
 
 
-def _asked_for(code: "Definition") -> Presence:
+def _asked_for(code: Definition) -> Presence:
     """By what is asked on the way to the call: labels of some kind, only what is known, or something else."""
     calls = set(code.calls("mtp"))
     tests = [
         node.test
-        for node in code.walk()
-        if isinstance(node, ast.If) and calls & {n for statement in node.body for n in ast.walk(statement)}
+        for node in code.each(ast.If)
+        if calls & {n for statement in node.body for n in ast.walk(statement)}
     ]
     words = {word for test in tests for node in ast.walk(test) for word in _words(node)}
-    if any("labels" in word for word in words):
-        return Presence.ABSENT
-    return Presence.PRESENT if words <= _KNOWN_GATES else Presence.UNKNOWN
+    return Presence.told(words <= _KNOWN_GATES, absent=any("labels" in word for word in words))
 
 
 def _words(node: ast.AST) -> tuple[str, ...]:
@@ -149,10 +156,39 @@ def _words(node: ast.AST) -> tuple[str, ...]:
 _LOSS_OF_MEGATRON = frozenset({"mtp", MEGATRONS_MTP_LOSS})
 _LOSS_OVER_RANKS = _LOSS_OF_MEGATRON | {"cp"}
 
+
+@asks(_LAYER_FORWARD, FORWARD, ROLL)
+def _packs_refused(source: Evidence) -> Presence:
+    if without_prediction(source):
+        return Presence.ABSENT
+    forward = source[_LAYER_FORWARD]
+    if forward is None or "packed_seq_params" not in forward.parameters:
+        return Presence.UNKNOWN
+    asserted = ("assert packed_seq_params is None", "assert packed_seq_params is None, _")
+    tests = [node.test for node in forward.each(ast.Assert)]
+    tests += [n.test for n in forward.each(ast.If) if any(isinstance(of, ast.Raise) for of in ast.walk(n))]
+    refusing = any(found("packed_seq_params", ast.walk(test)) for test in tests)
+    return Presence.told(any(map(forward.has, asserted)), absent=not refusing)
+
+
+@asks(_LAYER, FORWARD, ROLL)
+def _gather_that_reduces(source: Evidence) -> Presence:
+    """Whether the projection is gathered by the function whose backward pass sums over the ranks."""
+    if without_prediction(source):
+        return Presence.ABSENT
+    layer = source[_LAYER]
+    if layer is None:
+        return Presence.UNKNOWN
+    return Presence.told(
+        layer.calls("all_gather_last_dim_from_tensor_parallel_region"),
+        absent=layer.calls("gather_from_tensor_model_parallel_region"),
+    )
+
+
 PATCHES = (
     Patch(
         id="mtp-context-parallel-roll",
-        replacements=(Replacement(ROLL, "bundle.wrappers.mtp:roll_over_ranks"),),
+        replacements=(Replacement(ROLL, "mtp:roll_over_ranks"),),
         why="Under context parallelism the next token is looked for on the own rank: wrong gradients.",
         silent=True,
         upstream="fixed upstream in 0.14; found by comparing CP2 with CP1 (gradients off by 5e-1)",
@@ -163,12 +199,11 @@ PATCHES = (
             "ids, labels and loss mask arrive cut for context parallel, two chunks a rank, and no "
             "token count has been summed over those ranks"
         ),
-        evidence=(ROLL, FORWARD),
         defect=_roll_within_rank,
     ),
     Patch(
         id="mtp-packed-roll-boundaries",
-        replacements=(Replacement(_ROLL_PACKED, "bundle.wrappers.mtp:rolled_by_one_gather"),),
+        replacements=(Replacement(_ROLL_PACKED, "mtp:rolled_by_one_gather"),),
         why=(
             "Tokens are rolled at the unpadded boundaries of packed sequences, and so across sequences as "
             "soon as there is padding between them: wrong gradients, silently. And every boundary is read "
@@ -179,12 +214,11 @@ PATCHES = (
         range=">=0.16",
         when=frozenset({"mtp", "packed"}),
         assumes="a pack with padding comes with its padded boundaries, cu_seqlens_*_padded",
-        evidence=(ROLL, _ROLL_PACKED, _CHOSEN_BOUNDARIES),
         defect=_boundaries,
     ),
     Patch(
         id="mtp-loss-context-parallel-count",
-        replacements=(Replacement(ROLL, "bundle.wrappers.mtp:count_over_ranks"),),
+        replacements=(Replacement(ROLL, "mtp:count_over_ranks"),),
         why=(
             "The loss of each depth is divided by the tokens of one context-parallel rank: the logged loss "
             "is a mean of means, and so are the gradients unless the loss is one per token."
@@ -198,14 +232,13 @@ PATCHES = (
             "no token count has been summed over context-parallel ranks, and gradients are averaged "
             "over them, or divided by all tokens under a loss per token"
         ),
-        evidence=(ROLL, _LOSS, _POSTPROCESS, FORWARD, _BLOCK),
         defect=_count_of_one_rank_divides,
     ),
     Patch(
         id="mtp-loss-context-parallel-normalisation",
         replacements=(
-            Replacement(ROLL, "bundle.wrappers.mtp:count_over_ranks"),
-            Replacement(_LOSS, "bundle.wrappers.mtp:count_mask_over_ranks"),
+            Replacement(ROLL, "mtp:count_over_ranks"),
+            Replacement(_LOSS, "mtp:count_mask_over_ranks"),
         ),
         why=(
             "The loss of each depth is scaled by the ratio of two token counts of one context-parallel rank, "
@@ -219,12 +252,11 @@ PATCHES = (
             "no token count has been summed over context-parallel ranks; under a loss per token the "
             "loss function returns three values"
         ),
-        evidence=(_LOSS, _POSTPROCESS, FORWARD, _BLOCK),
         defect=_count_of_one_rank,
     ),
     Patch(
         id="mtp-per-token-weight",
-        replacements=(Replacement(ROLL, "bundle.wrappers.mtp:as_heavy_as_before"),),
+        replacements=(Replacement(ROLL, "mtp:as_heavy_as_before"),),
         why=(
             "Under a loss per token the prediction of further tokens weighs too little, much too little in "
             "short sequences: its sum has a token less for each roll, and is divided by the tokens of the "
@@ -236,16 +268,14 @@ PATCHES = (
         fixed_in="0.17.0",
         when=_LOSS_OF_MEGATRON,
         assumes="the loss mask is of floats, and labels and mask arrive cut for context parallel",
-        evidence=(ROLL, _LOSS, _POSTPROCESS, FORWARD, _BLOCK),
         defect=_rolled_sum,
     ),
     Patch(
         id="mtp-zero-layers",
         replacements=(
-            Replacement(
+            called(
                 "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
-                "bundle.wrappers.mtp:no_layers",
-                by_signature=True,
+                "mtp:no_layers",
             ),
         ),
         why="mtp_num_layers=0 enters the branch of multi-token prediction, which then wants labels.",
@@ -254,12 +284,11 @@ PATCHES = (
         range=">=0.16,<0.17",
         fixed_in="0.17.0",
         assumes=NOTHING,
-        evidence=(_POSTPROCESS, FORWARD),
         defect=_zero_is_some,
     ),
     Patch(
         id="mtp-without-labels",
-        replacements=(Replacement(FORWARD, "bundle.wrappers.mtp:only_with_labels", by_signature=True),),
+        replacements=(called(FORWARD, "mtp:only_with_labels"),),
         why=(
             "Logits without labels, as reinforcement learning wants them: an error to 0.16, wasted work in "
             "0.17 and 0.18, and from 0.19 on the layers are trained on the input, in evaluation too."
@@ -272,7 +301,31 @@ PATCHES = (
             "labels are given as `labels`; a fork that gives them in mtp_kwargs (slime, miles) would "
             "train no prediction layers"
         ),
-        evidence=(_POSTPROCESS, FORWARD, ROLL),
         defect=_runs_without_labels,
+    ),
+)
+TRAPS = (
+    Trap(
+        id="mtp-packed",
+        range="<0.16",
+        defect=_packs_refused,
+        when=frozenset({"mtp", "packed"}),
+        why="Multi-token prediction refuses packed sequences.",
+        cause="MultiTokenPredictionLayer.forward asserts packed_seq_params is None; lifted in 0.16.0",
+        silent=False,
+        instead="Set data.packed to false, or use megatron-core 0.16 or later.",
+    ),
+    Trap(
+        id="mtp-tensor-parallel",
+        range="<0.13",
+        defect=_gather_that_reduces,
+        when=frozenset({"mtp", "tp"}),
+        why="The gradients of multi-token prediction are reduced once too often over tensor-parallel ranks.",
+        cause=(
+            "MultiTokenPredictionLayer.forward gathers with all_gather_last_dim_from_tensor_parallel_region, "
+            "whose backward reduces; 0.13.0 uses gather_from_tensor_model_parallel_region"
+        ),
+        silent=True,
+        instead="Set parallel.tp to 1, or use megatron-core 0.13 or later.",
     ),
 )

@@ -1,21 +1,20 @@
 """Models that put other embeddings among those of the text."""
 
 import ast
-from typing import TYPE_CHECKING
 
-from bundle.patches.entry import Patch, Presence, Replacement
-
-if TYPE_CHECKING:
-    from bundle.patches.definitions import Evidence
+from bundle.patches.definitions import Definition, Evidence
+from bundle.patches.entry import Patch, Presence, Trap, asks, called, reads
 
 _PREDICTION = "megatron.core.transformer.multi_token_prediction"
 _APPLY = "megatron.core.transformer.attention:apply_rotary_pos_emb"
-_WRAPPERS = "bundle.wrappers.multimodal"
 _BLOCK = f"{_PREDICTION}:MultiTokenPredictionBlock.forward"
 _GPT = "megatron.core.models.gpt.gpt_model:GPTModel.forward"
 _ROTARY = "megatron.core.models.common.embeddings.rotary_pos_embedding"
 _POSITIONS = f"{_ROTARY}:MultimodalRotaryEmbedding.forward"
 _EMBEDDINGS = f"{_PREDICTION}:MultiTokenPredictionLayer._get_embeddings"
+_LLAVA = "megatron.core.models.multimodal.llava_model:LLaVAModel"
+_LLAVA_EMBEDDINGS = f"{_LLAVA}._process_embedding_token_parallel"
+_LLAVA_INIT = f"{_LLAVA}.__init__"
 _PACKED = {"packed_seq", "packed_seq_params"}
 _SHARED_OUT = {  # by whom, in each release
     "parallel_state.get_context_parallel_world_size() > 1",
@@ -24,42 +23,53 @@ _SHARED_OUT = {  # by whom, in each release
 }
 
 
-def _embeddings_of_the_whole_sequence(source: "Evidence") -> Presence:
+@asks(_EMBEDDINGS, _BLOCK)
+def _embeddings_of_the_whole_sequence(source: Evidence) -> Presence:
     """Whether the embeddings of the prediction layers are taken as the embedding returns them."""
     code = source[_EMBEDDINGS] or source[_BLOCK]  # to 0.13 the block takes them itself
     if code is None or not code.calls("embedding"):
         return Presence.UNKNOWN
-    if code.calls("scatter_to_sequence_parallel_region"):
-        return Presence.ABSENT
     known = {"embedding(input_ids=input_ids, position_ids=position_ids)", "decoder_input.detach()"}
-    return Presence.PRESENT if code.assigned("decoder_input") <= known else Presence.UNKNOWN
+    scattered = code.calls("scatter_to_sequence_parallel_region")
+    return Presence.told(not scattered and code.assigned("decoder_input") <= known, absent=scattered)
 
 
-def _packs_are_cut(source: "Evidence") -> Presence:
+@reads(_POSITIONS)
+def _packs_are_cut(positions: Definition) -> Presence:
     """Whether a table is cut for context parallel without a question whether it is of a pack."""
-    positions = source[_POSITIONS]
-    if positions is None or not positions.calls("get_pos_emb_on_this_cp_rank"):
+    if not positions.calls("get_pos_emb_on_this_cp_rank"):
         return Presence.UNKNOWN
-    cutting = "get_pos_emb_on_this_cp_rank("
-    branches = [
-        node for node in positions.walk() if isinstance(node, ast.If) and cutting in ast.unparse(node)
-    ]
+    branches = (
+        node for node in positions.each(ast.If) if "get_pos_emb_on_this_cp_rank(" in ast.unparse(node)
+    )
     tests = {ast.unparse(branch.test) for branch in branches}
-    if tests and tests <= _SHARED_OUT:
-        return Presence.PRESENT
     asked = any(f"not {name}" in test for name in positions.parameters & _PACKED for test in tests)
-    return Presence.ABSENT if asked else Presence.UNKNOWN
+    return Presence.told(tests and tests <= _SHARED_OUT, absent=asked)
+
+
+@asks(_LLAVA_EMBEDDINGS, _LLAVA_INIT)
+def _images_over_the_layout(source: Evidence) -> Presence:
+    """Whether the embeddings of text and images are shared out over the ranks of the layout."""
+    if not source.has_module(_LLAVA_EMBEDDINGS):
+        return Presence.ABSENT
+    shared, init = source[_LLAVA_EMBEDDINGS], source[_LLAVA_INIT]
+    if shared is None or init is None:
+        return Presence.UNKNOWN
+    if not init.parameters & {"pg_collection", "model_comm_pgs"}:
+        return Presence.ABSENT  # there are no ranks but the layout's
+    calls = shared.calls("scatter_to_sequence_parallel_region")
+    if not calls:
+        return Presence.UNKNOWN
+    return Presence.of(any(len(call.args) + len(call.keywords) == 1 for call in calls))
 
 
 PATCHES = (
     Patch(
         id="mrope-packed",
         replacements=(
-            Replacement(_GPT, f"{_WRAPPERS}:packed_positions", by_signature=True),
-            Replacement(
-                f"{_ROTARY}:get_pos_emb_on_this_cp_rank", f"{_WRAPPERS}:whole_table", by_signature=True
-            ),
-            Replacement(_APPLY, f"{_WRAPPERS}:rows_of_the_pack", by_signature=True),
+            called(_GPT, "multimodal:packed_positions"),
+            called(f"{_ROTARY}:get_pos_emb_on_this_cp_rank", "multimodal:whole_table"),
+            called(_APPLY, "multimodal:rows_of_the_pack"),
         ),
         why=(
             "Packs with multimodal positions (mrope) get wrong ones: under context parallel their table is "
@@ -70,14 +80,11 @@ PATCHES = (
         range="",
         when=frozenset({"mrope", "packed"}),
         assumes="position ids [3, 1, t] are those of the whole pack, padding included, on every rank",
-        evidence=(_POSITIONS,),
         defect=_packs_are_cut,
     ),
     Patch(
         id="mtp-whole-embeddings",
-        replacements=(
-            Replacement(_BLOCK, "bundle.wrappers.multimodal:scattered_embeddings", by_signature=True),
-        ),
+        replacements=(called(_BLOCK, "multimodal:scattered_embeddings"),),
         why=(
             "Multi-token prediction fails under sequence parallelism in a model whose embedding does not "
             "share out the sequence (scatter_embedding_sequence_parallel=False, as in multimodal models)."
@@ -87,7 +94,19 @@ PATCHES = (
         range="",
         when=frozenset({"mtp", "sp", "multimodal"}),
         assumes="the caller shares out what it gives the model as decoder_input",
-        evidence=(_EMBEDDINGS, _BLOCK),
         defect=_embeddings_of_the_whole_sequence,
+    ),
+)
+TRAPS = (
+    Trap(
+        id="llava-groups",
+        range=">=0.14",
+        defect=_images_over_the_layout,
+        when=frozenset({"llava", "explicit-groups", "tp", "sp"}),
+        why="LLaVA gives ranks the embeddings of others: they are shared out over the layout's ranks.",
+        cause="scatter_to_sequence_parallel_region is given no group; #7452 (finding 7)",
+        silent=True,
+        instead="Take the groups of the layout.",
+        unshown="read only: needs megatron's LLaVAModel with a vision model",
     ),
 )

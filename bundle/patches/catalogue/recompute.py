@@ -1,45 +1,41 @@
 """Activation recomputation."""
 
 import ast
-from typing import TYPE_CHECKING
 
-from bundle.patches.entry import NOTHING, Patch, Presence, Replacement
+from bundle.patches.catalogue import mtp
+from bundle.patches.definitions import Definition, Evidence
+from bundle.patches.entry import NOTHING, Patch, Presence, Replacement, Trap, asks, called, reads
 
-if TYPE_CHECKING:
-    from bundle.patches.definitions import Evidence
-
-_LAYER = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer"
+_PREDICTION = "megatron.core.transformer.multi_token_prediction"
+_LAYER = f"{_PREDICTION}:MultiTokenPredictionLayer"
 _FORWARD = f"{_LAYER}.forward"
 _CHECKPOINTED = f"{_LAYER}._checkpointed_forward"
+_CHECKPOINTED_BY_BLOCK = f"{_PREDICTION}:MultiTokenPredictionBlock._checkpointed_forward"  # a time in 2025
+_CHECKPOINTING = (_CHECKPOINTED, _CHECKPOINTED_BY_BLOCK, _LAYER, mtp.FORWARD, mtp.ROLL)
+_GLOBAL_GROUP = "parallel_state.get_tensor_model_parallel_group()"
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 
 
-def _saves_objects(source: "Evidence") -> Presence:
+@reads(_FORWARD, also=(_CHECKPOINTED,))
+def _saves_objects(forward: Definition, checkpointed: Definition | None) -> Presence:
     """Whether every argument goes to save_for_backward while packed sequences are let in."""
-    forward, checkpointed = source[_FORWARD], source[_CHECKPOINTED]
-    if forward is None:
-        return Presence.UNKNOWN
     if forward.has("assert packed_seq_params is None, _"):
         return Presence.ABSENT
     if checkpointed is None:
-        recomputes = any("checkpoint" in name for name in forward.names)
-        return Presence.UNKNOWN if recomputes else Presence.ABSENT
-    if checkpointed.has("tensor_parallel.checkpoint(forward_func, _, *args, *kwargs.values())"):
-        return Presence.PRESENT
+        return Presence.told(absent=not any("checkpoint" in name for name in forward.names))
+    saves = checkpointed.has("tensor_parallel.checkpoint(forward_func, _, *args, *kwargs.values())")
     calls = [call for call in checkpointed.calls("checkpoint") if call.args]
     passed = {ast.unparse(arg) for call in calls for arg in call.args[2:]}
     named = "packed_seq_params" in checkpointed.parameters - passed and not any("*" in arg for arg in passed)
     told_apart = "is_tensor" in checkpointed.names and not passed & {"*args", "*kwargs.values()"}
-    return Presence.ABSENT if calls and (named or told_apart) else Presence.UNKNOWN
+    return Presence.told(saves, absent=calls and (named or told_apart))
 
 
-def _padding_mask_unknown(source: "Evidence") -> Presence:
+@reads(_FORWARD, also=(_CHECKPOINTED,))
+def _padding_mask_unknown(forward: Definition, checkpointed: Definition | None) -> Presence:
     """Whether the layer passes a padding mask on to a function that has no parameter of that name."""
-    forward, checkpointed = source[_FORWARD], source[_CHECKPOINTED]
-    if forward is None:
-        return Presence.UNKNOWN
     if checkpointed is None:
-        return Presence.UNKNOWN if "_checkpointed_forward" in forward.names else Presence.ABSENT
+        return Presence.told(absent="_checkpointed_forward" not in forward.names)
     calls = forward.calls("_checkpointed_forward")
     passed = {keyword.arg for call in calls for keyword in call.keywords}
     if not calls or None in passed:
@@ -48,20 +44,51 @@ def _padding_mask_unknown(source: "Evidence") -> Presence:
     return Presence.of("padding_mask" in passed - checkpointed.parameters and not takes_any)
 
 
-def _keeps_probabilities(source: "Evidence") -> Presence:
+@reads(_DISPATCHER)
+def _keeps_probabilities(dispatcher: Definition) -> Presence:
     """Whether the dispatcher keeps the router's probabilities as they come, with their autograd graph."""
-    dispatcher = source[_DISPATCHER]
-    if dispatcher is None:
+    kept = "self.probs = probs"
+    return Presence.told(dispatcher.has(kept), absent=dispatcher.has(f"{kept}.detach()"))
+
+
+def _checkpoints(source: Evidence) -> list[ast.Call] | None:
+    """The calls of Transformer Engine's checkpoint by a prediction layer; None where that is another one."""
+    recomputed = source[_CHECKPOINTED] or source[_CHECKPOINTED_BY_BLOCK]
+    if recomputed is None:
+        layer = source[_LAYER]
+        known = mtp.without_prediction(source) or (layer and "_checkpointed_forward" not in layer.names)
+        return [] if known else None
+    calls = list(recomputed.calls("te_checkpoint"))
+    return calls if calls or "fp8" not in recomputed.names else None
+
+
+@asks(*_CHECKPOINTING)
+def _tensors_by_keyword(source: Evidence) -> Presence:
+    """Whether tensors are given by keyword, which a reentrant checkpoint does not see."""
+    calls = _checkpoints(source)
+    if calls is None:
         return Presence.UNKNOWN
-    if dispatcher.has("self.probs = probs"):
-        return Presence.PRESENT
-    return Presence.ABSENT if dispatcher.has("self.probs = probs.detach()") else Presence.UNKNOWN
+    given = [keyword.arg for call in calls for keyword in call.keywords]
+    return Presence.told(None in given, absent=not given)
+
+
+@asks(*_CHECKPOINTING)
+def _group_of_the_layout(source: Evidence) -> Presence:
+    """Whether random states are those of the layout's group, whatever group the layer has."""
+    calls = _checkpoints(source)
+    if calls is None:
+        return Presence.UNKNOWN
+    groups = [ast.unparse(call.args[3]) for call in calls if len(call.args) > 3]
+    if len(groups) < len(calls):
+        return Presence.UNKNOWN
+    own = all(group.startswith(("self.tp_group", "self.pg_collection")) for group in groups)
+    return Presence.told(_GLOBAL_GROUP in groups, absent=own)
 
 
 PATCHES = (
     Patch(
         id="mtp-packed-full-recompute",
-        replacements=(Replacement(_CHECKPOINTED, "bundle.wrappers.recompute:keep_objects"),),
+        replacements=(Replacement(_CHECKPOINTED, "recompute:keep_objects"),),
         why="Full recomputation of MTP layers fails on packed input: save_for_backward takes tensors only.",
         silent=False,
         upstream="fixed upstream in 0.18 by new code; measured in 0.16 and 0.17",
@@ -69,12 +96,11 @@ PATCHES = (
         fixed_in="0.18.0",
         when=frozenset({"mtp", "packed", "recompute-full"}),
         assumes=NOTHING,
-        evidence=(_FORWARD, _CHECKPOINTED),
         defect=_saves_objects,
     ),
     Patch(
         id="mtp-full-recompute",
-        replacements=(Replacement(_CHECKPOINTED, "bundle.wrappers.recompute:bind_padding_mask"),),
+        replacements=(Replacement(_CHECKPOINTED, "recompute:bind_padding_mask"),),
         why="Full recomputation of MTP layers ends in a TypeError: unexpected keyword 'padding_mask'.",
         silent=False,
         upstream="NVIDIA/Megatron-LM#4933, fixed by #3457 in 0.19",
@@ -82,17 +108,12 @@ PATCHES = (
         fixed_in="0.19.0",
         when=frozenset({"mtp", "recompute-full"}),
         assumes=NOTHING,
-        evidence=(_FORWARD, _CHECKPOINTED),
         defect=_padding_mask_unknown,
     ),
     Patch(
         id="recompute-reclaim",
         replacements=(
-            Replacement(
-                "megatron.core.transformer.moe.moe_layer:MoELayer.forward",
-                "bundle.wrappers.recompute:release_graph",
-                by_signature=True,
-            ),
+            called("megatron.core.transformer.moe.moe_layer:MoELayer.forward", "recompute:release_graph"),
         ),
         why=(
             "After a recomputation the input of every MoE layer and its gradient stay in memory until the "
@@ -107,7 +128,35 @@ PATCHES = (
         when=frozenset({"moe", "recompute-full"}),
         opt_in=True,
         assumes=NOTHING,
-        evidence=(_DISPATCHER,),
         defect=_keeps_probabilities,
+    ),
+)
+TRAPS = (
+    Trap(
+        id="mtp-recompute-fp8",
+        range=">=0.14,<0.18",
+        backends=("cuda",),  # elsewhere layers have FP8 of their own, and megatron's checkpoint
+        defect=_tensors_by_keyword,
+        when=frozenset({"mtp", "recompute-full", "fp8"}),
+        why="Prediction layers that are recomputed under FP8 lose gradients.",
+        cause=(
+            "_checkpointed_forward gives te_checkpoint tensors by keyword, which it does not see; #4593, "
+            "#4765; NVIDIA-NeMo/Megatron-Bridge#3801"
+        ),
+        silent=True,
+        instead="Leave out full recomputation or FP8, or use megatron-core 0.18 or later.",
+        unshown="needs Transformer Engine's checkpoint and a device with FP8",
+    ),
+    Trap(
+        id="mtp-recompute-groups",
+        range=">=0.14",
+        backends=("cuda",),  # elsewhere layers have FP8 of their own, and megatron's checkpoint
+        defect=_group_of_the_layout,
+        when=frozenset({"mtp", "recompute-full", "fp8", "explicit-groups", "tp"}),
+        why="Prediction layers that are recomputed under FP8 use the layout's ranks, not the given ones.",
+        cause="te_checkpoint is given the global group; #7452 (finding 4), #6760, #7403 (open)",
+        silent=True,
+        instead="Take the groups of the layout, or leave out full recomputation or FP8.",
+        unshown="needs Transformer Engine's checkpoint and a device with FP8",
     ),
 )

@@ -1,52 +1,79 @@
-"""Choice of experts: replay of recorded routes."""
+"""Choice of experts: replay of recorded routes, and what a cpu lacks for it."""
 
-from typing import TYPE_CHECKING
+import ast
 
-from bundle.patches.entry import Patch, Presence, Replacement
-
-if TYPE_CHECKING:
-    from bundle.patches.definitions import Evidence
+from bundle.patches.definitions import Definition, Evidence
+from bundle.patches.entry import NOTHING, Patch, Presence, Replacement, asks, called, reads
 
 _ROUTING = "megatron.core.transformer.moe.router:TopKRouter.routing"
 _NATIVE = "megatron.core.transformer.moe.router_replay:RouterReplay"
 _REPLAY = f"{_NATIVE}.get_replay_topk"
+_UTILS = "megatron.core.transformer.moe.moe_utils"
+_MOVE = f"{_UTILS}:maybe_move_tensor_to_cpu"
+_GEMM = f"{_UTILS}:te_general_gemm"
+_GATING = f"{_UTILS}:RouterGatingLinearFunction.forward"
 
 
-def _no_replay(source: "Evidence") -> Presence:
-    routing = source[_ROUTING]
-    if routing is None:
-        return Presence.UNKNOWN
-    asks = "router_replay" in routing.names
-    if asks != (source[_NATIVE] is not None):
-        return Presence.UNKNOWN
-    return Presence.of(not asks)
+@reads(_ROUTING, also=(_NATIVE,))
+def _no_replay(routing: Definition, native: Definition | None) -> Presence:
+    """Whether neither a router nor its module knows of a replay."""
+    known = "router_replay" in routing.names
+    return Presence.of(not known) if known == (native is not None) else Presence.UNKNOWN
 
 
-def _all_or_nothing(source: "Evidence") -> Presence:
+@asks(_REPLAY, _NATIVE, _ROUTING)
+def _all_or_nothing(source: Evidence) -> Presence:
     """Whether there is a replay that cannot leave a token to its router."""
     replay = source[_REPLAY]
     if replay is None:
-        return Presence.of(False) if source[_ROUTING] and not source[_NATIVE] else Presence.UNKNOWN
-    if "gather" not in replay.names:
-        return Presence.UNKNOWN
-    return Presence.UNKNOWN if "where" in replay.names else Presence.PRESENT
+        return _without_replay(source)
+    return Presence.told("gather" in replay.names and "where" not in replay.names)
 
 
-def _latest_routes(source: "Evidence") -> Presence:
+@asks(_REPLAY, _NATIVE, _ROUTING)
+def _latest_routes(source: Evidence) -> Presence:
     """Whether only the action that the user set decides which micro-batch's routes are taken."""
     replay = source[_REPLAY]
     if replay is None:
-        return Presence.of(False) if source[_ROUTING] and not source[_NATIVE] else Presence.UNKNOWN
-    if not {"target_topk_idx", "replay_backward_list"} <= replay.names:
-        return Presence.UNKNOWN
+        return _without_replay(source)
     tells = {"_current_graph_task_id", "is_checkpointing", "is_grad_enabled"} & replay.names
-    return Presence.UNKNOWN if tells else Presence.PRESENT
+    return Presence.told({"target_topk_idx", "replay_backward_list"} <= replay.names and not tells)
+
+
+def _without_replay(source: Evidence) -> Presence:
+    return Presence.told(absent=source[_ROUTING] and not source[_NATIVE])
+
+
+@reads(_MOVE)
+def _numpy_from_cuda_only(move: Definition) -> Presence:
+    """Whether only what was on a GPU becomes numbers."""
+    return Presence.told(move.calls("numpy") and move.has("torch.is_tensor(tensor) and tensor.is_cuda"))
+
+
+@asks(_GEMM, _GATING)
+def _unbound_without_te(source: Evidence) -> Presence:
+    """Whether the router reads a name that only a successful import of Transformer Engine binds."""
+    gating, bound = source[_GATING], source.bindings(_GEMM)
+    read = gating is not None and "te_general_gemm" in gating.names
+    if not bound:
+        return Presence.told(absent=source.has_module(_GEMM) and not read)
+    imports = [node for node in bound if isinstance(node, ast.ImportFrom)]
+    if any(not (node.module or "").endswith("extensions.transformer_engine") for node in imports):
+        return Presence.UNKNOWN
+    others = [node.value for node in bound if isinstance(node, ast.Assign)]
+    if len(imports) + len(others) < len(bound) or not all(map(_may_be_none, others)):
+        return Presence.UNKNOWN
+    return Presence.told(read and not others, absent=others)
+
+
+def _may_be_none(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and value.value is None
 
 
 PATCHES = (
     Patch(
         id="router-replay",
-        replacements=(Replacement(_ROUTING, "bundle.wrappers.router:choice"),),
+        replacements=(Replacement(_ROUTING, "router:choice"),),
         why="There is no way to make the router take recorded experts.",
         silent=False,
         upstream="NVIDIA/Megatron-LM#2101 adds one in 0.16",
@@ -57,12 +84,11 @@ PATCHES = (
             "routes are given in bundle.mcore.context.choices around each forward pass; without them "
             "nothing changes"
         ),
-        evidence=(_ROUTING, _NATIVE),
         defect=_no_replay,
     ),
     Patch(
         id="router-replay-by-layer",
-        replacements=(Replacement(_REPLAY, "bundle.wrappers.router:choice_in_replay"),),
+        replacements=(Replacement(_REPLAY, "router:choice_in_replay"),),
         why=(
             "Megatron's replay cannot leave a token to its router, as a rollout's last one must be, and knows"
             " routers by order of construction: chunk by chunk, those of MTP and of other models too."
@@ -75,12 +101,11 @@ PATCHES = (
             "routes are given in bundle.mcore.context.choices around each forward pass; without them "
             "nothing changes"
         ),
-        evidence=(_REPLAY, _NATIVE, _ROUTING),
         defect=_all_or_nothing,
     ),
     Patch(
         id="native-replay-recompute",
-        replacements=(Replacement(_REPLAY, "bundle.wrappers.router:own_routes_on_recompute"),),
+        replacements=(Replacement(_REPLAY, "router:own_routes_on_recompute"),),
         why=(
             "A recomputation takes the routes of the latest micro-batch instead of its own: wrong gradients, "
             "silently, as soon as two micro-batches are in flight."
@@ -92,7 +117,31 @@ PATCHES = (
         assumes=(
             "routes are set before the forward pass of every micro-batch, which are recomputed in that order"
         ),
-        evidence=(_REPLAY, _NATIVE, _ROUTING),
         defect=_latest_routes,
+    ),
+    Patch(
+        id="cpu-moe-splits-on-host",
+        replacements=(called(_MOVE, "moe:splits_on_host"),),
+        why="The sizes of the all-to-all become numbers only if they were on a GPU: TypeError with EP > 1.",
+        silent=False,
+        upstream="not reported; met on gloo in every release",
+        range="",
+        backends=("cpu",),
+        when=frozenset({"moe"}),
+        assumes=NOTHING,
+        defect=_numpy_from_cuda_only,
+    ),
+    Patch(
+        id="cpu-router-without-te-gemm",
+        replacements=(called(_GEMM, "moe:without_te_gemm", exclusive=True),),
+        why="NameError without Transformer Engine when the router computes in another type than the model.",
+        silent=False,
+        upstream="fixed upstream in 0.17",
+        range=">=0.13,<0.17",
+        fixed_in="0.17.0",
+        backends=("cpu",),
+        when=frozenset({"moe"}),
+        assumes=NOTHING,
+        defect=_unbound_without_te,
     ),
 )

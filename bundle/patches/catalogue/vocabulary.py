@@ -1,12 +1,9 @@
 """The loss where tensor-parallel ranks share the vocabulary."""
 
 import ast
-from typing import TYPE_CHECKING
 
-from bundle.patches.entry import NOTHING, Patch, Presence, Replacement
-
-if TYPE_CHECKING:
-    from bundle.patches.definitions import Evidence
+from bundle.patches.definitions import Definition
+from bundle.patches.entry import NOTHING, Patch, Presence, called, reads
 
 _MODULE = "megatron.core.tensor_parallel.cross_entropy"
 _CROSS_ENTROPY = f"{_MODULE}:vocab_parallel_cross_entropy"
@@ -16,39 +13,31 @@ _LOSS = (
 )
 
 
-def _columns_of_one_rank(source: "Evidence") -> Presence:
+@reads(_FORWARD)
+def _columns_of_one_rank(forward: Definition) -> Presence:
     """Whether smoothing divides by the columns of `exp_logits`, which are those of one rank."""
-    forward = source[_FORWARD]
-    if forward is None or "label_smoothing" not in forward.parameters:
+    if "label_smoothing" not in forward.parameters:
         return Presence.UNKNOWN
     sizes = forward.assigned("vocab_size")
-    if sizes == {"exp_logits.size(-1)"}:
-        return Presence.PRESENT
-    return Presence.ABSENT if any("world_size" in size for size in sizes) else Presence.UNKNOWN
+    of_all = any("world_size" in size for size in sizes)
+    return Presence.told(sizes == {"exp_logits.size(-1)"}, absent=of_all)
 
 
-def _taken_for_a_share(source: "Evidence") -> Presence:
+@reads(_LOSS)
+def _taken_for_a_share(loss: Definition) -> Presence:
     """Whether logits go into a loss over shared columns as they come."""
-    loss = source[_LOSS]
-    if loss is None or "logits" not in loss.parameters:
-        return Presence.UNKNOWN
     given = [ast.unparse(call.args[0]) for call in loss.calls("vocab_parallel_cross_entropy") if call.args]
-    if given != ["logits"]:
+    if "logits" not in loss.parameters or given != ["logits"]:
         return Presence.UNKNOWN
     changed = loss.assigned("logits")
-    if any("scatter_to_tensor_model_parallel_region(" in value for value in changed):
-        return Presence.ABSENT
-    return Presence.UNKNOWN if changed else Presence.PRESENT
+    shared_out = any("scatter_to_tensor_model_parallel_region(" in value for value in changed)
+    return Presence.told(not changed, absent=shared_out)
 
 
 PATCHES = (
     Patch(
         id="label-smoothing-over-ranks",
-        replacements=(
-            Replacement(
-                _CROSS_ENTROPY, "bundle.wrappers.vocabulary:smoothed_over_all_columns", by_signature=True
-            ),
-        ),
+        replacements=(called(_CROSS_ENTROPY, "vocabulary:smoothed_over_all_columns"),),
         why=(
             "Label smoothing over tensor-parallel ranks gives each rank another loss, and a wrong gradient: "
             "the evenly shared part is the mean over the columns of one rank, as if it had all of them."
@@ -58,12 +47,11 @@ PATCHES = (
         range="",
         when=frozenset({"tp", "label-smoothing"}),
         assumes=NOTHING,
-        evidence=(_FORWARD,),
         defect=_columns_of_one_rank,
     ),
     Patch(
         id="loss-of-gathered-logits",
-        replacements=(Replacement(_LOSS, "bundle.wrappers.vocabulary:own_columns", by_signature=True),),
+        replacements=(called(_LOSS, "vocabulary:own_columns"),),
         why=(
             "A model that gathers its logits (parallel_output=False, runtime_gather_output) and is given "
             "labels returns another loss, by log(tp) and more, whose gradient lacks labels on some ranks: "
@@ -74,7 +62,6 @@ PATCHES = (
         range="",
         when=frozenset({"tp", "gathered-logits"}),
         assumes="labels are given to the model; logits that it returns without labels stay as they are",
-        evidence=(_LOSS,),
         defect=_taken_for_a_share,
     ),
 )
