@@ -22,14 +22,15 @@ from bundle.patches.plan import PatchPlan, Step
 class AfterImport(MetaPathFinder):
     """Finder in front of all others that lets them find, and calls back once the module has run.
 
-    An exception of the callback fails the import: nobody gets a module that was to be patched and was not.
+    An exception of the callback fails the import, the next one too: nobody gets a module that was to be
+    patched and was not. Who only looks for the module, or fails to import it, uses nothing up.
     """
 
     def __init__(self) -> None:
         self._callbacks: dict[str, Callable[[ModuleType], None]] = {}
 
     def call(self, name: str, callback: Callable[[ModuleType], None]) -> None:
-        """Calls back when the module is imported, once."""
+        """Calls back when the module is imported, until the callback has returned once."""
         self._callbacks[name] = callback
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
@@ -54,16 +55,23 @@ class AfterImport(MetaPathFinder):
             find = None if finder is self else getattr(finder, "find_spec", None)
             spec: ModuleSpec | None = find(name, path, target) if find else None
             if spec is not None and spec.loader is not None:
-                spec.loader = _CallingBack(spec.loader, self._callbacks.pop(name))
+                spec.loader = _CallingBack(spec.loader, self)
                 return spec
         return None
+
+    def ran(self, module: ModuleType) -> None:
+        """Calls back for a module that has run."""
+        name = module.__name__
+        if name in self._callbacks:
+            self._callbacks[name](module)
+            self._callbacks.pop(name, None)
 
 
 class _CallingBack(Loader):
     """The loader that was found, calling back after it has run the module."""
 
-    def __init__(self, loader: Any, callback: Callable[[ModuleType], None]) -> None:
-        self._loader, self._callback = loader, callback
+    def __init__(self, loader: Any, hook: AfterImport) -> None:
+        self._loader, self._hook = loader, hook
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """What the loader creates."""
@@ -76,13 +84,13 @@ class _CallingBack(Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        self._callback(module)
+        self._hook.ran(module)
 
 
 _ABSENT = object()  # a name that only a branch not taken would have bound
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Applied:
     """One replaced attribute: where, what was there (the raw descriptor), and what is there now."""
 
@@ -126,7 +134,7 @@ def apply(plan: PatchPlan) -> None:
             else:
                 _process.hook.call(name, lambda module, steps=steps: _apply_to(module, steps))  # type: ignore[misc]
     except BaseException:
-        _take_back()
+        _start_over()
         raise
     _process.plan = plan
 
@@ -144,7 +152,7 @@ def revert() -> None:
     ]
     if strangers:
         raise PatchError("Patches cannot be taken back from under somebody else's:", strangers)
-    _take_back()
+    _start_over()
 
 
 def applied() -> tuple[str, ...]:
@@ -162,9 +170,15 @@ def _topmost() -> list[_Applied]:
     return list({(id(a.owner), a.name): a for a in _process.applied}.values())
 
 
-def _take_back() -> None:
-    while _process.applied:
-        applied = _process.applied.pop()
+def _start_over() -> None:
+    _take_back(list(_process.applied))
+    _process.hook.forget()
+    _process.plan = None
+
+
+def _take_back(replaced: list[_Applied]) -> None:
+    """Takes these replacements back, the latest first."""
+    for applied in reversed(replaced):
         original = _function(applied.before) if applied.before is not _ABSENT else None
         for module, name in applied.elsewhere:
             setattr(module, name, original)
@@ -172,13 +186,19 @@ def _take_back() -> None:
             delattr(applied.owner, applied.name)
         else:
             setattr(applied.owner, applied.name, applied.before)
-    _process.hook.forget()
-    _process.plan = None
+        _process.applied.remove(applied)
 
 
 def _apply_to(module: ModuleType, steps: list[Step]) -> None:
-    for step in steps:
-        _process.applied.append(_applied(module, step))
+    """All of the steps, or none: a wrapper that is imported may import other modules, which stay patched."""
+    ours: list[_Applied] = []
+    try:
+        for step in steps:
+            ours.append(_applied(module, step))
+            _process.applied.append(ours[-1])
+    except BaseException:
+        _take_back(ours)
+        raise
 
 
 def _applied(module: ModuleType, step: Step) -> _Applied:

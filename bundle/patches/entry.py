@@ -180,3 +180,8 @@ class Decision:
     fingerprints: tuple[str, ...] = ()  # of those targets that are there, in their order
     assumes: str = ""  # what the patch takes for granted of its caller
     stops: bool = False  # the job needs this and cannot have it
+
+    @property
+    def problem(self) -> str:
+        """What stops a job, in a line: a trap is the recipe's, all else the patch's."""
+        return f"{self.id}: {self.reason if self.action is Action.TRAP else f'{self.action}: {self.reason}'}"

@@ -44,6 +44,7 @@ class PatchPlan:
     commit: str | None
     decisions: tuple[tuple[str, str], ...]  # (id, action)
     steps: tuple[Step, ...]
+    read: tuple[tuple[str, str], ...] = ()  # (module, digest of its file) of all that was read; "": not there
 
     def fields(self) -> dict[str, str]:
         """What every rank must agree on, by name: no paths, no host names."""
@@ -51,7 +52,7 @@ class PatchPlan:
         for patch_id, action in self.decisions:
             steps = [asdict(step) for step in self.steps if step.patch == patch_id]
             found[f"patch {patch_id}"] = f"{action} {of_json(steps)}" if steps else action
-        return found
+        return {**found, "files that the patches were decided by": of_json(self.read)}
 
     @property
     def digest(self) -> str:
@@ -64,30 +65,32 @@ class PatchPlan:
         if here != planned:
             yield f"megatron-core: {planned} in the job, {here} here"
             return
+        for module, digest in self.read:
+            if source.digest(core.root, module) != digest:
+                file = source.module_file(core.root, module) or f"{module.replace('.', '/')}.py"
+                yield f"{file} is not the file that the patches were planned for"
         ours = {(patch.id, r.target, r.wrapper) for patch in PATCHES for r in patch.replacements}
         for step in self.steps:
             if (step.patch, step.target, step.wrapper) not in ours:
                 yield f"{step.patch}: not a patch of this mcore-bundle"
-                continue
-            if source.digest(core.root, step.target.partition(":")[0]) != step.file_digest:
-                yield f"{step.patch}: {step.file} is not the file that the patches were planned for"
-            if source.digest(_BUNDLE, step.wrapper.partition(":")[0]) != step.wrapper_digest:
+            elif source.digest(_BUNDLE, step.wrapper.partition(":")[0]) != step.wrapper_digest:
                 yield f"{step.patch}: {step.wrapper.partition(':')[0]} is another one here"
 
     def dump(self) -> dict[str, Any]:
         """The plan as plain JSON values; `load` makes an equal plan of them."""
         return {
-            "schema": 1,
+            "schema": 2,
             "megatron-core": {"version": self.version, "commit": self.commit},
             "decisions": [list(decision) for decision in self.decisions],
             "steps": [asdict(step) for step in self.steps],
+            "read": dict(self.read),
         }
 
 
 def load(document: Mapping[str, Any]) -> PatchPlan:
     """The plan that `PatchPlan.dump` wrote. Raises PatchError for anything else."""
     try:
-        if document["schema"] != 1:
+        if document["schema"] != 2:
             raise ValueError(f"schema {document['schema']}")
         of = document["megatron-core"]
         decisions = tuple((str(patch_id), str(action)) for patch_id, action in document["decisions"])
@@ -96,8 +99,9 @@ def load(document: Mapping[str, Any]) -> PatchPlan:
             name for step in steps for name, value in asdict(step).items() if type(value) is not _KINDS[name]
         ]:
             raise ValueError(f"steps: {wrong[0]} is of another kind")
-        return PatchPlan(of["version"], of["commit"], decisions, steps)
-    except (KeyError, TypeError, ValueError) as error:
+        read = tuple((str(module), str(digest)) for module, digest in document["read"].items())
+        return PatchPlan(of["version"], of["commit"], decisions, steps, read)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise PatchError(f"This is no plan of patches: {type(error).__name__}: {error}") from None
 
 
@@ -121,7 +125,9 @@ def make(decided: Survey) -> PatchPlan:
         if (step := _step(patch.id, replacement, definitions)) is not None
     ]
     decisions = tuple((decision.id, decision.action.value) for decision in decided.decisions)
-    return PatchPlan(decided.subject.version, decided.subject.commit, decisions, tuple(steps))
+    modules = sorted({*decided.read, *(step.target.partition(":")[0] for step in steps)})
+    read = tuple((module, source.digest(root, module)) for module in modules)
+    return PatchPlan(decided.subject.version, decided.subject.commit, decisions, tuple(steps), read)
 
 
 def _step(patch_id: str, replacement: Replacement, definitions: Definitions) -> Step | None:

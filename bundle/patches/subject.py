@@ -78,6 +78,12 @@ class Reader:
             return replace(found, evidence=Presence.UNKNOWN, trouble=str(error))
         return replace(found, evidence=evidence, trouble=found.trouble or gone or None)
 
+    def read_so_far(self) -> tuple[str, ...]:
+        """The modules that what is known rests on, those that are not there too."""
+        if self.reference is not None:
+            return tuple(self.table.modules)
+        return self.definitions.tree.asked() if self.definitions else ()
+
     def look(self, seam: Seam) -> Reading | None:
         """What the tree says about the names of a seam; None where it is reviewed, or not at hand."""
         if self.definitions is None:

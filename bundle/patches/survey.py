@@ -16,20 +16,20 @@ from bundle.patches.table import Table
 
 @dataclass(frozen=True)
 class Survey:
-    """The decisions, and the megatron-core that they are about."""
+    """The decisions, the megatron-core that they are about, and the modules that were read for them."""
 
     subject: Subject
     decisions: tuple[Decision, ...]
+    read: tuple[str, ...] = ()
 
     def check(self) -> None:
         """Raises UsageError for a recipe that meets traps, PatchError for a patch that cannot be applied."""
         stopping = [decision for decision in self.decisions if decision.stops]
-        traps = [f"{d.id}: {d.reason}" for d in stopping if d.action is Action.TRAP]
-        if traps:
+        if traps := [decision.problem for decision in stopping if decision.action is Action.TRAP]:
             raise UsageError("This recipe meets known defects of this megatron-core:", traps)
         if stopping:
-            reasons = [f"{d.id}: {d.action}: {d.reason}" for d in stopping]
-            raise PatchError("The job needs patches that cannot be applied:", reasons)
+            problems = [decision.problem for decision in stopping]
+            raise PatchError("The job needs patches that cannot be applied:", problems)
 
     @property
     def applied(self) -> tuple[Decision, ...]:
@@ -65,7 +65,7 @@ def survey(
     others = [deciding.decide_trap(trap, reader.read(trap), job) for trap in TRAPS]
     others += [deciding.decide_seam(seam, reader.look(seam), job) for seam in SEAMS]
     decisions += [decision for decision in others if decision is not None]
-    return Survey(of, deciding.exclude(decisions, known))
+    return Survey(of, deciding.exclude(decisions, known), reader.read_so_far())
 
 
 def _versions(stack: Packages, names: Collection[str]) -> dict[str, str]:

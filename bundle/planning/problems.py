@@ -75,10 +75,9 @@ def layout_problems(
 def patch_problems(decisions: Sequence[Decision]) -> Iterator[Problem]:
     """A known trap is the recipe's problem, a patch that cannot be applied is its own."""
     for decision in decisions:
-        if decision.stops and decision.action is Action.TRAP:
-            yield recipe_problem(f"{decision.id}: {decision.reason}")
-        elif decision.stops:
-            yield Problem(ExitCode.PATCHES, f"{decision.id}: {decision.action}: {decision.reason}")
+        if decision.stops:
+            code = ExitCode.USAGE if decision.action is Action.TRAP else ExitCode.PATCHES
+            yield Problem(code, decision.problem)
 
 
 def devices_problems(hardware: Hardware, per_node: int) -> Iterator[Problem]:

@@ -17,6 +17,7 @@ from bundle.environment.megatron import Copy, Megatron
 from bundle.errors import EnvironmentUnfit, ExitCode, UsageError
 from bundle.launch import job as job_file
 from bundle.launch.job import Job, Start, load, misfits, of_plan, parse
+from bundle.patches.source import module_file
 from bundle.planning import plan_for
 from bundle.recipe import load as load_recipe
 
@@ -181,7 +182,7 @@ def steps(**changes: object) -> dict:
         "wrapper_digest": "", "everywhere": True,
     }  # fmt: skip
     named = {"version": "0.16.1", "commit": None}
-    return {"schema": 1, "megatron-core": named, "decisions": [], "steps": [step | changes]}
+    return {"schema": 2, "megatron-core": named, "decisions": [], "steps": [step | changes], "read": {}}
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -210,13 +211,13 @@ def test_code_that_is_not_ours_is_never_a_patch(here):
 
 
 def copied(job: Job, directory: Path) -> Megatron:
-    """A copy of the files that the steps name, which may be edited."""
+    """A copy of the files that the plan names, which may be edited."""
     core = packages.detect().megatron.core
     assert core is not None and job.patches is not None
-    for step in job.patches.steps:
-        target = directory / step.file
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(core.root / step.file, target)
+    for module, _ in job.patches.read:
+        if name := module_file(core.root, module):
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(core.root / name, directory / name)
     copy = Copy(directory / "megatron", "a copy", core.version, core.commit)
     return Megatron((copy,), copy, None)
 
@@ -224,13 +225,20 @@ def copied(job: Job, directory: Path) -> Megatron:
 def test_each_rank_checks_the_files_that_the_plan_names(here, tmp_path):
     installed = copied(here, tmp_path)
     assert list(misfits(here, installed, None)) == []
-    step = here.patches.steps[0]
-    with (tmp_path / step.file).open("a") as file:
-        file.write("\n# another line\n")
-    found = list(misfits(here, installed, None))
-    assert found and all(
-        line.endswith(f"{step.file} is not the file that the patches were planned for") for line in found
-    )
+    patched = {step.file for step in here.patches.steps}
+    there = {module: module_file(tmp_path, module) for module, _ in here.patches.read}
+    only_read = sorted({file for file in there.values() if file} - patched)
+    absent = next(f"{module.replace('.', '/')}.py" for module, file in there.items() if file is None)
+    assert patched and only_read
+    for name in (min(patched), only_read[0]):
+        with (tmp_path / name).open("a") as file:
+            file.write("\n# another line\n")
+    (tmp_path / absent).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / absent).write_text("")
+    assert sorted(misfits(here, installed, None)) == [
+        f"{name} is not the file that the patches were planned for"
+        for name in sorted((min(patched), only_read[0], absent))
+    ]
 
 
 def test_each_rank_checks_that_its_wrappers_are_those_of_the_plan(here):

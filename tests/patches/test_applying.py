@@ -261,9 +261,37 @@ def test_a_file_that_changed_since_the_plan_is_not_patched(package: Path):
 def test_a_lazy_failure_fails_the_import_and_leaves_no_module(package: Path):
     script = "planned = plan(('pkg.low:f', 'tens'))\nfile = root / 'pkg/low.py'\n"
     script += "file.write_text(file.read_text() + '#')\napplying.apply(planned)\n"
-    script += "out = [fails(__import__, 'pkg.low'), 'pkg.low' in sys.modules]"
-    reason, imported = run(package, script)
-    assert "planned" in reason and not imported
+    script += "out = [fails(__import__, 'pkg.low'), 'pkg.low' in sys.modules, fails(__import__, 'pkg.low')]"
+    reason, imported, again = run(package, script)
+    assert "planned" in reason and not imported and again == reason
+
+
+def test_a_module_that_was_looked_for_is_patched_when_it_is_imported(package: Path):
+    script = LAZY + "import importlib.util\nimportlib.util.find_spec('pkg.low')\n" + IMPORTS
+    assert run(package, script + "out = [pkg.low.f(1), applying.waiting()]") == [12, []]
+
+
+def test_a_module_whose_first_import_failed_is_patched_when_it_is_imported(package: Path):
+    """As where megatron tries an import that depends on one which is not there yet."""
+    with (package / "pkg/low.py").open("a") as file:
+        file.write("\nimport sys\nif not hasattr(sys, 'ready'): raise ImportError('not yet')\n")
+    script = LAZY + "try: import pkg.low\nexcept ImportError: sys.ready = True\n" + IMPORTS
+    assert run(package, script + "out = [pkg.low.f(1), applying.applied()]") == [12, ["pkg.low:f"]]
+
+
+def test_what_an_import_that_was_refused_had_replaced_is_as_it_was(package: Path):
+    script = """
+    applying.apply(plan(('pkg.low:f', 'tens'), ('pkg.low:Base.method', 'broken')))
+    def refused():
+        try: import pkg.low
+        except ValueError as error: return [str(error), applying.applied(), applying.waiting()]
+    out = [refused(), refused()]
+    applying.revert()
+    import pkg.low
+    out.append(pkg.low.f(1))
+    """
+    refused = ["broken", [], ["pkg.low"]]
+    assert run(package, script) == [refused, refused, 2]
 
 
 def test_a_failure_in_the_middle_changes_nothing(package: Path):

@@ -1,5 +1,6 @@
 """The plan as a file, and what ranks compare."""
 
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from bundle.environment.packages import Stack
 from bundle.environment.search import search_path
 from bundle.errors import PatchError, UsageError
 from bundle.patches import plan as planning
-from bundle.patches.catalogue import PATCHES
+from bundle.patches.catalogue import PATCHES, TRAPS
 from bundle.patches.entry import LEFT_TO_MEGATRON, Action, Patch, Presence, Replacement, asks
 from bundle.patches.plan import PatchPlan, load, make
 from bundle.patches.subject import named
@@ -52,6 +53,23 @@ def test_another_release_another_decision_another_wrapper_show_in_the_fields(rel
     differing = {name for name, value in other.fields().items() if plan.fields()[name] != value}
     assert differing == {f"patch {step.patch}"}
     assert other.digest != plan.digest
+
+
+def test_every_file_that_a_decision_read_is_in_the_plan(release: Release, tmp_path: Path):
+    """Of a release, which the reviewed list speaks for, and of a tree that is parsed."""
+    changed = {
+        "transformer/moe/router.py": ("class TopKRouter(Router):", "class TopKRouter(Router):  # ours")
+    }
+    trees = (release("0.16.1"), copied(release("0.16.1"), tmp_path, changed))
+    defects = [*(patch.defect for patch in PATCHES), *(trap.defect for trap in TRAPS)]
+    for tree in trees:
+        read = dict(planned(tree).read)
+        for target in {target for defect in defects for target in defect.evidence}:
+            module = target.partition(":")[0]
+            file = tree / f"{module.replace('.', '/')}.py"
+            digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else ""
+            assert read[module] == digest, module
+    assert planned(trees[0]).fields() != planned(trees[1]).fields()
 
 
 def test_steps_name_the_planned_files(release: Release):
@@ -118,7 +136,7 @@ def test_a_patch_whose_wrapper_is_missing_is_an_error(release: Release, monkeypa
         planned(release("0.16.1"))
 
 
-@pytest.mark.parametrize("document", [{}, {"schema": 2}, {"schema": 1, "megatron-core": [], "decisions": []}])
+@pytest.mark.parametrize("document", [{}, {"schema": 1}, {"schema": 2, "megatron-core": [], "decisions": []}])
 def test_a_file_that_is_no_plan_is_refused(document: dict[str, object]):
     with pytest.raises(PatchError, match="no plan of patches"):
         load(document)
