@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from bundle.planning import plan_for
 from bundle.recipe import Recipe, load
-from bundle.training.runtime import patched_runtime
+from bundle.training.worker import patched_runtime
 
 OVERRIDES = (
     "parallel.ep=1",
@@ -71,7 +71,7 @@ def arms(recipe: Recipe, runtime: Any, directory: Path) -> tuple[Callable[[], No
     from bundle.runs.metrics import JsonLines, Metrics
     from bundle.training import loop
     from bundle.training.batches import Batches
-    from bundle.training.progress import Progress
+    from bundle.training.loop import Progress
 
     cpu = torch.device("cpu")
     with runtime.megatron():
@@ -88,6 +88,7 @@ def arms(recipe: Recipe, runtime: Any, directory: Path) -> tuple[Callable[[], No
         profiled=lambda step: nullcontext(),
         flops=lambda: 0.0,
         gauges=lambda flops, seconds: {},
+        of_rank_0=lambda loss: loss,
     )
 
     def bundle() -> None:

@@ -24,7 +24,7 @@ from bundle.launch.rendezvous import discover
 from bundle.planning import Plan
 from bundle.planning.size import model_size
 from bundle.recipe import Recipe
-from bundle.training.runtime import patched_runtime
+from bundle.training.worker import patched_runtime
 
 TIMEOUT = timedelta(seconds=120)
 PACKAGES = ("torch", "megatron-core", "transformer-engine")

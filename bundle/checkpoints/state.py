@@ -17,7 +17,7 @@ from bundle.architectures import Architecture
 from bundle.mcore import groups
 
 NAME = "state.json"
-_SCHEMA = 2
+_SCHEMA = 3
 _MEGATRON = "megatron."
 
 # They decide how a model is begun and trained, not what its weights mean.

@@ -25,7 +25,7 @@ from bundle.recipe.sections import (
     Train,
 )
 
-# Sections and keys that decide where and how fast a run computes, not what; of samples, steps tell.
+# Keys that decide where, how fast and until when a run computes, not what; of samples, steps tell.
 FREE_ON_RESUME = (
     "train.samples",
     "devices",
@@ -35,6 +35,7 @@ FREE_ON_RESUME = (
     "metrics",
     "profile",
     "train.log_interval",
+    "train.early_stop",
 )
 
 

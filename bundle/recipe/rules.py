@@ -184,6 +184,9 @@ def _training(recipe: Recipe) -> Iterator[Violation]:
             f"such as --set optimizer.warmup_steps={train.steps // 10}",
         )
     yield from _wsd(recipe)
+    if train.early_stop is not None and not (recipe.data.validation and train.eval_interval):
+        key = "train.eval_interval" if recipe.data.validation else "data.validation"
+        yield "train.early_stop", f"looks at evaluations on held-out data, and {key} 0 makes none"
     if not all(0 <= beta < 1 for beta in optimizer.betas):
         yield "optimizer.betas", f"{list(optimizer.betas)}: both must be at least 0 and below 1"
     if distributed.overlap_param_gather and not distributed.overlap_grad_reduce:

@@ -201,6 +201,15 @@ def _steps(samples: int, batch: int) -> int:
     return -(-samples // batch)
 
 
+class EarlyStop(Section):
+    """When training ends before its last step: the validation loss falls no more."""
+
+    patience: Count = Field(description="Evaluations in a row without a lower loss, after which it ends.")
+    min_delta: NotNegative = Field(
+        default=0.0, description="Nats per token by which a loss must be below the lowest so far to count."
+    )
+
+
 class Train(Section):
     """How long and in which portions."""
 
@@ -220,6 +229,9 @@ class Train(Section):
         default=100, description="Steps between evaluations; 0: only at the end."
     )
     eval_batches: Count = Field(default=8, description="Global batches of one evaluation.")
+    early_stop: EarlyStop | None = Field(
+        default=None, description="End before the last step by the validation loss; null: never."
+    )
     log_interval: Count = Field(default=10, description="Steps between reports.")
     loss_mean: Literal["token", "sequence"] = Field(
         default="token",

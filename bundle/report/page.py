@@ -108,6 +108,7 @@ def _facts(run: Run) -> dict[str, Any]:
     steps = run.planned("recipe", "train", "steps")
     return {
         "Steps": str(last) + (f" of {steps}" if steps else "") + ("" if run.result else ", not finished"),
+        "Ended by": run.result.get("ended"),
         "Loss at the end": run.result.get("loss"),
         "Layout": " ".join(f"{name}{size}" for name, size in sizes.items() if size and size > 1)
         or "one rank",

@@ -104,26 +104,36 @@ class RunDirectory:
             return False
         if self.finished(recipe) and not resume:
             raise UsageError(
-                f"{self.root}: this run is finished; --fresh overwrites it,"
-                " --resume with more train.steps goes on with it"
+                f"{self.root}: this run is finished; --fresh overwrites it, --resume with more train.steps,"
+                " or with another train.early_stop where that has ended it, goes on with it"
             )
         self._refuse_another(recipe, longer=resume)
         self._refuse_another_origin(start_from)
         return True
 
     def finished(self, recipe: Recipe) -> bool:
-        """Whether the run has come to its result, and `recipe` asks for no more steps."""
+        """Whether the run has come to its result, and `recipe` asks for no more of it.
+
+        More steps do, and another early stop, or none, where that has ended it.
+        """
         if not self.result.exists():
             return False
         try:
-            step = json.loads(self.result.read_text(encoding="utf-8")).get("step")
+            result = json.loads(self.result.read_text(encoding="utf-8"))
+            step, ended_by = result.get("step"), result.get("early_stop")
         except (ValueError, AttributeError):
             return True
+        if ended_by is not None:
+            rule = recipe.train.early_stop
+            return rule is not None and rule.dump() == ended_by
         return not isinstance(step, int) or step >= recipe.train.steps
 
     def nothing_left(self) -> str:
         """What to tell the user who resumes a finished run."""
-        return f"{self.root}: this run is finished; --resume with more train.steps goes on with it"
+        return (
+            f"{self.root}: this run is finished; --resume with more train.steps goes on with it,"
+            " or with another train.early_stop where that has ended it"
+        )
 
     def began_with(self) -> Path | None:
         """What this run's --from was."""

@@ -1,4 +1,4 @@
-"""The training loop: batches, step, report, evaluate, save, until the last step or until told to stop."""
+"""The training loop: batches, step, report, evaluate, save, to the last step or a reason to end before it."""
 
 import math
 import time
@@ -8,11 +8,50 @@ from dataclasses import dataclass
 
 from bundle.engine import Engine, Losses
 from bundle.engine.engine import StepResult
-from bundle.errors import JobFailed, Preempted
+from bundle.errors import JobFailed, Preempted, UsageError
 from bundle.recipe import Recipe
+from bundle.recipe.sections import EarlyStop
 from bundle.runs.metrics import Metrics
 from bundle.training.batches import Batches
-from bundle.training.progress import Progress
+
+
+@dataclass
+class Progress:
+    """How far a run has come: what a checkpoint keeps beside weights and optimizer.
+
+    Steps done, samples read, and updates left out because a gradient was not finite. `unreported_steps` took
+    `unreported_seconds` and `unreported_flops` of a device since the last report; `losses` are those reported
+    last. `lowest` is the validation loss that an early stop holds others against, and `unimproved` how many
+    evaluations were not below it since.
+    """
+
+    step: int = 0
+    consumed_samples: int = 0
+    skipped_updates: int = 0
+    unreported_steps: int = 0
+    unreported_seconds: float = 0.0
+    unreported_flops: float = 0.0
+    losses: Losses | None = None
+    lowest: float | None = None
+    unimproved: int = 0
+
+    def evaluated(self, loss: float, rule: EarlyStop) -> None:
+        """Counts an evaluation; one that is no number is not below any."""
+        if math.isfinite(loss) and (self.lowest is None or loss < self.lowest - rule.min_delta):
+            self.lowest, self.unimproved = loss, 0
+        else:
+            self.unimproved += 1
+
+    def early_end(self, rule: EarlyStop | None) -> str | None:
+        """Why the run ends before its last step; None where it does not."""
+        if rule is None or self.unimproved < rule.patience:
+            return None
+        least = f", by {rule.min_delta:g} or more" if rule.min_delta else ""
+        lowest = "infinity" if self.lowest is None else f"{self.lowest:.4f}"
+        return (
+            f"train.early_stop: the validation loss was not below {lowest}{least}"
+            f" in {self.unimproved} evaluations"
+        )
 
 
 @dataclass(frozen=True)
@@ -25,17 +64,21 @@ class Hooks:
     profiled: Callable[[int], AbstractContextManager[None]]
     flops: Callable[[], float]  # of a device, in the step that was just made
     gauges: Callable[[float, float], Mapping[str, float]]  # of FLOPs and the seconds that they took
+    of_rank_0: Callable[[float], float]  # on every rank, what rank 0 calls it with
 
 
 def train(engine: Engine, data: Batches, progress: Progress, metrics: Metrics, hooks: Hooks) -> None:
-    """Returns after the last step; `progress` holds the losses reported last, held-out ones if there are any.
+    """Returns after the last step, which an early stop may have made an earlier one.
 
-    Raises Preempted after a checkpoint when told to stop, JobFailed when a gradient or a reported loss is not
-    finite and the recipe says `train.on_nan: stop`.
+    `progress` holds the losses reported last, held-out ones if there are any. Raises UsageError for an early
+    stop without held-out data, Preempted after a checkpoint when told to stop, JobFailed when a gradient or a
+    reported loss is not finite and the recipe says `train.on_nan: stop`.
     """
-    recipe = engine.recipe
+    recipe, early_stop = engine.recipe, engine.recipe.train.early_stop
     held_out = data.validation()
-    while progress.step < recipe.train.steps:
+    if early_stop is not None and not held_out:
+        raise UsageError("train.early_stop: so little data is held out that there is no evaluation")
+    while progress.step < recipe.train.steps and not progress.early_end(early_stop):
         started = time.perf_counter()
         with hooks.profiled(progress.step + 1):
             engine.forward_backward(data.training(progress.consumed_samples))
@@ -62,6 +105,9 @@ def train(engine: Engine, data: Batches, progress: Progress, metrics: Metrics, h
         if held_out and (last or _due(progress.step, recipe.train.eval_interval)):
             progress.losses = engine.evaluate(held_out)
             metrics.write(progress.step, _named("validation", progress.losses))
+            if early_stop is not None:
+                progress.evaluated(hooks.of_rank_0(progress.losses.main), early_stop)
+                last = last or progress.early_end(early_stop) is not None
         stop = hooks.should_stop()
         if stop or last or _due(progress.step, recipe.checkpoint.interval):
             hooks.save(progress)

@@ -22,6 +22,7 @@ from bundle.environment import packages
 from bundle.errors import JobFailed, Preempted, UsageError
 from bundle.launch.job import Job
 from bundle.mcore import groups
+from bundle.recipe import Recipe
 from bundle.runs.directory import RunDirectory, starting_checkpoint
 from bundle.runs.metrics import JsonLines, Metrics, Sink, TensorBoard, finite, terminal
 from bundle.runs.profiling import Profiler
@@ -29,7 +30,7 @@ from bundle.runs.speed import Speed
 from bundle.runs.trackers import trackers
 from bundle.training import loop
 from bundle.training.batches import Batches
-from bundle.training.progress import Progress
+from bundle.training.loop import Progress
 
 _log = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class Trainer:
                 profiled=profiler.step,
                 flops=lambda: self.speed.flops(self.batches.lengths),
                 gauges=self.speed.gauges,
+                of_rank_0=lambda loss: on_rank_0(lambda: loss),
             )
             try:
                 loop.train(self.engine, self.batches, self.progress, self.metrics, hooks)
@@ -85,7 +87,7 @@ class Trainer:
                 self._complete()
                 raise
             self._complete()
-            on_rank_0(lambda: _conclude(self.directory, self.progress, self.corpus))
+            on_rank_0(lambda: _conclude(self.recipe, self.directory, self.progress, self.corpus))
 
     def _save(self, at: Progress) -> None:
         with self.dog.patience(f"saving step {at.step}"):
@@ -129,17 +131,9 @@ class Trainer:
         for note in loaded.notes:
             _log.info(note)
         _log.info("goes on after step %d", saved.step)
-        carried = saved.metrics
-        losses = carried["reported"] and Losses(**carried["reported"])
-        return Progress(
-            saved.step,
-            saved.consumed_samples,
-            carried["skipped_updates"],
-            carried["unreported_steps"],
-            carried["unreported_seconds"],
-            carried["unreported_flops"],
-            losses,
-        )
+        progress = Progress(**saved.metrics["progress"])
+        progress.losses = progress.losses and Losses(**saved.metrics["progress"]["losses"])
+        return progress
 
 
 def run(job: Job, runtime: Runtime, device: torch.device, dog: Watchdog) -> None:
@@ -169,24 +163,17 @@ def _begin(job: Job, directory: RunDirectory) -> bool | None:
 
 
 def _state(at: Progress, engine: Engine, identity: Mapping[str, str]) -> TrainState:
-    carried = {
-        "skipped_updates": at.skipped_updates,
-        "losses": engine.losses_so_far(),
-        "data": dict(identity),
-        "unreported_steps": at.unreported_steps,
-        "unreported_seconds": at.unreported_seconds,
-        "unreported_flops": at.unreported_flops,
-        "reported": asdict(at.losses) if at.losses else None,
-    }
+    carried = {"progress": asdict(at), "losses": engine.losses_so_far(), "data": dict(identity)}
     return TrainState(at.step, at.consumed_samples, of_json(identity), carried)
 
 
-def _conclude(directory: RunDirectory, progress: Progress, corpus: data.Corpus) -> None:
+def _conclude(recipe: Recipe, directory: RunDirectory, progress: Progress, corpus: data.Corpus) -> None:
     """Writes the result, which makes the run a finished one, and says it.
 
     Raises JobFailed for a run that learned nothing.
     """
-    losses, skipped = progress.losses, progress.skipped_updates
+    losses, skipped, rule = progress.losses, progress.skipped_updates, recipe.train.early_stop
+    early = progress.early_end(rule)
     assert losses is not None, "the last step reports"
     if skipped == progress.step:
         raise JobFailed(
@@ -197,9 +184,13 @@ def _conclude(directory: RunDirectory, progress: Progress, corpus: data.Corpus) 
     left_out = f"; {skipped} of {progress.step} updates were skipped" if skipped else ""
     entropy = corpus.bigram_entropy
     pairs = f"; the text's bigram entropy is {entropy:.2f}" if entropy is not None else ""
+    if early:
+        _log.info("ends at step %d of %d by %s", progress.step, recipe.train.steps, early)
     _log.info("finished: loss %.4f%s nats per token%s%s", losses.main, depths, left_out, pairs)
     result = {
         "step": progress.step,
+        "ended": early or "the last step",
+        "early_stop": rule.dump() if rule and early else None,
         "skipped_updates": skipped,
         "skipped_rows": corpus.skipped_count,
         "loss": losses.main,

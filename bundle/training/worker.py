@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from torch.distributed import Store
 
-from bundle import log
+from bundle import backends, log
 from bundle.distributed import watchdog, world
 from bundle.distributed.agreement import agree, handed_down
 from bundle.distributed.watchdog import Watchdog, collectives_seconds
@@ -15,7 +16,11 @@ from bundle.launch import job as job_file
 from bundle.launch import outcomes, process
 from bundle.launch.job import Job
 from bundle.launch.rendezvous import Rendezvous
-from bundle.training.runtime import patched_runtime
+from bundle.patches import applying
+from bundle.patches.plan import PatchPlan
+
+if TYPE_CHECKING:
+    from bundle.backends import Runtime
 
 
 def work(where: Rendezvous, decide: Callable[[], Job], told: Job | None, wait: int) -> ExitCode:
@@ -30,6 +35,15 @@ def work(where: Rendezvous, decide: Callable[[], Job], told: Job | None, wait: i
     process.die_with_parent()
     watchdog.show_stacks_on_request()
     return outcomes.report(rank, local_rank, lambda: _work(where, decide, told, wait))
+
+
+def patched_runtime(patches: PatchPlan, backend: str) -> "Runtime":
+    """The runtime of a backend; the planned patches stay in force for the life of this process.
+
+    Raises PatchError where megatron-core is not the planned one.
+    """
+    applying.apply(patches)
+    return backends.prepare(backend)
 
 
 def _work(where: Rendezvous, decide: Callable[[], Job], told: Job | None, wait: int) -> None:

@@ -51,6 +51,8 @@ BROKEN = [
     ),
     ("demo", ["optimizer.wsd_decay_steps=20"], "belongs to schedule WSD"),
     ("demo", ["optimizer.wsd_decay_style=linear"], "belongs to schedule WSD"),
+    ("demo", ["train.early_stop={patience: 2}", "data.validation=0"], "data.validation 0 makes none"),
+    ("demo", ["train.early_stop={patience: 2}", "train.eval_interval=0"], "train.eval_interval 0 makes none"),
     ("demo", ["distributed.overlap_param_gather=true"], "overlap_grad_reduce"),
     ("demo", ["train.global_batch_size=12"], "not a multiple of micro_batch_size 8"),
     ("demo", ["devices.per_node=3"], "multiple of 2 ranks"),

@@ -6,7 +6,7 @@ from pathlib import Path
 from bundle.launch import job as job_file
 from bundle.planning import plan_for
 from bundle.recipe import load
-from bundle.training.runtime import patched_runtime
+from bundle.training.worker import patched_runtime
 from tests.world import join
 
 SMALL = (

@@ -156,6 +156,17 @@ def test_a_run_whose_updates_were_all_skipped_has_failed(tmp_path):
     assert lines[0]["train/grad_norm"] is None
 
 
+def test_a_run_that_an_early_stop_has_ended_is_finished_until_that_is_changed(tmp_path):
+    directory = tmp_path / "run"
+    rule = ("--set", "train.early_stop={patience: 2, min_delta: 100}", "--set", "train.eval_interval=2")
+    assert "ends at step 6 of 12 by train.early_stop" in finish(train(directory, *rule), 0)
+    result = json.loads((directory / "result.json").read_text())
+    assert result["step"] == 6 and "in 2 evaluations" in result["ended"]
+    assert "another train.early_stop" in finish(train(directory, *rule), 2)
+    more = ("--resume", *rule[2:], "--set", "train.early_stop={patience: 3, min_delta: 100}")
+    assert "ends at step 8 of 12" in finish(train(directory, *more), 0)
+
+
 def test_a_stopped_rank_is_a_hang_that_names_it(tmp_path):
     """Real ranks, whose loading and saving had a patience of an hour before."""
     directory = tmp_path / "run"

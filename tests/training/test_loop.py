@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from bundle.engine import Losses, StepResult
-from bundle.errors import JobFailed
+from bundle.errors import JobFailed, UsageError
 from bundle.recipe import Recipe, load
 from bundle.runs.metrics import Metrics
 from bundle.training import loop
-from bundle.training.progress import Progress
+from bundle.training.loop import Progress
 
 STEP, ASIDE = 0.02, 0.25  # seconds that a step takes, and evaluating or saving
 
@@ -41,6 +41,7 @@ class Slow:
     losses: list[float] = field(default_factory=list)
     gradient: float = 1.0
     tokens: int = 100
+    validated: list[float] = field(default_factory=list)
 
     def training(self, _consumed: int) -> list[Any]:
         return []
@@ -62,7 +63,7 @@ class Slow:
 
     def evaluate(self, _held_out: list[Any]) -> Losses:
         Clock.passes(ASIDE)
-        return Losses(9.0, (), 1)
+        return Losses(self.validated.pop(0) if self.validated else 9.0, (), 1)
 
 
 class Kept:
@@ -82,6 +83,10 @@ def gauges(flops: float, seconds: float) -> dict[str, float]:
     return {"flops": flops, "seconds": seconds}
 
 
+def same(loss: float) -> float:
+    return loss
+
+
 def run(engine: Slow, progress: Progress, saved: list[int] | None = None) -> list[dict[str, float]]:
     kept, either = Kept(), engine
 
@@ -90,7 +95,9 @@ def run(engine: Slow, progress: Progress, saved: list[int] | None = None) -> lis
         if saved is not None:
             saved.append(now.step)
 
-    hooks = loop.Hooks(save, lambda: False, lambda _: None, lambda _: nullcontext(), lambda: 6e12, gauges)
+    hooks = loop.Hooks(
+        save, lambda: False, lambda _: None, lambda _: nullcontext(), lambda: 6e12, gauges, same
+    )
     loop.train(either, either, progress, Metrics([kept]), hooks)  # type: ignore[arg-type]
     return kept.lines
 
@@ -142,6 +149,51 @@ def test_a_gradient_that_is_no_number_stops_the_run_in_its_step_before_anything_
     with pytest.raises(JobFailed, match="gradient of step 3 is not finite; no checkpoint was written"):
         run(engine, progress, saved)
     assert saved == [1, 2] and not progress.skipped_updates
+
+
+STOPPING = ("train.steps=40", "train.early_stop={patience: 2, min_delta: 0.1}")
+
+
+@pytest.mark.parametrize(
+    ("validated", "ends"),
+    [
+        ([3.0, 2.0, 1.95, 1.92], 4),  # lower, but not by as much
+        ([3.0, 3.0, 2.5, 2.0, 2.5, 2.5], 6),
+        ([3.0, math.nan, 2.0, math.nan, math.nan], 5),
+        ([math.nan, math.nan], 2),
+        ([3.0, 2.95, 2.85, 2.8, 2.74, 2.7, 2.7], 7),  # what is too little adds up
+    ],
+)
+@pytest.mark.parametrize("resumed_at", [None, 2, 3])
+def test_a_run_ends_when_the_validation_loss_falls_no_more(validated, ends, resumed_at):
+    saved: list[int] = []
+    progress, asked = Progress(), recipe(*STOPPING)
+    if resumed_at is not None:  # a checkpoint, told to stop there
+        rest, validated = validated[resumed_at:], validated[:resumed_at]
+        run(Slow(recipe(f"train.steps={resumed_at}", STOPPING[1]), validated=validated), progress)
+        progress, validated = Progress(**vars(progress)), rest
+    ended = progress.step == ends
+    assert ended == (progress.early_end(asked.train.early_stop) is not None)
+    run(Slow(asked, validated=list(validated)), progress, saved)
+    assert progress.step == ends and saved[-1:] == ([] if ended else [ends])
+    why = progress.early_end(asked.train.early_stop)
+    assert why is not None and "2 evaluations" in why
+    run(Slow(asked), progress, saved := [])  # killed before it could write its result
+    assert progress.step == ends and not saved
+
+
+def test_rank_0_decides_for_all_whether_the_loss_falls(monkeypatch):
+    progress, engine = Progress(), Slow(recipe(*STOPPING), validated=[3.0, 2.0, 1.0, 0.5])
+    monkeypatch.setattr("tests.training.test_loop.same", lambda _: 5.0)
+    run(engine, progress)
+    assert progress.step == 3 and progress.lowest == 5.0
+
+
+def test_an_early_stop_without_held_out_data_is_said():
+    engine = Slow(recipe(*STOPPING))
+    engine.validation = list  # type: ignore[method-assign]
+    with pytest.raises(UsageError, match="so little data is held out"):
+        run(engine, Progress())
 
 
 def test_skipped_updates_are_reported():

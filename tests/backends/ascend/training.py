@@ -12,7 +12,7 @@ import torch.distributed as dist
 from bundle.planning import plan_for
 from bundle.recipe.alignment import Alignment
 from bundle.sequences.packing import Packing
-from bundle.training.runtime import patched_runtime
+from bundle.training.worker import patched_runtime
 from tests import world
 from tests.backends.ascend.contract import registered
 from tests.backends.cpu.smoke import MODELS, VOCABULARY, recipe

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from bundle.planning import plan_for
 from bundle.recipe import Recipe, from_mapping
-from bundle.training.runtime import patched_runtime
+from bundle.training.worker import patched_runtime
 from tests import world
 
 STEPS, ROWS, LENGTH, VOCABULARY = 2, 4, 32, 258

@@ -20,7 +20,7 @@ from bundle.planning import plan_for
 from bundle.recipe import Recipe
 from bundle.recipe.alignment import Alignment
 from bundle.sequences.packing import Packing
-from bundle.training.runtime import patched_runtime
+from bundle.training.worker import patched_runtime
 from tests import world
 from tests.backends.cpu import smoke
 
