@@ -156,6 +156,13 @@ CASES: list[tuple[str, str, str, Sequence[Edit] | None, Presence]] = [
     ),
     ("cpu-router-without-te-gemm", "0.16.1", MOE, None, U),
     (
+        "router-replay",
+        "0.12.3",
+        ROUTER,
+        [("self.input_jitter = None", "self.input_jitter = None\n        routing_replay_manager.register(self)")],
+        U,
+    ),
+    (
         "router-replay-by-layer",
         "0.16.1",
         "transformer.moe.router_replay",

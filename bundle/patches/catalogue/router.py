@@ -5,7 +5,8 @@ import ast
 from bundle.patches.definitions import Definition, Evidence
 from bundle.patches.entry import NOTHING, Patch, Presence, Replacement, asks, called, reads
 
-_ROUTING = "megatron.core.transformer.moe.router:TopKRouter.routing"
+_ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
+_ROUTING, _BUILT = f"{_ROUTER}.routing", f"{_ROUTER}.__init__"
 _NATIVE = "megatron.core.transformer.moe.router_replay:RouterReplay"
 _REPLAY = f"{_NATIVE}.get_replay_topk"
 _UTILS = "megatron.core.transformer.moe.moe_utils"
@@ -14,11 +15,12 @@ _GEMM = f"{_UTILS}:te_general_gemm"
 _GATING = f"{_UTILS}:RouterGatingLinearFunction.forward"
 
 
-@reads(_ROUTING, also=(_NATIVE,))
-def _no_replay(routing: Definition, native: Definition | None) -> Presence:
-    """Whether neither a router nor its module knows of a replay."""
+@reads(_ROUTING, _BUILT, also=(_NATIVE,))
+def _no_replay(routing: Definition, built: Definition, native: Definition | None) -> Presence:
+    """Whether neither a router nor its module knows of a replay; a fork may hand its routers to one of its own."""
     known = "router_replay" in routing.names
-    return Presence.of(not known) if known == (native is not None) else Presence.UNKNOWN
+    foreign = not known and any("replay" in name for name in built.names)
+    return Presence.of(not known) if known == (native is not None) and not foreign else Presence.UNKNOWN
 
 
 @asks(_REPLAY, _NATIVE, _ROUTING)
