@@ -57,6 +57,6 @@ def test_nothing_is_decided_wrongly(upstream: Repository, project: Repository):
             commit = supported(upstream, ref)
             rows += judged(changed(upstream, commit, diff)) if commit else ()
     if not rows:
-        pytest.skip(f"{path.name} names no commit of Megatron-LM that is supported")
+        pytest.skip("it names no commit of Megatron-LM that is supported")
     wrong = [row for row in rows if row.verdict == WRONG]
     assert not wrong, (len(rows), len(wrong), wrong[:5])
