@@ -41,7 +41,7 @@ $(NPU): pyproject.toml
 	test -x $(NPU_VENV)/bin/python || $(PYTHON) -m venv $(NPU_VENV)
 	$(NPU_PIP) 'torch==2.13.0' $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	# protobuf and attrs: what MindSpeed imports and does not declare.
-	$(NPU_PIP) 'torch-npu==2.13.0' numpy pytest hypothesis einops protobuf attrs --editable .
+	$(NPU_PIP) 'torch-npu==2.13.0' pytest hypothesis protobuf attrs --editable '.[ascend]'
 	touch $@
 
 demo: $(RUN)  ## train the demo recipe on this machine's CPU
