@@ -159,7 +159,7 @@ CASES: list[tuple[str, str, str, Sequence[Edit] | None, Presence]] = [
         "router-replay",
         "0.12.3",
         ROUTER,
-        [("self.input_jitter = None", "self.input_jitter = None\n        routing_replay_manager.register(self)")],
+        [("self.input_jitter = None", "self.input_jitter = None\n        routing_replay.register(self)")],
         U,
     ),
     (

@@ -17,7 +17,7 @@ _GATING = f"{_UTILS}:RouterGatingLinearFunction.forward"
 
 @reads(_ROUTING, _BUILT, also=(_NATIVE,))
 def _no_replay(routing: Definition, built: Definition, native: Definition | None) -> Presence:
-    """Whether neither a router nor its module knows of a replay; a fork may hand its routers to one of its own."""
+    """Whether neither a router nor its module knows of a replay; a fork may have one of its own."""
     known = "router_replay" in routing.names
     foreign = not known and any("replay" in name for name in built.names)
     return Presence.of(not known) if known == (native is not None) and not foreign else Presence.UNKNOWN
