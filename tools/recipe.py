@@ -43,7 +43,9 @@ def _section(path: str, section: Mapping[str, Any], sections: Mapping[str, Any])
     for name, key in section["properties"].items():
         options = [option for option in key.get("anyOf", [key]) if option.get("type") != "null"]
         inner = [sections[o["$ref"].rpartition("/")[2]] for o in options if "$ref" in o]
+        of_names = [o for each in options for o in each.get("patternProperties", {}).values() if "$ref" in o]
         below += [(f"{path}.{name}" if path else name, each) for each in inner]
+        below += [(f"{path}.{name}.NAME", sections[o["$ref"].rpartition("/")[2]]) for o in of_names]
         null = " or null" if len(options) < len(key.get("anyOf", [key])) else ""
         value = "section" if inner else " or ".join(map(_value, options)) + null
         default = f"`{json.dumps(key['default'])}`" if "default" in key and not inner else ""

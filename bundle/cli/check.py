@@ -49,7 +49,7 @@ def check(
 
 
 def _lines(job: Recipe, counts: dict[str, Any]) -> list[str]:
-    train, kind = job.train, "packs" if job.data.packed else "samples"
+    kind, size = "packs" if job.data.packed else "samples", job.train.global_batch_size
     share = 100 * counts["learned"] / max(1, counts["tokens"])
     held = f", {counts['held_out']:,} held out" if counts["held_out"] else ", none held out"
     left_out = (
@@ -63,6 +63,12 @@ def _lines(job: Recipe, counts: dict[str, Any]) -> list[str]:
         f"tokens     {counts['tokens']:,}; {share:.1f} % are learned",
         f"{kind:<10} {counts['training']:,} to train on{held}; of {job.data.sequence_length:,} tokens,"
         f" filled to {100 * counts['filled']:.1f} %",
-        f"epochs     {train.steps:,} steps of {train.global_batch_size} are {counts['epochs']:.2f} epochs;"
+        *(f"evaluated  {name}: {count:,} {kind}" for name, count in counts["validation_sets"].items()),
+        f"epochs     {counts['steps']:,} steps of {size} are {counts['epochs']:.2f} epochs;"
         f" one is {counts['steps_per_epoch']:.1f} steps",
+        *(
+            f"blend      {100 * share['weight']:.4g} % {share['path']}: {share['samples']:,} {kind},"
+            f" {share['epochs']:.2f} epochs of it"
+            for share in counts["blend"]
+        ),
     ]

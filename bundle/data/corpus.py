@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bundle.data.samplers import ORDER, held_out
+from bundle.data.samplers import ORDER, Blend, held_out
 from bundle.data.samples import Ints, Packs, Rows, Samples, Spans, Windows, best_fit, joined
 from bundle.data.sources import SHOWN, DataErrors
 from bundle.data.store import Document, Progress, Store, adopt, key_of, open_store, write
@@ -31,14 +31,19 @@ ROOM_MULTIPLE = 16
 CHUNK = 2**22
 
 
+# What the loss of the held-out piece is called; that of a data set of its own has its name behind this one.
+HELD_OUT = "validation"
+
+
 @dataclass(frozen=True)
 class Corpus:
-    """Samples to train on and to evaluate with (None: nothing is held out), and where they come from."""
+    """Samples to train on, in which order, samples to evaluate with, and where they come from."""
 
     training: Samples
-    validation: Samples | None
+    order: Blend  # of the samples to train on
+    validation: Mapping[str, Samples]  # by what their losses are called
     identity: Mapping[str, str]  # of the tokens and how they were made: what a resume must find again
-    stores: tuple[Store, ...]  # one for each data set
+    stores: tuple[Store, ...]  # of what is trained on
     tokenizer: Tokenizer
     bytes_of_text: bool  # whether every token is a byte or the end of a text
 
@@ -78,6 +83,16 @@ class Corpus:
         return _bigram_entropy([store.ids for store in self.stores]) if self.bytes_of_text else None
 
 
+@dataclass(frozen=True)
+class _DataSet:
+    """What some paths of a recipe come to: samples to learn from, and those held out of them, if any."""
+
+    stores: tuple[Store, ...]
+    files: int
+    training: Samples
+    held_out: Samples | None
+
+
 def prepare(recipe: Recipe, directory: Path, progress: Progress = lambda tokens: None) -> Corpus:
     """The corpus of a recipe; its tokens are written under `directory` once and found there afterwards.
 
@@ -85,30 +100,57 @@ def prepare(recipe: Recipe, directory: Path, progress: Progress = lambda tokens:
     this at once on one file system. Raises UsageError for paths and tokenizers
     that are not there, JobFailed for corrupt data (`data.on_error: stop`) or too little of it.
     """
-    data = recipe.data
+    data, read = recipe.data, 0
     made = tokenizer(data.tokenizer, recipe.architecture.vocab_size)
-    sources = expand(data.path, data.source)
-    data_sets = [[source] for source in sources] if data.source == MEGATRON else [sources]
-    stores: list[Store] = []
-    for data_set in data_sets:
-        before = sum(len(store.ids) for store in stores)
-        stores.append(
-            _store(recipe, directory, data_set, made, functools.partial(_further, progress, before))
-        )
-    training, validation = [], []
-    for store in stores:
-        learned_from, held = _parts(recipe, store)
-        training.append(_samples(recipe, store, learned_from, made, "to train on"))
-        if len(held):
-            validation.append(_samples(recipe, store, held, made, "held out"))
+
+    def data_set(of: Recipe, paths: Sequence[str], purpose: str) -> _DataSet:
+        nonlocal read
+        found = _data_set(of, directory, paths, made, purpose, functools.partial(_further, progress, read))
+        read += sum(len(store.ids) for store in found.stores)
+        return found
+
+    blend = [(path,) for path in data.path] if data.weights else [data.path]
+    parts = [data_set(recipe, paths, "to train on") for paths in blend]
+    held = [part.held_out for part in parts if part.held_out is not None]
+    named = {
+        name: data_set(recipe.validating(name), own.path, f"in data.validation_sets.{name}")
+        for name, own in data.validation_sets.items()
+    }
+    stores = tuple(store for part in parts for store in part.stores)
     return Corpus(
-        training=joined(training),
-        validation=joined(validation) if validation else None,
-        identity=_identity(recipe, sources, made, stores),
-        stores=tuple(stores),
+        training=joined([part.training for part in parts]),
+        order=Blend([len(part.training) for part in parts], data.weights or (1.0,), recipe.seed),
+        validation=({HELD_OUT: joined(held)} if held else {})
+        | {f"{HELD_OUT}/{name}": own.training for name, own in named.items()},
+        identity=_identity(recipe, sum(part.files for part in parts), made, stores)
+        | {f"validation set {name}": _tokens(own.stores) for name, own in named.items()},
+        stores=stores,
         tokenizer=made,
         bytes_of_text=made.identity == "bytes" and data.source != MEGATRON,
     )
+
+
+def _data_set(
+    recipe: Recipe,
+    directory: Path,
+    paths: Sequence[str],
+    made: Tokenizer,
+    purpose: str,
+    progress: Progress,
+) -> _DataSet:
+    """The samples of some paths. What megatron's tools wrote is a store a file, what we write is one."""
+    sources = expand(paths, recipe.data.source)
+    together = [[source] for source in sources] if recipe.data.source == MEGATRON else [sources]
+    stores, training, held_out, read = [], [], [], 0
+    for each in together:
+        store = _store(recipe, directory, each, made, functools.partial(_further, progress, read))
+        read += len(store.ids)
+        stores.append(store)
+        learned_from, held = _parts(recipe, store)
+        training.append(_samples(recipe, store, learned_from, made, purpose))
+        if len(held):
+            held_out.append(_samples(recipe, store, held, made, "held out"))
+    return _DataSet(tuple(stores), len(sources), joined(training), joined(held_out) if held_out else None)
 
 
 def _further(progress: Progress, before: int, tokens: int) -> None:
@@ -121,14 +163,16 @@ def changed(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     return [f"data {k}: was {saved.get(k)}, is {now.get(k)}" for k in keys if saved.get(k) != now.get(k)]
 
 
-def _identity(
-    recipe: Recipe, sources: Sequence[Source], made: Tokenizer, stores: Sequence[Store]
-) -> dict[str, str]:
-    digests = [store.facts["sha256"] for store in stores]
-    identity = {"files": str(len(sources)), "tokenizer": made.identity}
+def _identity(recipe: Recipe, files: int, made: Tokenizer, stores: Sequence[Store]) -> dict[str, str]:
+    identity = {"files": str(files), "tokenizer": made.identity}
     identity |= {"stdlib": interpreter()} if STDLIB in recipe.data.path else {}
-    identity |= {"tokens": digests[0] if len(digests) == 1 else of_json(digests), "order": ORDER}
-    return identity | _packs(recipe)
+    return identity | {"tokens": _tokens(stores), "order": ORDER} | _packs(recipe)
+
+
+def _tokens(stores: Sequence[Store]) -> str:
+    """A digest of the tokens of some stores."""
+    digests = [store.facts["sha256"] for store in stores]
+    return digests[0] if len(digests) == 1 else of_json(digests)
 
 
 def _key(recipe: Recipe, sources: Sequence[Source], made: Tokenizer, room: int) -> Any:

@@ -1,19 +1,29 @@
 """What a recipe's data comes to, and samples as a person reads them: learned tokens in brackets."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
 
-from bundle.data.corpus import Corpus
-from bundle.data.samplers import drawn
+from bundle.data.corpus import HELD_OUT, Corpus
 from bundle.data.samples import Batch
 from bundle.data.store import Store
 from bundle.data.tokenizers import Tokenizer
-from bundle.recipe import Recipe
+from bundle.recipe import Recipe, with_steps
 
 LEARNED = ("⟦", "⟧")
 _ENOUGH = 400  # tokens of a sample that are shown
+
+
+@dataclass(frozen=True)
+class Share:
+    """One data set of a blend, over all steps of the recipe."""
+
+    path: str
+    weight: float
+    samples: int  # that are trained on
+    epochs: float  # that these are of its own samples
 
 
 @dataclass(frozen=True)
@@ -28,16 +38,19 @@ class Inspection:
     learned: int  # tokens that have a loss in some sample or would, were all of them trained on
     training: int  # samples
     held_out: int
+    validation_sets: Mapping[str, int]  # samples of each
     filled: float  # share of the room of a sample that tokens take; packs and rows only
+    steps: int
     steps_per_epoch: float
     epochs: float  # that the recipe's steps make
+    blend: tuple[Share, ...]
 
 
 def inspect(recipe: Recipe, corpus: Corpus) -> Inspection:
-    """The counts; nothing is read but what lies in the token store."""
-    train = recipe.train
-    whole = len(corpus.training) + (len(corpus.validation) if corpus.validation is not None else 0)
-    room = whole * recipe.data.sequence_length
+    """The counts; nothing is read but what lies in the token store. Raises what `with_steps` raises."""
+    train, count = with_steps(recipe, len(corpus.training)).train, len(corpus.training)
+    others = {name: len(samples) for name, samples in corpus.validation.items()}
+    held_out = others.pop(HELD_OUT, 0)
     return Inspection(
         documents=sum(len(store.lengths) for store in corpus.stores),
         skipped=corpus.skipped_count,
@@ -45,12 +58,24 @@ def inspect(recipe: Recipe, corpus: Corpus) -> Inspection:
         cut=corpus.cut,
         tokens=corpus.tokens,
         learned=sum(map(_learned, corpus.stores)),
-        training=len(corpus.training),
-        held_out=len(corpus.validation) if corpus.validation is not None else 0,
-        filled=min(1.0, corpus.tokens / room),
-        steps_per_epoch=len(corpus.training) / train.global_batch_size,
-        epochs=train.steps * train.global_batch_size / len(corpus.training),
+        training=count,
+        held_out=held_out,
+        validation_sets={name.removeprefix(f"{HELD_OUT}/"): size for name, size in others.items()},
+        filled=min(1.0, corpus.tokens / ((count + held_out) * recipe.data.sequence_length)),
+        steps=train.steps,
+        steps_per_epoch=count / train.global_batch_size,
+        epochs=train.steps * train.global_batch_size / count,
+        blend=tuple(_blend(recipe, corpus, train.steps * train.global_batch_size)),
     )
+
+
+def _blend(recipe: Recipe, corpus: Corpus, samples: int) -> Iterator[Share]:
+    if recipe.data.weights is None:
+        return
+    whole, taken = sum(recipe.data.weights), corpus.order.taken(samples).tolist()
+    each = zip(recipe.data.path, recipe.data.weights, taken, corpus.order.sizes, strict=True)
+    for path, weight, count, size in each:
+        yield Share(path, weight / whole, count, count / size)
 
 
 def _learned(store: Store) -> int:
@@ -59,10 +84,8 @@ def _learned(store: Store) -> int:
 
 def first_samples(recipe: Recipe, corpus: Corpus, count: int) -> list[str]:
     """The first samples of step 1 as text, at most as many as a step has."""
-    numbers = drawn(0, recipe.train.global_batch_size, len(corpus.training), recipe.seed)[:count]
-    return [
-        marked(corpus.training.batch(numbers[at : at + 1]), corpus.tokenizer) for at in range(len(numbers))
-    ]
+    numbers = corpus.order.drawn(0, min(count, recipe.train.global_batch_size))
+    return [marked(corpus.training.batch(number), corpus.tokenizer) for number in numbers[:, None]]
 
 
 def marked(batch: Batch, tokenizer: Tokenizer) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from bundle.data.corpus import Corpus
-from bundle.data.samplers import Ints, drawn, permutation
+from bundle.data.samplers import Ints, permutation
 from bundle.data.samples import BLANK, Batch, Samples
 from bundle.recipe import Recipe
 
@@ -19,17 +19,18 @@ class Loader:
 
     def training(self, consumed: int) -> list[Batch]:
         """The micro-batches of the step that begins after `consumed` samples of the whole run."""
-        samples, size = self._corpus.training, self._recipe.train.global_batch_size
-        return list(self._batches(samples, drawn(consumed, size, len(samples), self._recipe.seed)))
+        numbers = self._corpus.order.drawn(consumed, self._recipe.train.global_batch_size)
+        return list(self._batches(self._corpus.training, numbers))
 
-    def validation(self) -> list[Batch]:
-        """The micro-batches of one evaluation, the same each time; empty when nothing is held out.
+    def validation(self) -> dict[str, list[Batch]]:
+        """The micro-batches of one evaluation, the same each time, by what is evaluated.
 
         No sample comes twice. Every rank has as many micro-batches: what is missing has no loss.
         """
-        samples, train = self._corpus.validation, self._recipe.train
-        if samples is None:
-            return []
+        return {name: self._evaluation(samples) for name, samples in self._corpus.validation.items()}
+
+    def _evaluation(self, samples: Samples) -> list[Batch]:
+        train = self._recipe.train
         count = min(train.eval_batches * train.global_batch_size, len(samples))
         numbers = permutation(len(samples), f"evaluation {self._recipe.seed}")[:count]
         blanks = np.full(-count % train.global_batch_size, BLANK)

@@ -27,12 +27,13 @@ def input_problems(recipe: Recipe, directory: Path) -> Iterator[Problem]:
 
 
 def _data(recipe: Recipe) -> Iterator[Problem]:
-    paths = [path for path in recipe.data.path if path != STDLIB]
-    try:
-        expand(paths, recipe.data.source)
-    except UsageError as error:
-        yield from map(recipe_problem, error.violations)
-    if recipe.data.source == "parquet":
+    every = [recipe.data, *(recipe.validating(name).data for name in recipe.data.validation_sets)]
+    for data in every:
+        try:
+            expand([path for path in data.path if path != STDLIB], data.source)
+        except UsageError as error:
+            yield from map(recipe_problem, error.violations)
+    if any(data.source == "parquet" for data in every):
         yield from _package("pyarrow", "data.source: parquet")
 
 

@@ -101,6 +101,7 @@ def to_text(plan: Plan, run: str, starts: str) -> str:
         ("megatron", [f"megatron-core {plan.target.version} ({plan.target.origin})"]),
         ("attention", [f"{plan.attention.value}: {plan.attention.why}"]),
         ("layout", list(_layout(plan))),
+        ("length", [_length(plan)]),
         ("step", [_step(plan)]),
         ("experts", list(_experts(plan.recipe))),
         ("stages", [_holds(memory.stage, chunks) for chunks, memory in _stages(plan)]),
@@ -134,6 +135,14 @@ def _step(plan: Plan) -> str:
         return work
     seconds = plan.step_flops / (plan.world * plan.peak.bf16)
     return f"{work}: {seconds:.2g} s at the devices' peak of {_decimal(plan.peak.bf16, 'KMGTPEZY')}FLOP/s"
+
+
+def _length(plan: Plan) -> str:
+    """How long the job is, as far as that is known before its data is read."""
+    train = plan.recipe.train
+    if train.epochs is not None:
+        return f"{train.epochs:g} epochs: `check` tokenises the data, and then says how many steps they are"
+    return f"{train.steps:,} steps, {train.steps * train.global_batch_size:,} samples"
 
 
 def _checkpoint(plan: Plan) -> str:

@@ -1,6 +1,6 @@
 """The job file: its keys, the recipes that come with the package, and every violation at once."""
 
-from bundle.recipe.loading import about, built_in, find, from_mapping, load
+from bundle.recipe.loading import about, built_in, find, from_mapping, load, with_steps
 from bundle.recipe.recipe import Difference, Layout, Recipe, differences, flat
 from bundle.recipe.sections import Parallel
 
@@ -16,4 +16,5 @@ __all__ = [
     "flat",
     "from_mapping",
     "load",
+    "with_steps",
 ]

@@ -53,6 +53,18 @@ def from_mapping(values: Mapping[str, Any], origin: str = "recipe") -> Recipe:
     return _checked(Document(dict(values)), origin)
 
 
+def with_steps(recipe: Recipe, samples: int) -> Recipe:
+    """The recipe with as many steps as its epochs over `samples` samples are; unchanged where it has none.
+
+    Raises UsageError where these steps break a rule, such as a warm-up that is longer.
+    """
+    if (epochs := recipe.train.epochs) is None:
+        return recipe
+    values, steps = recipe.dump(), recipe.train.steps_of(epochs, samples)
+    values["train"] |= {"epochs": None, "steps": steps}
+    return from_mapping(values, f"recipe {recipe.name}, {epochs:g} epochs of {samples:,} samples: it")
+
+
 def find(name_or_path: str | pathlib.Path) -> pathlib.Path:
     """The file of a recipe: a path as it is, a bare name among the built-in recipes."""
     text = str(name_or_path)

@@ -91,6 +91,13 @@ class Recipe(Section):
             read = replace(read, moe=replace(read.moe, aux_loss_coeff=balancing, unused_aux_loss_coeff=0.0))
         return read
 
+    def validating(self, name: str) -> "Recipe":
+        """The recipe with the data of one of its validation sets, all of it."""
+        own = self.data.validation_sets[name]
+        only = {"path": own.path, "source": own.source or self.data.source, "weights": None}
+        data = self.data.model_copy(update={**only, "validation": 0.0, "validation_sets": {}})
+        return self.model_copy(update={"data": data})
+
     @cached_property
     def alignment(self) -> Alignment:
         """The multiples that this job's sequences are padded to, and that its lengths must be."""

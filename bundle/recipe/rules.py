@@ -167,25 +167,37 @@ def _data(recipe: Recipe) -> Iterator[Violation]:
             "data.tokenizer",
             f"bytes needs a vocab_size of at least {BYTE_VOCABULARY}, the model's is {vocabulary}",
         )
-    if recipe.task == "sft" and data.source in ("text", "megatron"):
-        yield "data.source", "sft needs rows with a prompt and a response: jsonl or parquet"
+    for key, source in _sources(recipe):
+        if recipe.task == "sft" and source in ("text", "megatron"):
+            yield key, "sft needs rows with a prompt and a response: jsonl or parquet"
+    if data.weights is not None and len(data.weights) != len(data.path):
+        yield "data.weights", f"{len(data.weights)} weights for {len(data.path)} paths: give one for each"
     if data.template == "chat" and data.tokenizer == "bytes":
         yield "data.template", "bytes has no chat template: use plain, or a tokenizer hf:DIR"
+
+
+def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """The kind of every data set, by its key."""
+    yield "data.source", recipe.data.source
+    for name, own in recipe.data.validation_sets.items():
+        if own.source is not None:
+            yield f"data.validation_sets.{name}.source", own.source
 
 
 def _training(recipe: Recipe) -> Iterator[Violation]:
     train, optimizer, distributed = recipe.train, recipe.optimizer, recipe.distributed
     if optimizer.min_lr > optimizer.lr:
         yield "optimizer.min_lr", f"{optimizer.min_lr:g} exceeds lr {optimizer.lr:g}"
-    if optimizer.warmup_steps >= train.steps:
+    if train.steps is not None and optimizer.warmup_steps >= train.steps:
         yield (
             "optimizer.warmup_steps",
             f"{optimizer.warmup_steps} leaves nothing of {train.steps} steps: shorten the warm-up as well, "
             f"such as --set optimizer.warmup_steps={train.steps // 10}",
         )
     yield from _wsd(recipe)
-    if train.early_stop is not None and not (recipe.data.validation and train.eval_interval):
-        key = "train.eval_interval" if recipe.data.validation else "data.validation"
+    evaluated = bool(recipe.data.validation or recipe.data.validation_sets)
+    if train.early_stop is not None and not (evaluated and train.eval_interval):
+        key = "train.eval_interval" if evaluated else "data.validation"
         yield "train.early_stop", f"looks at evaluations on held-out data, and {key} 0 makes none"
     if not all(0 <= beta < 1 for beta in optimizer.betas):
         yield "optimizer.betas", f"{list(optimizer.betas)}: both must be at least 0 and below 1"
@@ -206,9 +218,9 @@ def _training(recipe: Recipe) -> Iterator[Violation]:
 def _profile(recipe: Recipe) -> Iterator[Violation]:
     if recipe.profile is None:
         return
-    first, last = recipe.profile.steps
-    if not first <= last <= recipe.train.steps:
-        yield "profile.steps", f"[{first}, {last}] is no stretch of the steps 1 to {recipe.train.steps}"
+    (first, last), steps = recipe.profile.steps, recipe.train.steps
+    if not first <= last or (steps is not None and last > steps):
+        yield "profile.steps", f"[{first}, {last}] is no stretch of the steps 1 to {steps or 'the last'}"
 
 
 def _wsd(recipe: Recipe) -> Iterator[Violation]:
@@ -220,6 +232,6 @@ def _wsd(recipe: Recipe) -> Iterator[Violation]:
                 yield f"optimizer.{key}", "belongs to schedule WSD"
     elif decay is None:
         yield "optimizer.wsd_decay_steps", "WSD falls in its last steps: say in how many"
-    elif optimizer.warmup_steps + decay > steps:
+    elif steps is not None and optimizer.warmup_steps + decay > steps:
         warm = optimizer.warmup_steps
         yield "optimizer.wsd_decay_steps", f"{decay} and {warm} of the warm-up are more than {steps} steps"

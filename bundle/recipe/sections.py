@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Self, get_args
+from fractions import Fraction
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -29,7 +30,8 @@ class Section(BaseModel):
             yield key
             for kind in (of.annotation, *get_args(of.annotation)):
                 if isinstance(kind, type) and issubclass(kind, Section):
-                    yield from kind.key_paths(f"{key}.")
+                    named = "NAME." if get_origin(of.annotation) is dict else ""
+                    yield from kind.key_paths(f"{key}.{named}")
 
     def dump(self) -> dict[str, Any]:
         """The section as plain JSON values, every key present."""
@@ -58,6 +60,7 @@ CountOrZero = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_named, json_schema_input_type=str | tuple[str, ...])]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$")]
 Pair = Annotated[tuple[float, float], BeforeValidator(_listed)]
 
 
@@ -151,16 +154,33 @@ class Fields(Section):
     )
 
 
+Kind = Literal["text", "jsonl", "parquet", "megatron"]
+
+
+class ValidationSet(Section):
+    """Data to evaluate with, read and tokenised as what is trained on; its loss is validation/NAME/loss."""
+
+    path: Names = Field(min_length=1, description="As data.path.")
+    source: Kind | None = Field(default=None, description="Kind of the files; null: data.source.")
+
+
 class Data(Section):
     """What is trained on."""
 
-    source: Literal["text", "jsonl", "parquet", "megatron"] = Field(
+    source: Kind = Field(
         description="Kind of the files; megatron: ids as its own tools write them (.bin and .idx)."
     )
     path: Names = Field(
         min_length=1,
         description="Files, directories, globs, or `stdlib`: the running Python's standard library. megatron:"
         " what both files' names begin with.",
+    )
+    weights: Annotated[tuple[Positive, ...], BeforeValidator(_listed)] | None = Field(
+        default=None,
+        min_length=1,
+        description="Blend: every path is a data set of its own, and this is how much of a run each is, such"
+        " as [0.7, 0.3]; drawn by megatron-core's rule, each set shuffled anew for each of its epochs. null:"
+        " one data set of all paths.",
     )
     separator: str | None = Field(
         default=None,
@@ -178,6 +198,10 @@ class Data(Section):
     )
     validation: float = Field(
         default=0.02, ge=0, lt=1, description="Share of the documents held out for evaluation; 0: none."
+    )
+    validation_sets: dict[Name, ValidationSet] = Field(
+        default_factory=dict,
+        description="Data of its own to evaluate with, besides what is held out: a name, and its paths.",
     )
     on_error: Literal["stop", "skip"] = Field(
         default="stop", description="Corrupt rows and files: stop and list them, or skip and count them."
@@ -197,10 +221,6 @@ class Data(Section):
     )
 
 
-def _steps(samples: int, batch: int) -> int:
-    return -(-samples // batch)
-
-
 class EarlyStop(Section):
     """When training ends before its last step: the validation loss falls no more."""
 
@@ -211,17 +231,22 @@ class EarlyStop(Section):
 
 
 class Train(Section):
-    """How long and in which portions."""
+    """How long and in which portions: steps, samples or epochs."""
 
-    steps: Count = Field(  # type: ignore[assignment]  # filled in, or refused
+    steps: Count = Field(  # type: ignore[assignment]  # filled in or refused; of epochs, when data is read
         default=None,
         json_schema_extra=or_null,
-        description="Optimizer steps; null or left out: of samples. --resume takes more of them, with the"
-        " schedule of the new length.",
+        description="Optimizer steps; null or left out: of samples or epochs. --resume takes more of them,"
+        " with the schedule of the new length.",
     )
     samples: Count | None = Field(
         default=None,
         description="Instead of steps: samples (packed: packs) to train on, rounded up to whole steps.",
+    )
+    epochs: Positive | None = Field(
+        default=None,
+        description="Instead of steps: how often to train on as many samples as there are, rounded up to"
+        " whole steps. How many these are is known when the data is tokenised: `check` says it.",
     )
     micro_batch_size: Count = Field(default=1, description="Samples of one forward pass on one rank.")
     global_batch_size: Count = Field(description="Samples of one optimizer step over all ranks.")
@@ -257,21 +282,32 @@ class Train(Section):
             return given
         rest = {name: value for name, value in given.items() if name != "steps"}
         match rest.get("samples"), rest.get("global_batch_size"):
-            case int(samples), int(batch) if samples > 0 and batch > 0:
-                return rest | {"steps": _steps(samples, batch)}
+            case int(samples), int(batch) if samples > 0 and batch > 0 and rest.get("epochs") is None:
+                return rest | {"steps": -(-samples // batch)}
         return rest
 
     @model_validator(mode="after")
     def _agreed(self) -> Self:
-        if self.steps is None:
-            raise ValueError("give steps or samples")
-        if self.samples is not None and self.steps != _steps(self.samples, self.global_batch_size):
-            made = f"{_steps(self.samples, self.global_batch_size)} steps of {self.global_batch_size}"
+        if self.epochs is not None and (self.steps is not None or self.samples is not None):
+            raise ValueError("give one of steps, samples and epochs, and null for the others")
+        if self.steps is None and self.epochs is None:
+            raise ValueError("give steps, samples or epochs")
+        if self.samples is not None and self.steps != (made := self.steps_of(1, self.samples)):
             raise ValueError(
-                f"samples {self.samples} make {made}, and steps is {self.steps}:"
-                " give one of them, and null for the other"
+                f"samples {self.samples} make {made} steps of {self.global_batch_size}, and steps is"
+                f" {self.steps}: give one of them, and null for the other"
             )
         return self
+
+    def steps_of(self, epochs: float, samples: int) -> int:
+        """The steps of as many epochs over `samples` samples, the last one made whole."""
+        return math.ceil(Fraction(str(epochs)) * samples / self.global_batch_size)
+
+    def exceeds(self, other: "Train") -> bool:
+        """Whether this is longer, as far as both say it in the same way."""
+        if self.epochs is not None and other.epochs is not None:
+            return self.epochs > other.epochs
+        return self.steps is not None and other.steps is not None and self.steps > other.steps
 
 
 class Optimizer(Section):

@@ -114,7 +114,7 @@ class RunDirectory:
     def finished(self, recipe: Recipe) -> bool:
         """Whether the run has come to its result, and `recipe` asks for no more of it.
 
-        More steps do, and another early stop, or none, where that has ended it.
+        More steps or epochs do, and another early stop, or none, where that has ended it.
         """
         if not self.result.exists():
             return False
@@ -126,6 +126,8 @@ class RunDirectory:
         if ended_by is not None:
             rule = recipe.train.early_stop
             return rule is not None and rule.dump() == ended_by
+        if recipe.train.epochs is not None:  # whose steps only the data tells
+            return not recipe.train.exceeds(load(self.recipe).train)
         return not isinstance(step, int) or step >= recipe.train.steps
 
     def nothing_left(self) -> str:
@@ -231,8 +233,8 @@ class RunDirectory:
     def _refuse_another(self, recipe: Recipe, *, longer: bool) -> None:
         saved = load(self.recipe)
         changed = [change for change in differences(saved, recipe) if not change.free_on_resume]
-        if longer and recipe.train.steps > saved.train.steps:
-            changed = [change for change in changed if change.key != "train.steps"]
+        if longer and recipe.train.exceeds(saved.train):
+            changed = [change for change in changed if change.key not in ("train.steps", "train.epochs")]
         if changed:
             raise UsageError(
                 f"{self.root} holds a run of another recipe; change it back, name this run otherwise,"

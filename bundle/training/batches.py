@@ -33,9 +33,10 @@ class Batches:
         self.lengths = [length for batch in batches for length in _lengths(batch)]
         return [self._micro_batch(batch) for batch in batches]
 
-    def validation(self) -> list[MicroBatch]:
-        """The held-out micro-batches, the same each time; empty when nothing is held out."""
-        return [self._micro_batch(batch) for batch in self._loader.validation()]
+    def validation(self) -> dict[str, list[MicroBatch]]:
+        """The micro-batches to evaluate with, the same each time, by what their losses are called."""
+        given = self._loader.validation().items()
+        return {name: [self._micro_batch(batch) for batch in batches] for name, batches in given}
 
     def _micro_batch(self, batch: Batch) -> MicroBatch:
         ids, labels, mask = (x.to(self._device) for x in (batch.ids, batch.labels, batch.loss_mask))

@@ -70,13 +70,13 @@ class Hooks:
 def train(engine: Engine, data: Batches, progress: Progress, metrics: Metrics, hooks: Hooks) -> None:
     """Returns after the last step, which an early stop may have made an earlier one.
 
-    `progress` holds the losses reported last, held-out ones if there are any. Raises UsageError for an early
-    stop without held-out data, Preempted after a checkpoint when told to stop, JobFailed when a gradient or a
-    reported loss is not finite and the recipe says `train.on_nan: stop`.
+    `progress` holds the losses reported last: of held-out data, else of the first validation set, if any.
+    Raises UsageError for an early stop without either, Preempted after a checkpoint when told to stop,
+    JobFailed when a gradient or a reported loss is not finite and the recipe says `train.on_nan: stop`.
     """
     recipe, early_stop = engine.recipe, engine.recipe.train.early_stop
-    held_out = data.validation()
-    if early_stop is not None and not held_out:
+    validation = data.validation()
+    if early_stop is not None and not validation:
         raise UsageError("train.early_stop: so little data is held out that there is no evaluation")
     while progress.step < recipe.train.steps and not progress.early_end(early_stop):
         started = time.perf_counter()
@@ -102,9 +102,11 @@ def train(engine: Engine, data: Batches, progress: Progress, metrics: Metrics, h
             progress.unreported_steps, progress.unreported_seconds = 0, 0.0
             progress.unreported_flops = 0.0
         last = progress.step == recipe.train.steps
-        if held_out and (last or _due(progress.step, recipe.train.eval_interval)):
-            progress.losses = engine.evaluate(held_out)
-            metrics.write(progress.step, _named("validation", progress.losses))
+        if validation and (last or _due(progress.step, recipe.train.eval_interval)):
+            losses = {name: engine.evaluate(batches) for name, batches in validation.items()}
+            progress.losses = next(iter(losses.values()))
+            for name, found in losses.items():
+                metrics.write(progress.step, _named(name, found))
             if early_stop is not None:
                 progress.evaluated(hooks.of_rank_0(progress.losses.main), early_stop)
                 last = last or progress.early_end(early_stop) is not None

@@ -22,7 +22,7 @@ from bundle.environment import packages
 from bundle.errors import JobFailed, Preempted, UsageError
 from bundle.launch.job import Job
 from bundle.mcore import groups
-from bundle.recipe import Recipe
+from bundle.recipe import Recipe, with_steps
 from bundle.runs.directory import RunDirectory, starting_checkpoint
 from bundle.runs.metrics import JsonLines, Metrics, Sink, TensorBoard, finite, terminal
 from bundle.runs.profiling import Profiler
@@ -44,8 +44,7 @@ class Trainer:
 
     def __init__(self, job: Job, runtime: Runtime, device: torch.device, dog: Watchdog, *, goes_on: bool):
         """Reads the data, builds the model and loads what the run, or its origin, has kept."""
-        self.recipe, self.dog = job.recipe, dog
-        recipe, self.directory = job.recipe, RunDirectory(job.directory)
+        recipe, self.directory, self.dog = job.recipe, RunDirectory(job.directory), dog
         with runtime.megatron():
             self.groups = groups.initialize(
                 recipe.parallel,
@@ -53,9 +52,10 @@ class Trainer:
                 timeout_seconds=collectives_seconds(recipe.distributed.timeout_seconds),
             )
         self.corpus = preparation.prepared(recipe, self.directory.root / "data", dog)
+        recipe = self.recipe = _with_steps(recipe, self.corpus)
         feed = data.Loader(recipe, self.corpus, self.groups.dp.rank, self.groups.dp.size)
         self.batches = Batches(recipe, feed, self.groups, device)
-        self.engine = Engine(job.trained, runtime, self.groups, device)
+        self.engine = Engine(with_steps(job.trained, len(self.corpus.training)), runtime, self.groups, device)
         self.checkpoints = Checkpoints(
             CheckpointDirectory(self.directory.checkpoints),
             self.engine,
@@ -145,6 +145,15 @@ def run(job: Job, runtime: Runtime, device: torch.device, dog: Watchdog) -> None
         goes_on = on_rank_0(lambda: _begin(job, directory))
         if goes_on is not None:
             Trainer(job, runtime, device, dog, goes_on=goes_on).train(stop.agreed)
+
+
+def _with_steps(recipe: Recipe, corpus: data.Corpus) -> Recipe:
+    """The recipe with steps for its epochs: all ranks have the same samples, and come to the same."""
+    count = len(corpus.training)
+    if (counted := with_steps(recipe, count)) is not recipe:
+        made = f"{counted.train.steps:,} steps of {counted.train.global_batch_size}"
+        _log.info("%g epochs of %s samples are %s", recipe.train.epochs, f"{count:,}", made)
+    return counted
 
 
 def _begin(job: Job, directory: RunDirectory) -> bool | None:

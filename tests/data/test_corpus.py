@@ -67,9 +67,8 @@ def numbered(monkeypatch):
 @pytest.mark.usefixtures("numbered")
 def test_a_window_learns_no_transition_over_a_piece_that_was_held_out(rows, tmp_path):
     corpus = prepare(recipe(rows, "data.validation=0.3", "data.sequence_length=16"), tmp_path)
-    assert corpus.validation is not None
     gaps = 0
-    for samples in (corpus.training, corpus.validation):
+    for samples in (corpus.training, corpus.validation["validation"]):
         for batch in everything(samples, len(samples)):
             follows = batch.labels == batch.ids + 1
             assert torch.equal(batch.loss_mask, follows.float())
@@ -81,9 +80,8 @@ def test_a_window_learns_no_transition_over_a_piece_that_was_held_out(rows, tmp_
 @pytest.mark.parametrize("overrides", [(), ("task=sft",), ("data.packed=true", "train.micro_batch_size=1")])
 def test_no_token_is_both_trained_on_and_held_out(rows, tmp_path, overrides):
     corpus = prepare(recipe(rows, *overrides), tmp_path)
-    assert corpus.validation is not None
     learned = []
-    for samples in (corpus.training, corpus.validation):
+    for samples in (corpus.training, corpus.validation["validation"]):
         batches = everything(samples, len(samples))
         learned.append([i for b in batches for i in b.labels[b.loss_mask > 0].tolist()])
     assert learned[0] and learned[1]
@@ -111,13 +109,12 @@ def test_a_step_is_the_same_at_any_number_of_ranks_and_whenever_it_is_reached(ro
 def test_an_evaluation_takes_every_held_out_sample_once_on_any_number_of_ranks(rows, tmp_path):
     made = recipe(rows, "task=sft", "train.micro_batch_size=2", "train.global_batch_size=16")
     corpus = prepare(made, tmp_path)
-    assert corpus.validation is not None
     for dp in (1, 2, 8):
-        shares = [Loader(made, corpus, rank, dp).validation() for rank in range(dp)]
+        shares = [Loader(made, corpus, rank, dp).validation()["validation"] for rank in range(dp)]
         assert len({len(share) for share in shares}) == 1
         real = [row for share in shares for b in share for row in b.loss_mask if row.sum()]
-        assert len(real) == len(corpus.validation) == 30
-    assert Loader(made, prepare(recipe(rows, "data.validation=0"), tmp_path), 0, 1).validation() == []
+        assert len(real) == len(corpus.validation["validation"]) == 30
+    assert Loader(made, prepare(recipe(rows, "data.validation=0"), tmp_path), 0, 1).validation() == {}
 
 
 def test_rows_are_filled_up_and_only_responses_count(rows, tmp_path):
@@ -229,8 +226,9 @@ def test_the_demo_reads_the_standard_library(tmp_path):
     assert corpus.tokens > 5_000_000 and corpus.skipped == ()
     assert corpus.identity["stdlib"].startswith("CPython")
     assert corpus.bigram_entropy == pytest.approx(2.42, abs=0.03)
-    assert corpus.validation is not None
-    share = len(corpus.validation) / (len(corpus.training) + len(corpus.validation))
+    share = len(corpus.validation["validation"]) / (
+        len(corpus.training) + len(corpus.validation["validation"])
+    )
     assert share == pytest.approx(0.02, abs=0.001)
 
 

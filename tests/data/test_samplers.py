@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bundle.data.samplers import drawn, held_out, permutation
+from bundle.data.samplers import Epochs, held_out, permutation
 
 
 def shuffled(size: int, key: str) -> list[int]:
@@ -22,6 +22,10 @@ def shuffled(size: int, key: str) -> list[int]:
             pass
         order[last], order[place] = order[place], order[last]
     return order
+
+
+def drawn(first: int, count: int, size: int, seed: int) -> np.ndarray:
+    return Epochs(size, f"training {seed}").at(np.arange(first, first + count))
 
 
 @given(st.integers(1, 3000), st.text(max_size=5))
@@ -49,10 +53,11 @@ def test_every_epoch_takes_every_sample_once_in_its_own_order(size, first, seed)
 
 
 def test_a_step_of_millions_of_samples_does_not_shuffle_them_again():
-    drawn(0, 1, 3_000_000, 1)
+    run = Epochs(3_000_000, "training")
+    run.at(np.arange(64))
     before = time.process_time()
     for step in range(100):
-        drawn(step * 64, 64, 3_000_000, 1)
+        run.at(np.arange(step * 64, step * 64 + 64))
     assert time.process_time() - before < 1
 
 

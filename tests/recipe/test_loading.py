@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from bundle.errors import UsageError
-from bundle.recipe import Recipe, built_in, differences, find, from_mapping, load
+from bundle.recipe import Recipe, built_in, differences, find, from_mapping, load, with_steps
 
 
 def violations(*overrides: str, name: str = "demo") -> tuple[str, ...]:
@@ -196,12 +196,37 @@ def test_samples_follow_the_batch():
             ["train.samples=1000"],
             "train: samples 1000 make 63 steps of 16, and steps is 300: give one of them",
         ),
-        (["train.steps=null"], "train: give steps or samples"),
+        (["train.steps=null"], "train: give steps, samples or epochs"),
+        (["train.epochs=2"], "train: give one of steps, samples and epochs"),
+        (["train.steps=null", "train.epochs=2", "train.samples=9"], "train: give one of steps, samples and"),
+        (["train.steps=null", "train.epochs=0"], "train.epochs: must be greater than 0, is 0"),
+        (["data.weights=[1, 2]"], "data.weights: 2 weights for 1 paths: give one for each"),
+        (["data.weights=[0]"], "data.weights.0: must be greater than 0"),
+        (["data.validation_sets={a.b: {path: x}}"], "data.validation_sets"),
         (["train.steps=null", "train.samples=0"], "train.samples: must be greater than or equal to 1, is 0"),
         (["train.steps=null", "train.samples=true"], "train.samples: must be a valid integer, is True"),
         (["train.steps=null", "train.samples=9", "train.global_batch_size=0"], "train.global_batch_size: "),
     ],
 )
-def test_samples_and_steps_that_cannot_be_are_named_once(given, named):
+def test_lengths_that_cannot_be_are_named_once(given, named):
     (line,) = violations(*given)
     assert named in line
+
+
+@pytest.mark.parametrize(
+    ("epochs", "samples", "steps"),
+    [(1, 32, 2), (1, 33, 3), (0.5, 64, 2), (3, 100, 19), (0.1, 160, 1), (2.3, 1600, 230)],
+)
+def test_epochs_become_steps_when_the_samples_are_known(epochs, samples, steps):
+    asked = load("demo", ["train.steps=null", f"train.epochs={epochs}", "optimizer.warmup_steps=0"])
+    assert asked.train.steps is None
+    known = with_steps(asked, samples)
+    assert (known.train.steps, known.train.epochs) == (steps, None)
+    assert with_steps(known, 7) is known, "what names its steps has them"
+
+
+def test_a_warm_up_that_the_epochs_are_too_short_for_is_refused_when_that_is_known():
+    asked = load("demo", ["train.steps=null", "train.epochs=1", "optimizer.warmup_steps=5"])
+    assert with_steps(asked, 96).train.steps == 6
+    with pytest.raises(UsageError, match=r"1 epochs of 80 samples(.|\n)*warmup_steps: 5 leaves nothing of 5"):
+        with_steps(asked, 80)

@@ -188,6 +188,19 @@ def test_samples_are_another_word_for_steps(run):
     assert begin(run, *longer, resume=True)
 
 
+def test_a_run_of_epochs_is_made_longer_by_more_of_them(run):
+    of = {epochs: ("train.steps=null", f"train.epochs={epochs}") for epochs in (1, 1.5)}
+    run.write_start(recipe(*of[1]), {}, {})
+    run.metrics.write_text('{"step": 1}\n')
+    finish(run)
+    assert run.finished(recipe(*of[1])) and not run.finished(recipe(*of[1.5]))
+    with pytest.raises(UsageError, match=r"train\.epochs: 1\.0 -> 1\.5"):
+        begin(run, *of[1.5])
+    assert begin(run, *of[1.5], resume=True)
+    with pytest.raises(UsageError, match="a run of another recipe"):  # the steps of one epoch are not known
+        begin(run, "train.steps=10000", resume=True)
+
+
 def test_a_finished_run_is_made_longer_by_resume_only(run):
     train(run)
     finish(run)

@@ -46,8 +46,8 @@ class Slow:
     def training(self, _consumed: int) -> list[Any]:
         return []
 
-    def validation(self) -> list[Any]:
-        return ["held out"]
+    def validation(self) -> dict[str, list[Any]]:
+        return {"validation": [9.0], "validation/other": [7.0]}
 
     def forward_backward(self, _batches: list[Any]) -> None:
         Clock.passes(STEP)
@@ -61,9 +61,11 @@ class Slow:
         mean = sum(taken) / len(taken) if self.tokens else math.nan
         return Losses(mean, (), self.tokens * len(taken))
 
-    def evaluate(self, _held_out: list[Any]) -> Losses:
+    def evaluate(self, batches: list[Any]) -> Losses:
         Clock.passes(ASIDE)
-        return Losses(self.validated.pop(0) if self.validated else 9.0, (), 1)
+        if self.validated and batches == [9.0]:
+            return Losses(self.validated.pop(0), (), 1)
+        return Losses(batches[0], (), 1)
 
 
 class Kept:
@@ -118,6 +120,12 @@ def test_rates_are_those_of_steps_whatever_is_evaluated_and_saved_between():
         assert line["train/samples"] == 16 * line["step"]
         assert line["flops"] == 12e12 and line["seconds"] == pytest.approx(2 * STEP)
     assert progress.losses == Losses(9.0, (), 1)
+
+
+def test_every_evaluation_is_told_under_its_name():
+    lines = run(Slow(recipe("train.eval_interval=3")), Progress())
+    for name, loss in (("validation/loss", 9.0), ("validation/other/loss", 7.0)):
+        assert [(line["step"], line[name]) for line in lines if name in line] == [(3, loss), (6, loss)]
 
 
 def test_what_was_not_reported_before_an_interruption_counts_with_its_time():
@@ -191,7 +199,7 @@ def test_rank_0_decides_for_all_whether_the_loss_falls(monkeypatch):
 
 def test_an_early_stop_without_held_out_data_is_said():
     engine = Slow(recipe(*STOPPING))
-    engine.validation = list  # type: ignore[method-assign]
+    engine.validation = dict  # type: ignore[method-assign, assignment]
     with pytest.raises(UsageError, match="so little data is held out"):
         run(engine, Progress())
 
