@@ -2,6 +2,8 @@
 
 python -m benchmarks.cli [--runs N] [--python PATH] [--json]
 
+Ends with 1 where a verb takes more than `LIMIT` times the CPU time of importing typer and pydantic.
+
 The verbs take turns, so that what else the machine does slows all of them alike; the fastest run is the one
 that it disturbed least. `--python` names the interpreter of another environment, such as one with nothing but
 `pip install .` in it.
@@ -15,10 +17,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 
+LIMIT = 2.5
+MEASURE = "import typer, pydantic"
 COMMANDS = {
     "python -c pass": ("-c", "pass"),
-    "import typer, pydantic": ("-c", "import typer, pydantic"),
+    MEASURE: ("-c", MEASURE),
     **{
         f"mcore-bundle {words}": ("-m", "bundle", *words.split())
         for words in ("--help", "recipes list", "doctor", "patches list", "patches plan", "plan demo")
@@ -43,10 +48,22 @@ def main() -> None:
     }
     if given.json:
         print(json.dumps({"runs": given.runs, "seconds": found}, indent=2))
-        return
-    print(f"{'CPU seconds of ' + str(given.runs) + ' runs':<28}{'min':>8}{'median':>8}")
-    for name, row in found.items():
-        print(f"{name:<28}{row['min']:>8.3f}{row['median']:>8.3f}")
+    else:
+        print(f"{'CPU seconds of ' + str(given.runs) + ' runs':<28}{'min':>8}{'median':>8}")
+        for name, row in found.items():
+            print(f"{name:<28}{row['min']:>8.3f}{row['median']:>8.3f}")
+    if slow := too_slow({name: row["min"] for name, row in found.items()}):
+        sys.exit("\n".join(slow))
+
+
+def too_slow(seconds: Mapping[str, float]) -> list[str]:
+    """A line for each verb that takes more than `LIMIT` times what it has to."""
+    ratios = {name: taken / seconds[MEASURE] for name, taken in seconds.items()}
+    return [
+        f"{name}: {ratio:.2f} times `{MEASURE}`, {LIMIT} at most"
+        for name, ratio in ratios.items()
+        if ratio > LIMIT
+    ]
 
 
 def measured(python: str, runs: int) -> dict[str, list[float]]:

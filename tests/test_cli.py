@@ -67,3 +67,8 @@ def test_a_verb_is_listed_as_its_own_help_says():
     for verb, what in VERBS.items():
         assert f"  {verb} " in listed and what.split()[0] in listed
         assert run(verb, "--help").returncode == 0
+
+
+def test_only_the_program_itself_offers_to_install_completion():
+    assert "--install-completion" in run("--help").stdout
+    assert not [verb for verb in VERBS if "completion" in run(verb, "--help").stdout]

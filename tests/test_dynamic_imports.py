@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from bundle.cli import VERBS
+from bundle.environment import BACKENDS
 from bundle.patches.catalogue import PATCHES
-from bundle.patches.entry import BACKENDS
 from bundle.verification.check import CHECKS
 
 PACKAGE = Path(importlib.util.find_spec("bundle").submodule_search_locations[0])  # type: ignore[union-attr,index]

@@ -4,7 +4,7 @@ What each number means is said by `transformers.modeling_rope_utils`: defaults, 
 """
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from bundle.architectures.architecture import RopeScaling
 from bundle.architectures.keys import Keys
@@ -12,8 +12,7 @@ from bundle.architectures.keys import Keys
 KINDS = ("default", "linear", "llama3", "yarn")
 
 
-@dataclass(frozen=True, slots=True)
-class Rope:
+class Rope(NamedTuple):
     """Base frequency, rotated fraction of a head, and stretching."""
 
     base: float

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from bundle.fp8 import Format, Scaling
-from bundle.recipe import Recipe
+
+if TYPE_CHECKING:
+    from bundle.recipe import Recipe  # data about a backend is read without reading recipes
 
 HeadDims = Literal["equal", "v<=qk", "any"]
 MaskForm = Literal["none", "valid"]
@@ -37,7 +39,7 @@ class AttentionKernel:
     context_parallel: bool = True
     source: str
 
-    def against(self, recipe: Recipe) -> list[str]:
+    def against(self, recipe: "Recipe") -> list[str]:
         """Why this kernel does not take the attention of a job, all reasons; empty if it does."""
         width, value_width = recipe.architecture.head_dims
         layout = "thd" if recipe.data.packed else "bshd"
@@ -127,7 +129,7 @@ class Preference:
     """A kernel that `auto` stands for in some jobs on some devices, where others take them too."""
 
     kernel: str
-    where: Callable[[Recipe, str | None], bool]  # of the job and the device's generation; None: not known
+    where: "Callable[[Recipe, str | None], bool]"  # of the job and the device's generation; None: not known
     why: str
 
 
@@ -153,7 +155,7 @@ class Capabilities:
         wanted = self.auto_attention.value if name == "auto" else name
         return next(kernel for kernel in self.kernels if kernel.name == wanted)
 
-    def attention(self, recipe: Recipe, generation: str | None) -> Choice:
+    def attention(self, recipe: "Recipe", generation: str | None) -> Choice:
         """The kernel that a job gets on such a device, which its plan says and its ranks are given.
 
         `auto` is the only kernel that takes the job, where there is only one, then a preferred one, then the
@@ -167,7 +169,7 @@ class Capabilities:
         found = (p for p in self.preferred if p.kernel in fit and p.where(recipe, generation))
         return next((Choice(p.kernel, p.why) for p in found), self.auto_attention)
 
-    def attention_refusals(self, recipe: Recipe) -> list[str]:
+    def attention_refusals(self, recipe: "Recipe") -> list[str]:
         """Why the kernel that is asked for does not take this job; with `auto`, why none of them does."""
         wanted = recipe.model.attention
         asked = [kernel for kernel in self.kernels if wanted in ("auto", kernel.name)]

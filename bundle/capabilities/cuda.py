@@ -1,6 +1,7 @@
 """What the cuda backend offers: Transformer Engine's layers, attention kernels and FP8 scalings; NCCL."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from bundle.capabilities.capabilities import (
     AttentionKernel,
@@ -15,7 +16,9 @@ from bundle.capabilities.capabilities import (
     connections,
 )
 from bundle.fp8 import FORMATS
-from bundle.recipe import Recipe
+
+if TYPE_CHECKING:
+    from bundle.recipe import Recipe
 
 _MATRIX = "Transformer Engine's support matrix"
 _RATES = "get_peak_flops of pytorch/torchtitan (02581674), which names NVIDIA's own pages"
@@ -58,7 +61,7 @@ def _at_least(major: int, minor: int) -> Callable[[str], bool]:
     return lambda capability: tuple(map(int, capability.split("."))) >= (major, minor)
 
 
-def _packs_narrow_values(recipe: Recipe, generation: str | None) -> bool:
+def _packs_narrow_values(recipe: "Recipe", generation: str | None) -> bool:
     """Whether packed values are narrower than their keys, on Hopper.
 
     Elsewhere, and under context parallelism, cuDNN was not seen to take them as they are.

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from bundle.cli import options
 from bundle.errors import UsageError
 from bundle.planning.inputs import input_problems
 from bundle.recipe import Recipe, load
@@ -17,15 +18,11 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 @app.command()
 def check(
-    recipe: Annotated[str, typer.Argument(help="A built-in recipe's name (see `recipes list`) or a file.")],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key of the recipe.")
-    ] = None,
-    run_directory: Annotated[
-        Path | None, typer.Option(help="Where the run will live, and its tokens; without it, runs/NAME.")
-    ] = None,
+    recipe: options.Recipe,
+    overrides: options.Overrides = None,
+    run_directory: options.RunDirectory = None,
     samples: Annotated[int, typer.Option(min=0, max=100, help="Samples to show.")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of lines.")] = False,
+    as_json: options.JSON = False,
 ) -> None:
     """Read the data as `train` will and say what it comes to; `train` then finds the tokens made."""
     job = load(recipe, overrides or ())

@@ -1,30 +1,25 @@
 """`mcore-bundle doctor`: can this machine run a job, and if not, why and what to do."""
 
 import json
-from typing import Annotated
 
 import typer
 
-from bundle.cli.options import JSON, LogLevel
-from bundle.environment import facts, hardware, image, machine, packages
+from bundle.cli import options
+from bundle.environment import facts, image, machine, packages
 from bundle.environment.doctor import examine
 from bundle.environment.facts import Finding, Level
 from bundle.errors import ExitCode
 
-app = typer.Typer(rich_markup_mode=None)
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.command()
 def doctor(
-    backend: Annotated[
-        str, typer.Option(help=f"Examine for this backend: {', '.join(hardware.BACKENDS)}.")
-    ] = "auto",
-    as_json: JSON = False,
-    log_level: LogLevel = "",
+    backend: options.OwnBackend = "auto",
+    as_json: options.JSON = False,
+    log_level: options.LogLevel = "",
 ) -> None:
     """Examine the machine and the installed packages; ends with 3 if something must be fixed first."""
-    if backend not in hardware.BACKENDS:
-        raise typer.BadParameter(f"choose one of {', '.join(hardware.BACKENDS)}", param_hint="--backend")
     installed = packages.detect()
     found, findings = examine(machine.local(), installed, backend)
     if as_json:

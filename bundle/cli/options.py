@@ -1,16 +1,62 @@
-"""Options that several verbs have in common."""
+"""Options that several verbs have in common, and what was said with them, as words for another verb."""
 
+from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from bundle import log
+from bundle.environment import BACKENDS
 
+# Values of --backend; auto: what the machine has.
+_BACKENDS = ("auto", *BACKENDS)
+
+Recipe = Annotated[str, typer.Argument(help="A built-in recipe's name (see `recipes list`) or a file.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key of the recipe.")
+]
+RunDirectory = Annotated[Path | None, typer.Option(help="Where the run lives; without it, runs/NAME.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Start over, whatever the run directory holds.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with a run, be it finished.")]
+From = Annotated[
+    Path | None,
+    typer.Option("--from", help="A checkpoint, or a run's newest, that a new run begins with."),
+]
+DevicesPerNode = Annotated[
+    int | None,
+    typer.Option(min=1, help="Devices of each machine; without it, the recipe's."),
+]
+Mcore = Annotated[str, typer.Option(metavar="VERSION|PATH", help="Instead of the installed megatron-core.")]
 AllowDrift = Annotated[
     list[str] | None, typer.Option(metavar="ID", help="Go on although this patch drifted.")
 ]
 JSON = Annotated[bool, typer.Option("--json", help="One JSON object instead of lines.")]
-Mcore = Annotated[str, typer.Option(metavar="VERSION|PATH", help="Instead of the installed megatron-core.")]
+
+
+def one_of(names: Collection[str]) -> Callable[[str], str]:
+    """A callback that lets only these values of an option pass, or none where it has none."""
+
+    def check(value: str) -> str:
+        if value and value not in names:
+            raise typer.BadParameter(f"choose one of {', '.join(names)}")
+        return value
+
+    return check
+
+
+Backend = Annotated[
+    str,
+    typer.Option(
+        callback=one_of(_BACKENDS),
+        help=f"One of {', '.join(_BACKENDS)}; without it, the recipe's.",
+    ),
+]
+# Of a verb that has no recipe.
+OwnBackend = Annotated[
+    str,
+    typer.Option(callback=one_of(_BACKENDS), help=f"One of {', '.join(_BACKENDS)}."),
+]
 
 
 def _choose(level: str) -> None:
@@ -22,9 +68,30 @@ def _choose(level: str) -> None:
 LogLevel = Annotated[
     str,
     typer.Option(
-        "--log-level",
         metavar="LEVEL",
         callback=_choose,
         help=f"{', '.join(log.LEVELS)}: from which on is told; else ${log.VARIABLE}, else {log.DEFAULT}.",
     ),
 ]
+
+
+def said(context: typer.Context) -> set[str]:
+    """The names of the parameters that were given, rather than left at their defaults."""
+    sources = {p.name: context.get_parameter_source(p.name) for p in context.command.params if p.name}
+    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+
+
+def words_of(context: typer.Context, without: Collection[str]) -> list[str]:
+    """The words that say the same to another verb that knows all of them but those in `without`."""
+    words: list[str] = []
+    for parameter in context.command.params:
+        if parameter.name not in said(context) - set(without):
+            continue
+        value = context.params[parameter.name]
+        flag = [] if parameter.param_type_name == "argument" else [parameter.opts[0]]
+        if value is True:
+            words += flag
+        else:
+            for one in value if isinstance(value, list | tuple) else [value]:
+                words += [*flag, str(one)]
+    return words

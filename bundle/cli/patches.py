@@ -7,23 +7,28 @@ from typing import Annotated, Any
 import typer
 
 from bundle import files
-from bundle.cli.options import JSON, AllowDrift, LogLevel, Mcore
-from bundle.cli.patches_verify import verify
-from bundle.environment import packages, versions
-from bundle.patches import BACKENDS, Action, Decision
+from bundle.cli import options
+from bundle.environment import BACKENDS, packages, versions
+from bundle.errors import ExitCode
+from bundle.patches import Action, Decision
 from bundle.patches.entry import NOTHING
 from bundle.patches.subject import Subject, installed, named
 from bundle.patches.survey import Survey, survey
 from bundle.patches.table import load
 
-app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Patches: which, and why.")
+app = typer.Typer(
+    rich_markup_mode=None, add_completion=False, no_args_is_help=True, help="Patches: which, and why."
+)
 
 
 @app.command()
 def plan(
-    mcore: Mcore = "",
+    mcore: options.Mcore = "",
     backend: Annotated[
-        str, typer.Option(help=f"One of {', '.join(BACKENDS)}; without it, all of them.")
+        str,
+        typer.Option(
+            callback=options.one_of(BACKENDS), help=f"One of {', '.join(BACKENDS)}; without it, all of them."
+        ),
     ] = "",
     recipe: Annotated[
         str, typer.Option(help="A recipe's name or file; without it, every feature counts as on.")
@@ -31,13 +36,11 @@ def plan(
     request: Annotated[
         list[str] | None, typer.Option(metavar="ID", help="Apply an opt-in patch, or fail.")
     ] = None,
-    allow_drift: AllowDrift = None,
-    as_json: JSON = False,
-    log_level: LogLevel = "",
+    allow_drift: options.AllowDrift = None,
+    as_json: options.JSON = False,
+    log_level: options.LogLevel = "",
 ) -> None:
     """Decide about every patch; ends with 4 if the job needs one that cannot be applied."""
-    if backend not in ("", *BACKENDS):
-        raise typer.BadParameter(f"choose one of {', '.join(BACKENDS)}", param_hint="--backend")
     features, backend = _job(recipe, backend)
     here, table = packages.detect(), load()
     found = survey(
@@ -53,11 +56,34 @@ def plan(
     found.check()
 
 
-app.command()(verify)
+@app.command()
+def verify(
+    ids: Annotated[
+        list[str] | None, typer.Argument(metavar="[ID]...", help="Patches; without any, all that apply.")
+    ] = None,
+    backend: options.OwnBackend = "auto",
+    as_json: options.JSON = False,
+) -> None:
+    """Prove patches in child processes; ends with 4 if one does not do what it is for."""
+    from bundle.environment import hardware
+    from bundle.verification import Status
+    from bundle.verification import verify as run
+
+    found = hardware.detect(backend)
+    results = []
+    for result in run(found.backend, ids or (), devices=len(found.devices) or None):
+        results.append(result)
+        if not as_json:
+            print(f"{result.status:<19}{result.patch:<42}{result.reason}", flush=True)
+    if as_json:
+        rows = [result.as_json() for result in results]
+        print(json.dumps({"schema": 1, "backend": found.backend, "results": rows}, indent=2))
+    if any(result.status is Status.FAILED for result in results):
+        raise typer.Exit(int(ExitCode.PATCHES))
 
 
 @app.command("list")
-def list_(as_json: JSON = False) -> None:
+def list_(as_json: options.JSON = False) -> None:
     """Name everything that is patched, relied on, known to fail, or stood in for."""
     from bundle.capabilities.cpu import FACADE
     from bundle.patches.catalogue import PATCHES, TRAPS

@@ -7,17 +7,17 @@ from typing import Annotated
 import typer
 from pydantic.json_schema import GenerateJsonSchema
 
-from bundle.cli.options import JSON
+from bundle.cli import options
 from bundle.recipe import Recipe, about, built_in, find, load
 
 # What pydantic writes its schemas in.
 DIALECT = GenerateJsonSchema.schema_dialect
 
-app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
+app = typer.Typer(rich_markup_mode=None, add_completion=False, no_args_is_help=True)
 
 
 @app.command("list")
-def list_(as_json: JSON = False) -> None:
+def list_(as_json: options.JSON = False) -> None:
     """List the built-in recipes."""
     found = [{"name": name, "about": about(name)} for name in built_in()]
     if as_json:
@@ -38,7 +38,7 @@ def schema() -> None:
 @app.command()
 def show(
     name: Annotated[str, typer.Argument(help="A built-in recipe, or the path of a file.")],
-    as_json: JSON = False,
+    as_json: options.JSON = False,
 ) -> None:
     """Print a recipe: its file, which may be saved and changed; with --json every key, resolved."""
     if as_json:

@@ -8,7 +8,7 @@ import typer
 from bundle.files import write_text
 from bundle.report import read, render
 
-app = typer.Typer(rich_markup_mode=None)
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.command()

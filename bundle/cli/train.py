@@ -1,18 +1,17 @@
 """`mcore-bundle train`: decides about a job and starts this node's ranks, or is one of them."""
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from bundle.checkpoints.directory import CheckpointDirectory
-from bundle.cli import output
-from bundle.cli.arguments import said
-from bundle.cli.options import LogLevel
-from bundle.environment import hardware, image, machine, packages
+from bundle.cli import options, output
+from bundle.environment import hardware, image, machine, packages, versions
 from bundle.environment.ascend import cann
 from bundle.environment.doctor import package_findings
 from bundle.environment.facts import Level
@@ -21,56 +20,57 @@ from bundle.launch import job as job_file
 from bundle.launch import process, torchrun
 from bundle.launch.job import Job, Start
 from bundle.launch.rendezvous import Rendezvous, discover
+from bundle.patches import subject, table
 from bundle.planning import Problem, hardware_problem, plan_for, recipe_problem
 from bundle.planning.inputs import input_problems
 from bundle.planning.plan import refuse
 from bundle.planning.problems import devices_problems
 from bundle.recipe import Recipe, load
-from bundle.recipe.sections import MOST_PER_NODE
 from bundle.runs.directory import RunDirectory, starting_checkpoint
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
-# What may be said beside --job: who we are, not what is done.
-_BESIDE_JOB = {"job", "log_level", "nodes", "node_rank", "rendezvous", "wait", "dry_run"}
+# Which node this is, which its ranks learn from whoever starts them.
+_OF_NODE = {"nodes", "node_rank", "rendezvous", "dry_run"}
+# What may be said beside --job: who we are and what is installed here, not what is done.
+_BESIDE_JOB = _OF_NODE | {"job", "mcore", "wait", "log_level"}
 
 
 @app.command()
 def train(
     context: typer.Context,
-    recipe: str = typer.Argument("", help="A built-in recipe's name (see `recipes list`) or a file."),
-    job: Path | None = typer.Option(
-        None, metavar="FILE", help="Instead of a recipe, what `plan --job` wrote."
-    ),
-    overrides: list[str] = typer.Option(
-        [], "--set", metavar="KEY=VALUE", help="Override one key of the recipe."
-    ),
-    run_directory: Path | None = typer.Option(None, help="Where the run lives; without it, runs/NAME."),
-    fresh: bool = typer.Option(False, "--fresh", help="Start over, whatever the run directory holds."),
-    resume: bool = typer.Option(False, "--resume", help="Go on with a run, be it finished."),
-    start_from: Path | None = typer.Option(
-        None, "--from", help="A checkpoint, or a run's newest, that a new run begins with."
-    ),
-    backend: str = typer.Option("", help=f"One of {', '.join(hardware.BACKENDS)}; without it, the recipe's."),
-    allow_drift: list[str] = typer.Option([], metavar="ID", help="Go on although this patch drifted."),
-    per_node: int = typer.Option(
-        0, "--devices-per-node", min=0, max=MOST_PER_NODE, help="Devices of each; without it, the recipe's."
-    ),
-    nodes: int | None = typer.Option(None, help="Machines that run this job; start it on each."),
-    node_rank: int | None = typer.Option(None, help="Which of them this one is, from 0."),
-    rendezvous: str | None = typer.Option(None, metavar="HOST:PORT", help="Where they meet: node 0."),
-    wait: int = typer.Option(
-        torchrun.WAIT_SECONDS, min=1, metavar="SECONDS", help="How long a node waits for the others."
-    ),
-    dry_run: bool = typer.Option(False, "--dry-run", help="Print what would run on each node, and stop."),
-    log_level: LogLevel = "",
+    recipe: options.Recipe = "",
+    overrides: options.Overrides = None,
+    run_directory: options.RunDirectory = None,
+    fresh: options.Fresh = False,
+    resume: options.Resume = False,
+    start_from: options.From = None,
+    backend: options.Backend = "",
+    mcore: options.Mcore = "",
+    allow_drift: options.AllowDrift = None,
+    devices_per_node: options.DevicesPerNode = None,
+    job: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Instead of a recipe, what `plan --job` wrote.")
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(help="Machines that run this job; start it on each.")] = None,
+    node_rank: Annotated[int | None, typer.Option(help="Which of them this one is, from 0.")] = None,
+    rendezvous: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where they meet: node 0.")
+    ] = None,
+    wait: Annotated[
+        int, typer.Option(min=1, metavar="SECONDS", help="How long a node waits for the others.")
+    ] = torchrun.WAIT_SECONDS,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print a command for each node that starts its ranks, and stop.")
+    ] = False,
+    log_level: options.LogLevel = "",
 ) -> None:
     """Train a recipe: pre-training or SFT. A stopped run goes on where its last checkpoint is."""
-    if backend not in ("", *hardware.BACKENDS):
-        raise typer.BadParameter(f"choose one of {', '.join(hardware.BACKENDS)}", param_hint="--backend")
     if bool(recipe) is (job is not None):
         raise UsageError("say what to train: a recipe, or --job FILE, and not both")
     if not dry_run:
         output.may_fail()  # the run directory has it all
+    if mcore:
+        _import_from(mcore)
 
     def here(planned_nodes: int) -> Rendezvous:
         return discover(
@@ -78,7 +78,7 @@ def train(
         )
 
     if job is not None:
-        if more := said(context) - _BESIDE_JOB:
+        if more := options.said(context) - _BESIDE_JOB:
             raise UsageError(f"--job {job} says all about the job: leave out {', '.join(sorted(more))}")
         told = job_file.load(job)
         where = here(told.nodes)
@@ -86,22 +86,26 @@ def train(
             _be_a_rank(where, lambda: job_file.decided(told), told, wait)
         _check(told, where)
     else:
-        asked = load(recipe, overrides)
+        asked = load(recipe, overrides or ())
         where = here(asked.devices.nodes)
         start = Start(fresh=fresh, resume=resume, origin=str(start_from) if start_from else None)
         directory = run_directory or Path("runs") / asked.name
+        drifted = tuple(allow_drift or ())
 
         def decide() -> Job:
             return _decided(
-                asked, where, directory, start, backend, per_node, tuple(allow_drift), dry_run=dry_run
+                asked, where, directory, start, backend, devices_per_node, drifted, dry_run=dry_run
             )
 
         if where.is_rank:
             _be_a_rank(where, decide, None, wait)
         told = decide()
     if dry_run:
-        every = [replace(where, node_rank=node) for node in range(where.nodes)]
-        print(torchrun.dry_run([job_file.launch(told, node, wait) for node in every], os.environ), end="")
+        # As anybody may start it: of the job file that we would give to the ranks there is none yet.
+        words = ("train", *options.words_of(context, _OF_NODE))
+        every = (job_file.launch(told, replace(where, node_rank=node), wait) for node in range(where.nodes))
+        launches = [replace(launch, arguments=words, files={}) for launch in every]
+        print(torchrun.dry_run(launches, os.environ), end="")
         return
     run, start = RunDirectory(told.directory), told.start
     goes_on = run.begin(told.recipe, fresh=start.fresh, resume=start.resume, start_from=start.checkpoint)
@@ -109,6 +113,26 @@ def train(
         print(run.nothing_left())
         return
     process.run(job_file.launch(told, where, wait), os.environ)
+
+
+def _import_from(mcore: str) -> None:
+    """Has this process and the ranks that it starts import the megatron-core that --mcore names.
+
+    Raises UsageError for a version that is not installed, and for a tree that would not be imported.
+    """
+    asked = subject.named(mcore, table.load())
+    if asked.root is not None:
+        sys.path.insert(1, str(asked.root))
+        paths = (str(asked.root), os.environ.get("PYTHONPATH", ""))
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    core = packages.detect().megatron.core
+    if asked.root is not None:
+        if core is None or core.root != asked.root:
+            first = f": {core.root} comes before it ({core.origin})" if core else ""
+            raise UsageError(f"--mcore {mcore}: a rank would not import it{first}")
+    elif core is None or versions.parse(core.version or "") != versions.parse(asked.version or ""):
+        here = f"megatron-core {core.version} in {core.root}" if core else "no megatron-core"
+        raise UsageError(f"--mcore {mcore}: installed is {here}; give the directory of its source instead")
 
 
 def _be_a_rank(where: Rendezvous, decide: Callable[[], Job], told: Job | None, wait: int) -> Any:
@@ -124,7 +148,7 @@ def _decided(
     directory: Path,
     start: Start,
     backend: str,
-    per_node: int,
+    per_node: int | None,
     allow_drift: tuple[str, ...],
     *,
     dry_run: bool,
@@ -135,7 +159,7 @@ def _decided(
         backend=backend or None,
         allow_drift=allow_drift,
         nodes=where.nodes,
-        per_node=where.per_node or per_node or None,
+        per_node=where.per_node or per_node,
         beside=[
             *_files(recipe, directory, start),
             *_starter(per_node or recipe.devices.per_node, where),

@@ -173,9 +173,11 @@ def fail(subject: str, cause: str, fix: str) -> Finding:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON can hold it: dataclasses as objects, tuples as lists, infinity as "unlimited"."""
+    """The value as JSON can hold it: records as objects, other tuples as lists, infinity as "unlimited"."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    if hasattr(value, "_asdict"):  # a NamedTuple
+        return plain(value._asdict())
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):

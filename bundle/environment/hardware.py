@@ -5,13 +5,13 @@ Nothing is imported from a framework: its answer changes with what it patches.
 
 from collections.abc import Sequence
 
-from bundle.environment import ascend, nvidia
+from bundle.environment import BACKENDS, ascend, nvidia
 from bundle.environment.facts import Device, Fact, Hardware, Host, VendorDevices
 from bundle.environment.host import host, rdma
 from bundle.environment.machine import Machine, local
 from bundle.errors import EnvironmentUnfit, UsageError
 
-BACKENDS = ("auto", "cpu", "cuda", "ascend")
+CHOICES = ("auto", *BACKENDS)
 
 MIB = 2**20
 
@@ -42,8 +42,8 @@ def detect(backend: str = "auto", machine: Machine | None = None) -> Hardware:
     machine = machine or local()
     if backend == "cpu":
         return _cpu(machine, "asked for: accelerators are not looked at")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend {backend!r} is none of {', '.join(BACKENDS)}")
+    if backend not in CHOICES:
+        raise ValueError(f"backend {backend!r} is none of {', '.join(CHOICES)}")
     found = [vendor.find(machine) for vendor in (nvidia, ascend)]
     wanted = [side for side in found if backend in ("auto", side.backend)]
     if faults := [fault for side in wanted for fault in side.faults]:

@@ -25,7 +25,7 @@ Text = Annotated[str, Field(max_length=200, pattern=r"^[ -~]*$")]
 class BuildInfo(BaseModel):
     """What was in the image when it was built, and what it was built from."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
 
     version: Literal[1] = Field(alias="schema")
     stack: Text

@@ -176,7 +176,7 @@ def of_plan(
         backend=of.hardware.backend,
         nodes=of.nodes,
         per_node=of.per_node,
-        environment={variable.name: variable.value for variable in of.environment},
+        environment=of.variables,
         attention=of.attention.value,
         megatron=of.target.version,
         patches=of.patch_plan if of.patches.subject.root else None,

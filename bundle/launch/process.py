@@ -99,7 +99,7 @@ def run(launch: torchrun.Launch, inherited: Mapping[str, str]) -> None:
         with _held_back():
             agent = subprocess.Popen(
                 command.argv,
-                env=command.environment(inherited),
+                env=command.environment(inherited) | {outcomes.DIRECTORY: str(folder)},
                 stdin=subprocess.DEVNULL,
                 # The agent itself writes only to stderr; what is left of stdout is the first rank's.
                 stderr=log,

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bundle.launch.outcomes import DIRECTORY
 from bundle.launch.rendezvous import LOOPBACK, Rendezvous
 
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|PRIVATE|(^|_)KEY($|_)", re.IGNORECASE)
@@ -67,11 +66,7 @@ def command(launch: Launch, inherited: Mapping[str, str]) -> Command:
     meeting = launch.rendezvous
     options = [f"--nnodes={meeting.nodes}", f"--nproc-per-node={launch.per_node}"]
     defaults = {"OMP_NUM_THREADS": "1"}
-    sets = {
-        DIRECTORY: str(launch.logs),
-        "PET_SIGNALS_TO_HANDLE": _SIGNALS,
-        **launch.environment,
-    }
+    sets = {"PET_SIGNALS_TO_HANDLE": _SIGNALS, **launch.environment}
     if meeting.nodes == 1:
         # The agent meets itself in a file and rank 0 listens on loopback: nothing of a one-node run can be
         # reached from outside. A store of the agent would listen on every interface.

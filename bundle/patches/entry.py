@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from bundle.environment import BACKENDS
 from bundle.patches.definitions import Evidence
 
-BACKENDS = ("cpu", "cuda", "ascend")
 NOTHING = "nothing"  # Patch.assumes of a patch that is right whatever its caller does
 # Features that no recipe has: what the engine computes itself, and megatron in the jobs of others.
 MEGATRONS_BALANCING, MEGATRONS_MTP_LOSS = "megatron-balancing", "megatron-mtp-loss"

@@ -5,7 +5,7 @@ Models", 2022, section 4), for the layers that are really built: from what one o
 (`SavedForBackward`) to one layer, recomputed modules taken out (`LayerBytes`), to a stage (`activations`).
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from bundle.architectures import MLA, padded_vocabulary
 from bundle.capabilities import LayerTraits
@@ -17,8 +17,7 @@ FP32 = 4
 ID = 8  # bytes of a token's id, and of an expert's number
 
 
-@dataclass(frozen=True, slots=True)
-class ActivationBytes:
+class ActivationBytes(NamedTuple):
     """Bytes of one rank of a stage.
 
     `microbatch`: what one leaves in all chunks together. `held`: all that waits for its backward pass, at
@@ -37,8 +36,7 @@ class ActivationBytes:
         return self.held + self.passing
 
 
-@dataclass(frozen=True, slots=True)
-class SavedForBackward:
+class SavedForBackward(NamedTuple):
     """What the operations of one family of layers save of one token, in bytes.
 
     `size` is the bytes of an element in the model's arithmetic. Torch's own operations: read off the tensors

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from packaging.version import Version
 
 from bundle import files
 
 
-@dataclass(frozen=True, slots=True)
-class SourcePredicate:
+class SourcePredicate(NamedTuple):
     """A text in a file below megatron/core that tells a behaviour, and the release that it came with."""
 
     file: str

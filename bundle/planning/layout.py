@@ -6,6 +6,7 @@ The order of ranks is megatron-core's default in every release from 0.12 to 0.19
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from bundle.architectures import Architecture
 from bundle.errors import UsageError
@@ -48,8 +49,7 @@ class Axis:
         return rank // self.stride % self.size
 
 
-@dataclass(frozen=True, slots=True)
-class RankLayout:
+class RankLayout(NamedTuple):
     """The layout of a job on `world` ranks. Dense tensors see tp, cp, dp and pp; experts etp, ep, expert dp
     and pp.
     """

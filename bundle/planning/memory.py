@@ -12,9 +12,8 @@ multiple of lcm(ranks, 128), so that every rank's part is equal and aligned (_Pa
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
 from itertools import accumulate
-from typing import Self
+from typing import NamedTuple, Self
 
 from bundle.capabilities import LayerTraits
 from bundle.environment.facts import Fact
@@ -32,8 +31,7 @@ BUCKET_MULTIPLE = 128
 HEADROOM = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class StateBytes:
+class StateBytes(NamedTuple):
     """Bytes of one rank. `counters` are the scalar step counts of torch's own Adam."""
 
     parameters: int = 0
@@ -45,11 +43,10 @@ class StateBytes:
     @property
     def total(self) -> int:
         """All of them."""
-        return sum(getattr(self, item.name) for item in fields(self))
+        return sum(self)
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryEstimate:
+class MemoryEstimate(NamedTuple):
     """Bytes of the rank of a pipeline stage that needs most."""
 
     stage: int
@@ -88,8 +85,7 @@ def memory_note(stages: Sequence[MemoryEstimate], device: Fact[int]) -> str | No
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """The elements [start, end) of a buffer that hold one parameter."""
 
     parameter: Parameter
@@ -97,8 +93,7 @@ class Span:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class Buffer:
+class Buffer(NamedTuple):
     """One buffer of one model chunk, whose every bucket is divided equally between `ranks` data-parallel
     ranks.
     """
@@ -163,8 +158,7 @@ class Buffer:
                     yield until, -elements, -1
 
 
-@dataclass(frozen=True, slots=True)
-class StateBuffers:
+class StateBuffers(NamedTuple):
     """The buffers of every stage, from which any rank's bytes follow."""
 
     layout: RankLayout

@@ -7,7 +7,7 @@ experts are those of a rank that holds the first ones.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from bundle.architectures import Architecture, transformer_engine
 from bundle.architectures.tensors import Cut, Tensor, Tensors, cut, is_buffer, is_expert
@@ -16,8 +16,7 @@ from bundle.planning.layout import Chunk
 from bundle.recipe import Parallel
 
 
-@dataclass(frozen=True, slots=True)
-class Parameter:
+class Parameter(NamedTuple):
     """One tensor of one rank. `shape` is local; `cut` says of what part."""
 
     name: str
@@ -64,7 +63,7 @@ def _parameters(
     # The first stage owns the embedding; a later one holds a copy for MTP, or as a tied head.
     travels = parallel.pp > 1 and (tied or architecture.mtp_layers > 0)
     if chunk.embedding or chunk.embedding_copy:
-        yield replace(held(table.embedding()), shared_embedding=travels)
+        yield held(table.embedding())._replace(shared_embedding=travels)
     for number in chunk.layers:
         yield from layer(f"decoder.layers.{number}.", table.layer(number, local))
     if chunk.head:
@@ -74,4 +73,4 @@ def _parameters(
         yield from layer(at, table.mtp_layer(depth, local))
     if chunk.head and not (chunk.embedding and tied):
         alone = tied and not chunk.embedding_copy
-        yield replace(held(table.head()), shared_embedding=travels and alone)
+        yield held(table.head())._replace(shared_embedding=travels and alone)

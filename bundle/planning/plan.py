@@ -1,7 +1,7 @@
 """The plan: everything that a job will be on a machine with a megatron-core, and every reason against it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from packaging.version import Version
 
@@ -13,8 +13,6 @@ from bundle.environment.hardware import NAMES, detect, preset
 from bundle.environment.packages import Packages
 from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, PatchError, UsageError
 from bundle.patches import subject, survey, table
-from bundle.patches.plan import PatchPlan
-from bundle.patches.plan import make as make_patch_plan
 from bundle.patches.subject import DEFAULT, Subject
 from bundle.patches.survey import Survey
 from bundle.patches.table import Table
@@ -33,6 +31,9 @@ from bundle.planning.problems import (
 from bundle.planning.size import ModelSize, model_size
 from bundle.recipe import Recipe
 
+if TYPE_CHECKING:
+    from bundle.patches.plan import PatchPlan
+
 # The gravest first: a recipe has to be changed before a machine is worth looking for.
 _ERRORS: dict[ExitCode, type[BundleError]] = {
     ExitCode.USAGE: UsageError,
@@ -42,8 +43,7 @@ _ERRORS: dict[ExitCode, type[BundleError]] = {
 _ORDER = tuple(_ERRORS)
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """The megatron-core that is planned for: its version, and where that was read."""
 
     version: str
@@ -55,8 +55,7 @@ class Target:
         return Version(Version(self.version).base_version)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(NamedTuple):
     """All that will happen. `layout` is None, and `memory` empty, where the ranks cannot be laid out."""
 
     recipe: Recipe
@@ -97,9 +96,17 @@ class Plan:
         return self.recipe.train.global_batch_size * of_one
 
     @property
-    def patch_plan(self) -> PatchPlan:
+    def variables(self) -> dict[str, str]:
+        """The environment that ranks are started with."""
+        return {variable.name: variable.value for variable in self.environment}
+
+    @property
+    def patch_plan(self) -> "PatchPlan":
         """What will be patched in the target, of which there must be a tree. Raises PatchError."""
-        return make_patch_plan(self.patches)
+        # Who only asks for a plan does not read megatron's sources: that takes as long as all the rest.
+        from bundle.patches.plan import make
+
+        return make(self.patches)
 
     def refuse(self) -> None:
         """Raises what `refuse` does."""

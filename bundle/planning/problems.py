@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from bundle.capabilities import Capabilities
 from bundle.environment.facts import Hardware
@@ -23,8 +23,7 @@ _MULTIPLIED = r"(linear_\w+|eh_proj)\.weight\d*$"
 _NUMBERS = r"\.\d+|\d+$"
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(NamedTuple):
     """One violation: the recipe's (2), the machine's (3) or the patches' (4)."""
 
     code: ExitCode

@@ -15,7 +15,7 @@ which that leaves out.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from bundle.architectures import Architecture, padded_vocabulary
 from bundle.capabilities import LOCAL
@@ -29,8 +29,7 @@ _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _OPTIMIZER_BYTES = 12  # of a checkpoint: the weight and Adam's two moments, in fp32
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSize:
+class ModelSize(NamedTuple):
     """Parameters of a model, rows of padding aside; FLOPs of a forward pass."""
 
     parameters: int  # without MTP layers

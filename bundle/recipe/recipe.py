@@ -1,9 +1,9 @@
 """The job file as one value that never changes, and how two of them differ."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -39,8 +39,7 @@ FREE_ON_RESUME = (
 )
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """What follows from a world size: data-parallel sizes and micro-batches of a step."""
 
     world: int
@@ -185,8 +184,7 @@ class Recipe(Section):
         return []
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """One key whose value changed; None where a side does not have it."""
 
     key: str

@@ -19,7 +19,12 @@ class Section(BaseModel):
     """A part of a recipe: it never changes, takes no unknown key, and converts no value of another type."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, ser_json_inf_nan="constants"
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",
+        defer_build=True,  # of all sections one validator is made, the recipe's
     )
 
     @classmethod

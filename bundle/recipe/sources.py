@@ -5,8 +5,8 @@ import os
 import platform
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from bundle.errors import UsageError
 
@@ -17,8 +17,7 @@ LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packa
 SUFFIXES = {"text": "", "jsonl": ".jsonl", "parquet": ".parquet", MEGATRON: ".idx"}
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """One file, and the name under which messages and digests know it."""
 
     path: Path

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bundle.patches import BACKENDS
+from bundle.environment import BACKENDS
 from tests.patches.trees import Release, copied, renumbered
 
 FIELDS = {"assumes", "id", "decision", "reason", "range", "evidence", "proven", "target", "fingerprint"}

@@ -1,7 +1,6 @@
 """A job is decided once: from the recipe to its file, and from the file to what every rank does."""
 
 import json
-import shlex
 
 import pytest
 
@@ -11,13 +10,6 @@ from bundle.recipe import load as load_recipe
 from tests.launch.handed import SMALL, bundle, ranks, sets, without_torch
 
 RECIPE = ("qwen3-tp2-sp", *sets(*SMALL))
-
-
-def test_ranks_are_told_a_file_and_nothing_else(tmp_path):
-    started = bundle("train", *RECIPE, "--dry-run", "--fresh", "--allow-drift=mtp-zero-layers", cwd=tmp_path)
-    words = shlex.split(started.splitlines()[1])
-    assert words[words.index("bundle") + 1 :] == ["train", "--job=runs/qwen3-tp2-sp/logs/node-0/1/job.json"]
-    assert not (tmp_path / "runs").exists()
 
 
 def test_a_job_file_says_all_about_the_job(tmp_path):

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 
+from bundle.environment import BACKENDS
 from bundle.patches.catalogue import PATCHES, TRAPS
-from bundle.patches.entry import BACKENDS, Patch, Presence, Replacement, Trap
+from bundle.patches.entry import Patch, Presence, Replacement, Trap
 from bundle.patches.mindspeed import BRANCHES, REPLACED
 from bundle.patches.seams import SEAMS
 from bundle.patches.table import load
