@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, takewhile
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn
 
 import numpy as np
 from jinja2 import TemplateSyntaxError  # torch needs it, too
@@ -28,20 +28,11 @@ THOUGHT = "</think>"
 GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 
-class Writer(Protocol):
-    """What makes tokens of conversations: of each a draft, then of many drafts at once the tokens."""
+def writer(data: Data, tokenizer: Tokenizer) -> "Headings | ChatTemplate":
+    """What writes conversations as `data.template` says: each a draft, then many at once, for its threads.
 
-    def draft(self, conversation: Conversation) -> Any:
-        """The conversation as text, and what is learned of it; Corrupt says what is wrong with it."""
-        ...
-
-    def encode(self, drafts: Sequence[Any]) -> Iterator[Document]:
-        """The tokens of each draft; the tokenizer gets all at once, for its threads."""
-        ...
-
-
-def writer(data: Data, tokenizer: Tokenizer) -> Writer:
-    """What `data.template` says. Raises UsageError for a tokenizer without a usable chat template."""
+    Raises UsageError for a tokenizer without a usable chat template.
+    """
     if data.template == "plain":
         return Headings(tokenizer)
     if not isinstance(tokenizer, HuggingFace):

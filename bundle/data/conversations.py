@@ -68,7 +68,7 @@ def _messages(values: Values, fields: Fields) -> list[Message]:
         ((fields.messages,), lambda: _listed(values[fields.messages], fields.messages)),
         (
             (fields.prompt, fields.response),
-            lambda: _dialogue([_texts(values, fields.prompt, fields.response)]),
+            lambda: _dialogue([(text_of(values, fields.prompt), text_of(values, fields.response))]),
         ),
         ((SHAREGPT,), lambda: _listed(values[SHAREGPT], SHAREGPT)),
         ((INSTRUCTION, OUTPUT), lambda: _alpaca(values)),
@@ -85,10 +85,6 @@ def _messages(values: Values, fields: Fields) -> list[Message]:
         have = ", ".join(values)[:200] or "no fields"
         raise Corrupt(f"no conversation: none of the fields {known}; the row has {have}")
     return read()
-
-
-def _texts(values: Values, *names: str) -> tuple[str, ...]:
-    return tuple(text_of(values, name) for name in names)
 
 
 def _dialogue(turns: Sequence[Sequence[str]]) -> list[Message]:

@@ -134,28 +134,15 @@ def _documents(path: Path, separator: str | None) -> Iterator[tuple[int, str]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a JSONL file that are not blank."""
+    """The lines of a JSONL file that are not blank; Corrupt for a value over several lines."""
     with path.open("rb") as file:
-        begun = False
-        for number, line in enumerate(file, start=1):
-            content = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip()
-            if not content:
-                continue
-            if not begun and (content.startswith(b"[") or content == b"{"):
-                _refuse_part(content)
-            begun = True
-            yield number, content
-
-
-def _refuse_part(line: bytes) -> None:
-    """Raises Corrupt where a line only begins a JSON value: one complaint of the file, not one a line."""
-    try:
-        json.loads(line)
-    except (UnicodeDecodeError, RecursionError):
-        return
-    except ValueError as error:
-        what = "one JSON value over several lines: write one object a line (jq -c '.[]')"
-        raise Corrupt(what) from error
+        if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
+            file.seek(0)
+        lines = ((number, line.strip()) for number, line in enumerate(file, start=1) if line.strip())
+        for at, (number, line) in enumerate(lines):
+            if at == 0 and (line == b"{" or (line.startswith(b"[") and not line.endswith(b"]"))):
+                raise Corrupt("one JSON value over several lines: write one object a line (jq -c '.[]')")
+            yield number, line
 
 
 def _object(line: bytes) -> Values:

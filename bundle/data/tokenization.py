@@ -75,9 +75,8 @@ def _fitting(
             continue
         what = f"{size} tokens exceed the {longest} that data.sequence_length allows"
         kept = slice(longest) if truncation == "right" else slice(size - longest, size)
-        cut = Document(
-            document.ids[kept], document.learned if document.learned is None else document.learned[kept]
-        )
+        learned = None if document.learned is None else document.learned[kept]
+        cut = Document(document.ids[kept], learned)
         if truncation == "error":
             errors.add(place, f"{what}; data.truncation says what to do with such rows")
         elif truncation == "delete":

@@ -14,6 +14,8 @@ from bundle.recipe.sections import BYTE_VOCABULARY
 Tokens = NDArray[np.uint32]
 Learned = NDArray[np.bool_]  # which tokens are
 Places = NDArray[np.int64]
+Objects = list[dict[str, Any]]
+CONTENT = {".json", ".txt", ".model", ".jinja"}  # endings of what a tokenizer is made from
 
 
 class Tokenizer(Protocol):
@@ -110,14 +112,7 @@ class HuggingFace:
             )
         return template
 
-    def render(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        template: str,
-        *,
-        prompt: bool,
-    ) -> str:
+    def render(self, messages: Objects, tools: Objects | None, template: str, *, prompt: bool) -> str:
         """The conversation by a chat template; `prompt` opens the assistant's next turn."""
         text: str = self._tokenizer.apply_chat_template(
             messages, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=prompt
@@ -144,10 +139,6 @@ def _digest(directory: Path) -> str:
     """SHA-256 of the tokenizer's files, names included."""
     digest = hashlib.sha256()
     for path in sorted(directory.iterdir()):
-        if (
-            path.is_file()
-            and path.suffix in {".json", ".txt", ".model", ".jinja"}
-            and path.name != "config.json"
-        ):
+        if path.is_file() and path.suffix in CONTENT and path.name != "config.json":
             digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()

@@ -29,7 +29,7 @@ def data(**keys):
 def written(chosen, tokenizer, *talks) -> Any:
     """Ids and what is learned of each conversation."""
     write = writer(chosen, tokenizer)
-    drafts = [write.draft(conversation({"messages": talk}, chosen)) for talk in talks]
+    drafts: list[Any] = [write.draft(conversation({"messages": talk}, chosen)) for talk in talks]
     return [(document.ids, document.learned) for document in write.encode(drafts)]
 
 
