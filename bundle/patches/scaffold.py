@@ -95,12 +95,9 @@ Written: {files}
      tests/history/truth.py, PRESENT:  "{patch_id}": _has("module", r"the wrong code"),
    Look: mcore-bundle patches plan --mcore .cache/reviewed/0.16.1 says APPLY, or SKIP where it is mended.
 3. Check: in {measurement}
-   show the defect as a distance or an error, and put into bundle/verification/check.py, in _CHECKS:
-     Check(
-         patch="{patch_id}",
-         measurement=f"{{_MEASURED}}.{module}:distance",
-         without=(Gap(1e-2),),  # or Raises("TypeError", "part of the message"); world=2 for two ranks
-     ),
+   show the defect as a distance or an error, and put into bundle/verification/check.py, in CHECKS:
+     "{patch_id}": measured("{module}:distance", Gap(1e-2)),
+     or Raises("TypeError", "part of the message") for the gap; and world=2 for two ranks.
    Look: mcore-bundle patches verify {patch_id} --backend cpu fails for the gap that the patch leaves.
 4. Replacement: in {wrapper} mend it around the original.
    Look: the same command says "proven".

@@ -51,7 +51,7 @@ def test_what_the_steps_name_is_there(checkout: Path):
     named = set(re.findall(r"(?:bundle|tests|docs)/[\w/]+\.(?:py|md)", steps))
     assert all((checkout / name).is_file() or (REPOSITORY / name).is_file() for name in named)
     assert all(find_spec(name) for name in re.findall(r"python -m ([\w.]+)", steps))
-    for name, place in (("_CHECKS", "bundle/verification/check.py"), ("PRESENT", "tests/history/truth.py")):
+    for name, place in (("CHECKS", "bundle/verification/check.py"), ("PRESENT", "tests/history/truth.py")):
         assert name in steps and f"{name}" in (REPOSITORY / place).read_text()
 
 

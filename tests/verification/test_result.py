@@ -5,7 +5,6 @@ import pytest
 from bundle.verification.check import CHECKS, Check, Gap, Observation, Raises, Status, judge
 
 CHECK = Check(
-    patch="c",
     measurement="m:f",
     without=(Raises("TypeError", "padding_mask"), Gap(0.1)),
     agreement=1e-5,
