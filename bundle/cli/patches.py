@@ -6,13 +6,13 @@ from typing import Annotated, Any
 
 import typer
 
-from bundle import files
 from bundle.cli import options
-from bundle.environment import BACKENDS, packages, versions
+from bundle.cli.patches_audit import audit
+from bundle.environment import BACKENDS, packages
 from bundle.errors import ExitCode
 from bundle.patches import Action, Decision
 from bundle.patches.entry import NOTHING
-from bundle.patches.subject import Subject, installed, named
+from bundle.patches.subject import installed, named
 from bundle.patches.survey import Survey, survey
 from bundle.patches.table import load
 
@@ -54,6 +54,9 @@ def plan(
     )
     print(json.dumps(_document(found), indent=2) if as_json else "\n".join(_lines(found)))
     found.check()
+
+
+app.command()(audit)
 
 
 @app.command()
@@ -130,18 +133,7 @@ def _job(recipe: str, backend: str) -> tuple[frozenset[str] | None, str]:
 
 
 def _document(found: Survey) -> dict[str, Any]:
-    return {"schema": 1, "mcore": _mcore(found.subject), "decisions": [_row(d) for d in found.decisions]}
-
-
-def _mcore(of: Subject) -> dict[str, Any]:
-    return {
-        "version": of.version,
-        "base_version": versions.base(of.version) if of.version else None,
-        "commit": of.commit,
-        "path": str(of.root) if of.root else None,
-        "origin": of.origin,
-        "reference": of.reference,
-    }
+    return {"schema": 1, "mcore": found.subject.as_json(), "decisions": [_row(d) for d in found.decisions]}
 
 
 def _row(decision: Decision) -> dict[str, Any]:
@@ -159,12 +151,7 @@ def _row(decision: Decision) -> dict[str, Any]:
 
 
 def _lines(found: Survey) -> list[str]:
-    of = found.subject
-    where = f" in {files.printable(of.root)} ({of.origin})" if of.root else f" ({of.origin})"
-    same = "reviewed" if of.reference == of.version else f"like {of.reference} wherever it matters"
-    known = same if of.reference else "not reviewed"
-    commit = f" at {of.commit[:12]}" if of.commit else ""
-    lines = [f"megatron-core {of.version or 'without a version'}{commit}{where}: {known}"]
+    lines = [str(found.subject)]
     for decision in found.decisions:
         unproven = "" if decision.proven else " [unproven]"
         assumed = _assumed(decision.assumes) if decision.action is Action.APPLY else ""

@@ -25,6 +25,18 @@ PACKAGES: dict[str, tuple[str, str]] = {
     "ray": ("ray", "ray"),
     "triton": ("triton", "triton"),
 }
+# frameworks that train with megatron-core, and what they are made of -> (distribution, import packages)
+FRAMEWORKS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "verl": ("verl", ("verl",)),
+    "slime": ("slime", ("slime", "slime_plugins")),
+    "miles": ("miles", ("miles", "miles_plugins")),
+    "ms-swift": ("ms-swift", ("swift",)),
+    "mcore-bridge": ("mcore-bridge", ("mcore_bridge",)),
+    "mbridge": ("mbridge", ("mbridge",)),
+    "Megatron-Bridge": ("megatron-bridge", ("megatron.bridge",)),
+    "NeMo RL": ("nemo-rl", ("nemo_rl",)),
+    "Primus": ("primus", ("primus",)),
+}
 
 
 @dataclass(frozen=True)
@@ -68,9 +80,26 @@ class Stack:
         if name == "megatron-core":
             core = self.megatron.core
             return Package(name, core.version, core.commit, core.package / "core") if core else None
-        distribution, module = PACKAGES[name]
+        return self._package(name, *PACKAGES[name])
+
+    def frameworks(self) -> tuple[Package, ...]:
+        """The import packages of those of FRAMEWORKS that are here, each by its framework's name."""
+        found = [
+            self._package(name, distribution, module)
+            for name, (distribution, modules) in FRAMEWORKS.items()
+            for module in modules
+        ]
+        return tuple(package for package in found if package is not None and package.path is not None)
+
+    def _package(self, name: str, distribution: str, module: str) -> Package | None:
         record = search.distribution(self._distributions.get(distribution))
-        location = self.path.find(module)
+        location = None
+        for end in range(
+            1, module.count(".") + 2
+        ):  # the last part is looked for in the package of the others
+            location = self.path.find(".".join(module.split(".")[:end]), location)
+            if location is None:
+                break
         found = next(iter(self.path.packages(location)), None) if location and location.regular else None
         path = found.path if found else None
         if record is None and path is None:

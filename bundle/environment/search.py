@@ -7,7 +7,7 @@ although the command that asks may be a console script, whose own first entry is
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.machinery import PathFinder
@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 from bundle import files
 
 # How setuptools names the modules of its editable installs, and the entries that these put on the path.
-_EDITABLE = "__editable__"
+EDITABLE = "__editable__"
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,29 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Editable:
+    """What the finder of an editable install knows: packages and namespaces by name, and where they lie."""
+
+    mapping: Mapping[str, str]
+    namespaces: Mapping[str, tuple[str, ...]]
+
+    def place(self, name: str) -> str | None:
+        """The directory or file of a package of this install, or of one inside it; None where it has none."""
+        for package, place in self.mapping.items():
+            if name == package:
+                return place
+            if name.startswith(f"{package}."):
+                return str(Path(place, *name[len(package) + 1 :].split(".")))
+        return None
+
+
+@dataclass(frozen=True)
 class SearchPath:
     """The directories in order; `names` also has the hooks of editable installs, for Python's finders."""
 
     entries: tuple[Entry, ...]
     names: tuple[str, ...]
+    editable: tuple[Editable, ...] | None = None  # of another interpreter; None: ask the finders of this one
 
     def directories(self) -> tuple[Path, ...]:
         """The directories alone, in order."""
@@ -49,14 +67,24 @@ class SearchPath:
         PathFinder.invalidate_caches()
         # By its last part: a namespace would look for its parent among the modules that were imported.
         within = self.names if parent is None else parent.places
-        spec = PathFinder.find_spec(name.rpartition(".")[2], within)
-        for finder in sys.meta_path:
-            if spec is None and getattr(finder, "__module__", "").startswith(_EDITABLE):
+        last = name.rpartition(".")[2]
+        spec = PathFinder.find_spec(last, within)
+        for finder in sys.meta_path if self.editable is None else ():
+            if spec is None and getattr(finder, "__module__", "").startswith(EDITABLE):
                 spec = finder.find_spec(name, within)
+        places = [place for install in self.editable or () if (place := install.place(name))]
+        for place in places if spec is None else ():
+            spec = spec or PathFinder.find_spec(last, [str(Path(place).parent)])
+        shared = [place for install in self.editable or () for place in install.namespaces.get(name, ())]
         if spec is None:
-            return None
-        archive = getattr(spec.loader, "archive", None)
-        return Location(tuple(spec.submodule_search_locations or ()), spec.loader is not None, archive)
+            return Location(tuple(shared), False, None) if shared or self._is_namespace(name) else None
+        own = tuple(spec.submodule_search_locations or ())
+        regular, archive = spec.loader is not None, getattr(spec.loader, "archive", None)
+        return Location(own if regular else (*own, *shared), regular, archive)
+
+    def _is_namespace(self, name: str) -> bool:
+        """Whether an editable install of another interpreter names it as a namespace, be it an empty one."""
+        return any(name in install.namespaces for install in self.editable or ())
 
     def packages(self, location: "Location | None") -> list[Entry]:
         """The directories of a package, in the order that they are searched; none for what lies in a zip."""
@@ -86,10 +114,10 @@ def current() -> SearchPath:
 
 def search_path(paths: Sequence[str], python_path: str, cwd: Path) -> SearchPath:
     """The search path whose entries are `paths` ("" is `cwd`), each with its origin."""
-    names = dict.fromkeys(path if path.startswith(_EDITABLE) else str(cwd / path) for path in paths)
-    directories = [Path(name) for name in names if not name.startswith(_EDITABLE)]
+    names = dict.fromkeys(path if path.startswith(EDITABLE) else str(cwd / path) for path in paths)
+    directories = [Path(name) for name in names if not name.startswith(EDITABLE)]
     named = {cwd / path for path in python_path.split(os.pathsep) if path}
-    added = _added_by_pth(directories)
+    added = added_by_pth(directories)
     entries = []
     for path in directories:
         if path in named:
@@ -102,8 +130,8 @@ def search_path(paths: Sequence[str], python_path: str, cwd: Path) -> SearchPath
     return SearchPath(tuple(entries), tuple(names))
 
 
-def _added_by_pth(directories: Iterable[Path]) -> dict[Path, str]:
-    """The directories that .pth files name, with the file's name."""
+def added_by_pth(directories: Iterable[Path]) -> dict[Path, str]:
+    """The directories that .pth files of these directories name, with the file's name."""
     added: dict[Path, str] = {}
     for directory in filter(files.is_directory, directories):
         for file in sorted(directory.glob("*.pth")):

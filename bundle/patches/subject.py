@@ -33,6 +33,24 @@ class Subject:
     reference: str | None  # every file that matters is the same there
     conflict: str | None = None
 
+    def __str__(self) -> str:
+        where = f" in {files.printable(self.root)} ({self.origin})" if self.root else f" ({self.origin})"
+        same = "reviewed" if self.reference == self.version else f"like {self.reference} wherever it matters"
+        commit = f" at {self.commit[:12]}" if self.commit else ""
+        known = same if self.reference else "not reviewed"
+        return f"megatron-core {self.version or 'without a version'}{commit}{where}: {known}"
+
+    def as_json(self) -> dict[str, str | None]:
+        """The same, as plain JSON values."""
+        return {
+            "version": self.version,
+            "base_version": versions.base(self.version) if self.version else None,
+            "commit": self.commit,
+            "path": str(self.root) if self.root else None,
+            "origin": self.origin,
+            "reference": self.reference,
+        }
+
     def reader(self, table: Table) -> "Reader":
         """What can tell about patches in this megatron."""
         if self.root is None or self.reference is not None:

@@ -1,7 +1,7 @@
 """Everything that is decided about one megatron-core for one job."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bundle.environment.packages import Packages
 from bundle.errors import PatchError, UsageError, did_you_mean, nearest
@@ -50,13 +50,8 @@ def survey(
     """The decision about every patch, trap and changed seam. Raises UsageError for unknown ids."""
     known = {patch.id: patch for patch in PATCHES}
     _check_ids({*requested, *allowed}, known)
-    job = PatchContext(
-        version=of.version,
-        backend=backend,
-        features=_assumed(features, backend),
-        packages=_versions(stack, {name for patch in PATCHES for name, _ in patch.requires}),
-        mindspeed=(mindspeed.commit,) if (mindspeed := stack.package("mindspeed")) else None,
-        conflict=of.conflict,
+    job = replace(
+        context(of, stack, backend=backend, features=features),
         requested=frozenset(requested),
         allowed=frozenset(allowed),
     )
@@ -66,6 +61,20 @@ def survey(
     others += [deciding.decide_seam(seam, reader.look(seam), job) for seam in SEAMS]
     decisions += [decision for decision in others if decision is not None]
     return Survey(of, deciding.exclude(decisions, known), reader.read_so_far())
+
+
+def context(
+    of: Subject, stack: Packages, *, backend: str | None = None, features: frozenset[str] | None = None
+) -> PatchContext:
+    """What decisions about a megatron depend on, beside its own code."""
+    return PatchContext(
+        version=of.version,
+        backend=backend,
+        features=_assumed(features, backend),
+        packages=_versions(stack, {name for patch in PATCHES for name, _ in patch.requires}),
+        mindspeed=(mindspeed.commit,) if (mindspeed := stack.package("mindspeed")) else None,
+        conflict=of.conflict,
+    )
 
 
 def _versions(stack: Packages, names: Collection[str]) -> dict[str, str]:

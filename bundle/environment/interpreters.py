@@ -1,0 +1,132 @@
+"""Another interpreter's search path, read from its environment's files: that interpreter is not started."""
+
+import ast
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from bundle import files
+from bundle.environment.search import EDITABLE, Editable, SearchPath, added_by_pth, search_path
+from bundle.errors import UsageError
+
+_SITES = ("lib/{0}/site-packages", "lib64/{0}/site-packages", "local/lib/{0}/dist-packages")
+_DEBIAN = "lib/python3/dist-packages"  # one for every Python 3
+_BASES = 4  # environments that stand on one another
+
+
+def search_path_of(environment: str) -> SearchPath:
+    """What a program of that environment would search: `environment` is its python, or its directory.
+
+    $PYTHONPATH comes first, as it would there; the directory of the program itself is nobody's to know.
+    Raises UsageError where there is no such environment.
+    """
+    prefix = _prefix(environment)
+    sites = _sites(prefix) if prefix else []
+    if not sites:
+        shown = files.printable(environment[:200])
+        raise UsageError(
+            f"--env {shown}: no Python environment: name its python, like .venv/bin/python, or its directory"
+        )
+    named = os.environ.get("PYTHONPATH", "")
+    paths = [path for path in named.split(os.pathsep) if path] + [
+        str(path) for site in sites for path in (site, *added_by_pth([site]))
+    ]
+    editable = tuple(found for site in sites for found in _editable(site))
+    return replace(search_path(paths, named, Path.cwd()), editable=editable)
+
+
+def active() -> str | None:
+    """The environment that is active around this program, where it runs in one of its own; None for none."""
+    own = Path(sys.prefix)
+    for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        named = os.environ.get(variable)
+        if named and Path(named) != own:
+            return named
+    for folder in os.environ.get("PATH", "").split(os.pathsep):
+        program = shutil.which("python3", path=folder) or shutil.which("python", path=folder)
+        if folder and program and Path(folder).parent != own and _sites(Path(folder).parent):
+            return program
+    return None
+
+
+def _prefix(environment: str) -> Path | None:
+    """The directory that an environment is below."""
+    path = Path(environment).absolute()
+    if files.is_directory(path):
+        return path
+    program = path if files.is_file(path) else Path(shutil.which(environment) or "")
+    return program.absolute().parent.parent if program.name else None
+
+
+def _sites(prefix: Path) -> list[Path]:
+    """The directories of packages of an environment, and of those that it stands on, in their order."""
+    by_place = {place.resolve(): place for place in reversed([*_places(prefix)]) if files.is_directory(place)}
+    return list(reversed(by_place.values()))
+
+
+def _places(prefix: Path) -> Iterator[Path]:
+    """Where the packages of an environment may lie."""
+    for _ in range(_BASES):
+        settings = _settings(prefix / "pyvenv.cfg")
+        release = _release(prefix, settings)
+        places = [*(site.format(release) for site in _SITES), *(() if settings else (_DEBIAN,))]
+        if not settings:
+            yield Path(os.path.expanduser("~"), ".local", _SITES[0].format(release))  # noqa: PTH111
+        for place in places if release else ():
+            yield prefix / place
+        if settings.get("include-system-site-packages", "").lower() != "true" or "home" not in settings:
+            return
+        prefix = Path(settings["home"]).parent
+
+
+def _settings(file: Path) -> dict[str, str]:
+    """What a pyvenv.cfg says; nothing where there is none."""
+    lines = (line.partition("=") for line in (files.read(file, 1 << 16) or "").splitlines())
+    return {name.strip().lower(): value.strip() for name, found, value in lines if found}
+
+
+def _release(prefix: Path, settings: dict[str, str]) -> str:
+    """The name of the directories of its release, like "python3.12"; "" where that cannot be told."""
+    said = re.match(r"3\.\d+", settings.get("version", settings.get("version_info", "")))
+    if said:
+        return f"python{said[0]}"
+    program = prefix / "bin/python3"
+    name = program.resolve().name
+    if re.fullmatch(r"python3\.\d+", name):
+        return name
+    found = sorted({path.name for lib in ("lib", "local/lib") for path in (prefix / lib).glob("python3.*")})
+    return found[0] if len(found) == 1 else ""
+
+
+def _editable(site: Path) -> Iterator[Editable]:
+    """The finders that editable installs of setuptools have put into a directory of packages."""
+    for file in sorted(site.glob(f"{EDITABLE}*_finder.py")):
+        try:
+            body = ast.parse(files.read(file, 1 << 20) or "").body
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            continue
+        said = {
+            target.id: _literal(node.value)
+            for node in body
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None
+            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+            if isinstance(target, ast.Name)
+        }
+        mapping, namespaces = said.get("MAPPING"), said.get("NAMESPACES")
+        yield Editable(
+            {str(k): str(v) for k, v in mapping.items()} if isinstance(mapping, dict) else {},
+            {str(k): tuple(map(str, v)) for k, v in namespaces.items() if isinstance(v, list)}
+            if isinstance(namespaces, dict)
+            else {},
+        )
+
+
+def _literal(value: ast.expr) -> object:
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, TypeError, RecursionError, MemoryError):
+        return None

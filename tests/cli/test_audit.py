@@ -1,0 +1,200 @@
+"""`mcore-bundle patches audit`, as its users and their CI call it."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.environment.trees import install
+from tests.patches.trees import Release, copied
+
+ROOT = Path(__file__).parents[2]
+FIELDS = {
+    "id", "standing", "silent", "proven", "reason", "features", "unless", "why", "replaced_by", "mended_in",
+    "instead", "patch", "assumes",
+}  # fmt: skip
+
+
+def run(*args: str, code: int, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "bundle", "patches", "audit", *args]
+    environment = {"PYTHONPATH": str(ROOT)} | environ
+    ran = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env={**os.environ, **environment}
+    )
+    assert ran.returncode == code, ran.stdout + ran.stderr
+    return ran
+
+
+def document(*args: str, code: int = 4, **environ: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run(*args, "--json", code=code, **environ).stdout)
+    assert set(found) == {
+        "schema", "environment", "mcore", "frameworks", "features", "reaching", "defects", "upgrades"
+    }  # fmt: skip
+    assert found["schema"] == 1 and all(set(row) == FIELDS for row in found["defects"])
+    assert bool(found["reaching"]) == (code == 4)
+    return found
+
+
+def standings(found: dict[str, Any]) -> dict[str, str]:
+    return {row["id"]: row["standing"] for row in found["defects"]}
+
+
+def test_a_release_by_its_number_has_what_was_read_in_it():
+    found = document("--mcore", "0.17.1")
+    assert "mtp-packed-roll-boundaries" in found["reaching"]
+    assert (
+        "mtp-packed-full-recompute" in standings(found)
+        and "mtp-packed-full-recompute" not in found["reaching"]
+    )
+    assert not {"mtp-zero-layers", "mtp-context-parallel-roll"} & set(standings(found))  # mended before
+    assert not {name for name in standings(found) if name.startswith("cpu-")}
+    assert found["features"] is None and found["frameworks"] == []
+
+
+def test_only_what_reaches_the_features_is_named():
+    found = document("--mcore", "0.17.1", "--features", "mla, tp,SP")
+    assert {"mla-rotary-key-gradient", "mla-query-norm-gradient"} <= set(found["reaching"])
+    assert not {name for name in standings(found) if name.startswith(("mtp", "balancing"))}
+    assert "mla-tensor-without-sequence-parallel" not in standings(
+        document("--mcore", "0.12.3", "--features", "mla,tp,sp")
+    )
+    assert "mla-tensor-without-sequence-parallel" in standings(
+        document("--mcore", "0.12.3", "--features", "mla,tp")
+    )
+
+
+def test_nothing_silent_that_reaches_ends_well():
+    found = document("--mcore", "0.19.2", "--features", "pp,packed", code=0)
+    assert set(standings(found)) == {"packed-rotary-host-reads"} and found["upgrades"] == []
+    assert "0 there" in run("--mcore", "0.19.2", "--features", "pp,packed", code=0).stdout
+
+
+def test_a_version_that_nobody_reviewed_is_unknown_and_no_reason_to_fail():
+    found = document("--mcore", "0.16.2", "--features", "mtp,packed", code=0)
+    assert set(standings(found).values()) == {"unknown"}
+    assert all(not row["proven"] for row in found["defects"])
+    assert (
+        "UNKNOWN      mtp-packed-roll-boundaries"
+        in run("--mcore", "0.16.2", "--features", "mtp,packed", code=0).stdout
+    )
+
+
+def test_a_trap_by_its_number_alone_is_unknown_and_says_so_once():
+    out = run("--mcore", "0.16.2", "--features", "moe,tp", code=0).stdout
+    (after,) = [block for block in out.split("\n\n") if "moe-tensor-without-expert-parallel" in block]
+    assert (
+        after.count("not summed over the tensor-parallel ranks") == 1
+        and "By the number 0.16.2 alone" in after
+    )
+
+
+def test_what_to_do_is_said():
+    out = run("--mcore", "0.16.1", "--features", "moe,tp,mtp,cp", code=4).stdout
+    blocks = {block.split()[1]: block for block in out.split("\n\n") if block.startswith("PRESENT")}
+    assert "Set parallel.etp to parallel.tp" in blocks["moe-tensor-without-expert-parallel"]
+    assert "megatron-core 0.19 or later does not have it" in blocks["cuda-norm-of-expert-weights"]
+    count = blocks["mtp-loss-context-parallel-count"]
+    assert "megatron-core 0.17 or later does not have it" in count
+    assert "mcore-bundle's patch mtp-loss-context-parallel-count mends it (it assumes that no token" in count
+    (upgrade,) = [line for line in out.splitlines() if line.startswith("megatron-core 0.17")]
+    assert "brings mtp-loss-context-parallel-normalisation" in upgrade  # the same defect in other code
+
+
+def test_a_defect_that_comes_back_is_not_mended_by_the_release_before():
+    (row,) = [r for r in document("--mcore", "0.13.1")["defects"] if r["id"] == "restricted-unpickle"]
+    assert row["mended_in"] == "0.17"  # 0.14 to 0.16 do not have it, and 0.17.0 does
+
+
+def test_the_tree_decides_and_not_its_number(release: Release, tmp_path: Path):
+    edits = {"package_info.py": ("MINOR = 12", "MINOR = 19")}
+    found = document("--mcore", str(copied(release("0.12.3"), tmp_path, edits)))
+    assert found["mcore"]["version"] == "0.19.3" and "mtp-context-parallel-roll" in found["reaching"]
+
+
+def test_code_that_is_unfamiliar_is_unknown(release: Release, tmp_path: Path):
+    edits = {
+        "tensor_parallel/cross_entropy.py": (
+            "vocab_size = exp_logits.size(-1)",
+            "vocab_size = columns(exp_logits)",
+        )
+    }
+    found = document("--mcore", str(copied(release("0.19.2"), tmp_path, edits)))
+    (row,) = [r for r in found["defects"] if r["id"] == "label-smoothing-over-ranks"]
+    assert row["standing"] == "unknown" and "allow-drift" not in row["reason"]
+
+
+def environment(root: Path, megatron: Path) -> Path:
+    """An environment that has a checkout of megatron on its path."""
+    venv.create(root)
+    (packages,) = root.glob("lib/python3.*/site-packages")
+    (packages / "checkout.pth").write_text(f"{megatron}\n")
+    install(packages, "verl", "0.7.0")
+    return packages
+
+
+def test_another_environment_is_read_and_not_started(release: Release, tmp_path: Path):
+    packages = environment(tmp_path / "env", release("0.12.3"))
+    (packages / "sitecustomize.py").write_text(f"open({str(tmp_path / 'started')!r}, 'w')")
+    for named in (tmp_path / "env", tmp_path / "env/bin/python"):
+        found = document("--env", str(named))
+        assert found["mcore"]["version"] == "0.12.3" and found["mcore"]["origin"] == "checkout.pth"
+        assert [(f["name"], f["version"]) for f in found["frameworks"]] == [("verl", "0.7.0")]
+    assert not (tmp_path / "started").exists()
+
+
+def test_the_active_environment_is_taken_where_our_own_has_no_megatron(release: Release, tmp_path: Path):
+    """As `pipx run` and `uvx` call it: from an environment that has nothing but this package."""
+    environment(tmp_path / "env", release("0.12.3"))
+    venv.create(tmp_path / "own")
+    theirs = os.pathsep.join([str(ROOT), *(path for path in sys.path if path.endswith("site-packages"))])
+    command = [str(tmp_path / "own/bin/python"), "-c", _WITHOUT_MEGATRON, "patches", "audit", "--json"]
+    environ = {**os.environ, "VIRTUAL_ENV": str(tmp_path / "env"), "NEEDS": theirs, "PYTHONPATH": ""}
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environ)
+    assert ran.returncode == 4, ran.stderr
+    found = json.loads(ran.stdout)
+    assert found["environment"] == str(tmp_path / "env") and found["mcore"]["version"] == "0.12.3"
+
+
+_WITHOUT_MEGATRON = """
+import os, sys
+own = list(sys.path)
+sys.path += os.environ["NEEDS"].split(os.pathsep)
+from bundle.environment import search
+current = search.current
+def without(paths=own):
+    return search.search_path(paths, "", search.Path.cwd())
+search.current = without
+from bundle.cli import main
+main()
+"""
+
+
+def test_an_environment_without_megatron_is_said(tmp_path: Path):
+    venv.create(tmp_path / "env")
+    ran = run("--env", str(tmp_path / "env"), code=3, PYTHONPATH="")
+    assert "there is no megatron-core" in ran.stderr and "--mcore PATH" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--features", "mtp,packing,nonsense"), "packing; did you mean padding or packed?"),
+        (("--env", "nowhere"), "no Python environment"),
+        (("--mcore", "nowhere"), "no version, and it is no directory"),
+    ],
+)
+def test_a_wrong_call_is_a_usage_error(args: tuple[str, ...], says: str):
+    assert says in run(*args, code=2).stderr
+
+
+def test_a_released_megatron_takes_less_than_a_second_of_cpu(release: Release):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run("--mcore", str(release("0.19.2")), code=4)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.5  # 0.4 on a quiet machine

@@ -1,0 +1,35 @@
+"""The words for what a job uses."""
+
+from pathlib import Path
+
+import pytest
+
+from bundle.errors import UsageError
+from bundle.patches.catalogue import PATCHES, TRAPS
+from bundle.patches.features import ALWAYS, WORDS, parse, shown
+
+
+def test_the_words_are_those_that_the_list_asks_for():
+    asked = {word for patch in PATCHES for word in patch.when} | {
+        word for trap in TRAPS for word in trap.when
+    }
+    asked |= {word for trap in TRAPS for word in trap.unless}
+    assert set(WORDS) == asked
+    assert set(WORDS) >= ALWAYS and list(WORDS) == sorted(WORDS)
+
+
+def test_the_page_explains_every_word():
+    page = (Path(__file__).parents[2] / "docs/audit.md").read_text("utf-8")
+    assert [f"| `{word}` | {meaning} |" in page for word, meaning in WORDS.items()] == [True] * len(WORDS)
+    assert ", ".join(f"`{word}`" for word in sorted(ALWAYS)) in page
+
+
+def test_a_list_of_words():
+    assert parse("") is None and parse(" , ") is None
+    assert parse("mtp, CP") == frozenset({"mtp", "cp"}) | ALWAYS
+    assert shown({"mtp", "cp", "bf16"}) == "cp and mtp"
+
+
+def test_every_word_that_is_none_is_said():
+    with pytest.raises(UsageError, match=r"(?s)packd; did you mean packed\?.*- x" + "y" * 99 + "$"):
+        parse("packd,mtp," + "x" + "y" * 200)

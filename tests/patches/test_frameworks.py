@@ -1,0 +1,266 @@
+"""What a framework puts in megatron-core's place, and what that does to a defect, by made-up frameworks.
+
+Each is a package `verl` beside megatron-core 0.19.2, whose label smoothing over tensor parallel ranks takes
+`exp_logits.size(-1)` for the vocabulary; the framework's own code does, or does not.
+"""
+
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from bundle.environment.packages import Stack
+from bundle.environment.search import search_path
+from bundle.patches.audit import Audit, Defect, Standing, audit
+from bundle.patches.subject import named
+from bundle.patches.table import load
+from tests.patches.trees import Release
+
+DEFECT = "label-smoothing-over-ranks"
+CLASS = "megatron.core.tensor_parallel.cross_entropy import _VocabParallelCrossEntropy"
+MENDED = """
+def forward(ctx, logits, target, label_smoothing=0.0):
+    vocab_size = exp_logits.size(-1) * get_tensor_model_parallel_world_size()
+"""
+COPIED = """
+def forward(ctx, logits, target, label_smoothing=0.0):
+    vocab_size = exp_logits.size(-1)
+"""
+UNFAMILIAR = """
+def forward(ctx, logits, target, label_smoothing=0.0):
+    return own_kernel(logits, target, label_smoothing)
+"""
+PUT = "_VocabParallelCrossEntropy.forward = forward\n"
+
+
+def audited(tmp: Path, megatron: Path, files: Mapping[str, str]) -> Audit:
+    """The audit of that megatron beside a framework with these files."""
+    package = tmp / "verl"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    for name, text in files.items():
+        (package / name).parent.mkdir(exist_ok=True)
+        (package / name).write_text(textwrap.dedent(text))
+    stack = Stack(search_path([str(tmp)], "", tmp))
+    return audit(named(str(megatron), load()), load(), stack, None)
+
+
+def standing(tmp: Path, megatron: Path, files: Mapping[str, str], entry: str = DEFECT) -> Defect | None:
+    found = audited(tmp, megatron, files)
+    assert [package.name for package in found.frameworks] == ["verl"]
+    return next((defect for defect in found.defects if defect.entry.id == entry), None)
+
+
+def inside(code: str, calls: str = "") -> str:
+    """A file that puts the code in place inside a function, and what calls that."""
+    body = f"from {CLASS}\n{code}\n{PUT}"
+    return f"def apply_patch():\n{textwrap.indent(body, '    ')}\n{calls}"
+
+
+PLACES = {
+    "on import": ({"a.py": f"from {CLASS}\n{MENDED}\n{PUT}"}, "verl/a.py:6, on import"),
+    "by a function that an import calls": (
+        {"a.py": inside(MENDED), "__init__.py": "from .a import apply_patch\napply_patch()\n"},
+        "on import",
+    ),
+    "by functions that call one another": (
+        {"a.py": inside(MENDED, "def all_of_them():\n    apply_patch()\n\nall_of_them()\n")},
+        "on import",
+    ),
+    "by a function that the framework calls": (
+        {
+            "a.py": inside(MENDED),
+            "b.py": "def train():\n    from verl.a import apply_patch\n    apply_patch()\n",
+        },
+        "where verl/b.py:3 calls it",
+    ),
+    "for a class of models": (
+        {
+            "a.py": inside(MENDED),
+            "b.py": """
+                from verl.a import apply_patch
+                def train(config):
+                    if isinstance(config, MLATransformerConfig):
+                        apply_patch()
+            """,
+        },
+        "where verl/b.py:5 calls it",
+    ),
+    "once only": (
+        {
+            "a.py": f"from {CLASS}\n{MENDED}\nif not getattr(_VocabParallelCrossEntropy, 'done', False):\n"
+            f"    {PUT}"
+        },
+        "on import",
+    ),
+    "from another file": (
+        {"code.py": MENDED, "a.py": f"from {CLASS}\nfrom .code import forward as ours\n{PUT[:-8]}ours\n"},
+        "on import",
+    ),
+    "by setattr": (
+        {"a.py": f"from {CLASS}\n{MENDED}\nsetattr(_VocabParallelCrossEntropy, 'forward', forward)\n"},
+        "on import",
+    ),
+    "as a static method": (
+        {"a.py": f"from {CLASS}\n{MENDED}\n{PUT[:-8]}staticmethod(forward)\n"},
+        "on import",
+    ),
+    "through its module": (
+        {"a.py": f"import megatron.core.tensor_parallel.cross_entropy as loss\n{MENDED}\nloss.{PUT}"},
+        "on import",
+    ),
+    "through a module that is asked for by name": (
+        {
+            "a.py": "import importlib\n"
+            "loss = importlib.import_module('megatron.core.tensor_parallel.cross_entropy')\n"
+            f"{MENDED}\nloss.{PUT}"
+        },
+        "on import",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", PLACES)
+def test_a_mended_defect_is_known_wherever_it_is_mended(how: str, release: Release, tmp_path: Path):
+    files, says = PLACES[how]
+    defect = standing(tmp_path, release("0.19.2"), files)
+    assert defect is not None and defect.standing is Standing.MENDED and not defect.reaches
+    assert "verl replaces _VocabParallelCrossEntropy.forward (verl/a.py:" in defect.reason
+    assert says in defect.reason
+
+
+CONDITIONS = {
+    "nobody calls it": ({"a.py": inside(MENDED)}, "apply_patch() is called"),
+    "by a setting": (
+        {
+            "a.py": inside(MENDED),
+            "b.py": "from verl.a import apply_patch\nif config.smooth:\n    apply_patch()\n",
+        },
+        "if config.smooth",
+    ),
+    "by a version": (
+        {"a.py": f"from {CLASS}\n{MENDED}\nif version < '0.17':\n    {PUT}"},
+        "if version < '0.17'",
+    ),
+    "otherwise": (
+        {"a.py": f"from {CLASS}\n{MENDED}\nif settings.plain:\n    pass\nelse:\n    {PUT}"},
+        "if not settings.plain",
+    ),
+    "by a registry": (
+        {"a.py": f"@register_patch('loss', backend='megatron')\n{inside(MENDED)}"},
+        "@register_patch('loss'",
+    ),
+    "a namesake is called": (
+        {"a.py": inside(MENDED), "b.py": "from torch.other import apply_patch\napply_patch()\n"},
+        "apply_patch() is called",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", CONDITIONS)
+def test_what_is_mended_under_a_condition_is_said_with_it(how: str, release: Release, tmp_path: Path):
+    files, says = CONDITIONS[how]
+    defect = standing(tmp_path, release("0.19.2"), files)
+    assert defect is not None and defect.standing is Standing.CONDITIONAL and not defect.reaches
+    assert says.replace("not settings", "not (settings") in defect.reason
+
+
+UNMENDED = {
+    "its own code has it": (f"from {CLASS}\n{COPIED}\n{PUT}", Standing.PRESENT, "it is there all the same"),
+    "another class": (f"from torch.nn import CrossEntropyLoss as Loss\n{MENDED}\nLoss.forward = forward\n",
+                      Standing.PRESENT, ""),
+    "an object of its own": (f"from {CLASS}\n{MENDED}\nclass Own:\n    def __init__(self):\n"
+                             "        self.forward = forward\n", Standing.PRESENT, ""),
+    "only spoken of": (f'"""{PUT}"""\nfrom {CLASS}\n{MENDED}\n', Standing.PRESENT, ""),
+    "no Python": (f"from {CLASS}\n{MENDED}\n{PUT}\nthis is no Python\n", Standing.PRESENT, ""),
+    "unfamiliar code": (f"from {CLASS}\n{UNFAMILIAR}\n{PUT}", Standing.UNKNOWN, "whose code is unfamiliar"),
+    "code from elsewhere": (f"from {CLASS}\nfrom own import forward\n{PUT}", Standing.UNKNOWN, "unfamiliar"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", UNMENDED)
+def test_what_does_not_mend_is_not_taken_for_it(how: str, release: Release, tmp_path: Path):
+    text, expected, says = UNMENDED[how]
+    defect = standing(tmp_path, release("0.19.2"), {"a.py": text})
+    assert defect is not None and defect.standing is expected and says in defect.reason
+    assert bool(defect.reason) == bool(says) == bool(defect.patched_by)
+
+
+BIAS = "from megatron.core.transformer.moe.router import TopKRouter\n"
+AROUND = """
+def patch():
+    current = TopKRouter._maintain_float32_expert_bias
+    def _maintain_float32_expert_bias(self):
+        current(self)
+    TopKRouter._maintain_float32_expert_bias = _maintain_float32_expert_bias
+"""
+
+
+def test_who_wraps_what_our_patch_would_wrap_may_mend_it(release: Release, tmp_path: Path):
+    always = {"a.py": f"{BIAS}{AROUND}\npatch()\n"}
+    defect = standing(tmp_path, release("0.19.2"), always, "expert-bias-counts")
+    assert defect is not None and defect.standing is Standing.UNKNOWN
+    assert "wraps TopKRouter._maintain_float32_expert_bias" in defect.reason and not defect.applies
+
+
+def test_who_wraps_it_under_a_condition_leaves_it_there(release: Release, tmp_path: Path):
+    at_times = {"a.py": f"{BIAS}{AROUND}\nif debug:\n    patch()\n"}
+    defect = standing(tmp_path, release("0.19.2"), at_times, "expert-bias-counts")
+    assert defect is not None and defect.reaches and "if debug" in defect.reason
+
+
+BRIDGES = """
+from megatron.core.transformer.moe.router import TopKRouter
+import torch
+
+MARK = "compatible"
+
+def _patch():
+    current_apply_expert_bias = TopKRouter._apply_expert_bias
+    if getattr(current_apply_expert_bias, MARK, False):
+        return
+
+    def _apply_expert_bias(self, routing_map, padding_mask=None):
+        current_apply_expert_bias(self, routing_map, padding_mask=padding_mask)
+
+    TopKRouter._apply_expert_bias = _apply_expert_bias
+_patch()
+"""
+
+
+def test_a_wrapper_is_known_by_its_code_and_not_by_its_name(release: Release, tmp_path: Path):
+    """Megatron-Bridge's own mends this defect (tests/history has it); one that does nothing does not."""
+    defect = standing(tmp_path, release("0.19.2"), {"a.py": BRIDGES}, "padding-mask-expert-bias")
+    assert defect is not None and defect.standing is Standing.UNKNOWN
+
+
+def test_a_framework_can_bring_a_defect_that_the_release_has_not(release: Release, tmp_path: Path):
+    entry = "cuda-norm-of-whole-weights"  # mended in 0.17
+    text = """
+    from megatron.core.extensions.transformer_engine import TELinear
+    def __init__(self, input_size, output_size):
+        setattr(param, "sequence_parallel", True)
+    TELinear.__init__ = __init__
+    """
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "brought").mkdir()
+    assert standing(tmp_path / "plain", release("0.19.2"), {}, entry) is None
+    defect = standing(tmp_path / "brought", release("0.19.2"), {"a.py": text}, entry)
+    assert defect is not None and defect.reaches and "whose own code has it" in defect.reason
+
+
+def test_a_function_that_others_have_imported_by_value_may_not_be_replaced_for_them(
+    release: Release, tmp_path: Path
+):
+    """router.py imports get_tokens_per_expert_and_token_count; who replaces it later does not reach it."""
+    text = """
+    from megatron.core.transformer.moe import moe_utils
+    def get_tokens_per_expert_and_token_count(routing_map, reduce_group, with_padding_mask=False):
+        global_num_tokens = reduce_from_tensor_model_parallel_region(local_num_tokens.clone(), reduce_group)
+        return local_num_tokens
+    moe_utils.get_tokens_per_expert_and_token_count = get_tokens_per_expert_and_token_count
+    """
+    defect = standing(tmp_path, release("0.19.2"), {"a.py": text}, "padding-mask-own-count")
+    assert defect is not None and defect.standing is Standing.CONDITIONAL
+    assert "transformer/moe/router.py is imported later" in defect.reason
