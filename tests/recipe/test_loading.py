@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from bundle.errors import UsageError
-from bundle.recipe import Recipe, built_in, differences, find, from_mapping, load, with_steps
+from bundle.recipe import Recipe, built_in, differences, find, flat, from_mapping, load, with_steps
 
 
 def violations(*overrides: str, name: str = "demo") -> tuple[str, ...]:
@@ -53,6 +53,13 @@ def test_overrides_reach_any_depth_and_make_sections():
     assert recipe.architecture.num_layers == 2 and recipe.architecture.mtp_layers == 0
     assert recipe.data.path == ("a.py", "b.py")
     assert load("demo", ["data.path=one.py"]).data.path == ("one.py",)
+
+
+def test_a_key_is_called_by_the_name_that_a_file_has_for_it():
+    (said,) = violations("checkpoint.asinc=true")
+    assert "unknown key; did you mean checkpoint.async or " in said
+    written = {key for key, _ in flat(load("demo").dump()) if not key.startswith("model.config.")}
+    assert written <= set(Recipe.key_paths()) and "checkpoint.async" in written
 
 
 def test_all_violations_at_once_each_with_its_place():
