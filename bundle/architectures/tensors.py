@@ -8,7 +8,7 @@ stages and experts over all ranks, and shapes are whole.
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from bundle.architectures.architecture import MLA, Architecture, padded_vocabulary
 from bundle.architectures.published import NAMES, Names
@@ -31,8 +31,7 @@ _CUTS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(NamedTuple):
     """The axis whose ranks hold one part each of a tensor, cut along `dim` in each of `blocks` blocks."""
 
     axis: Literal["tp", "etp"]
@@ -61,8 +60,7 @@ def is_buffer(name: str) -> bool:
     return name.endswith(".expert_bias")
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """The entries [start, stop) of published tensor number `source`, along the dimension of joining."""
 
     source: int
@@ -70,8 +68,7 @@ class Piece:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(NamedTuple):
     """How published tensors make one of ours, and the way back.
 
     - copy: it is ours; vocabulary: it is the first rows of ours, and the rest is padding
@@ -99,8 +96,7 @@ class Rule:
                 yield Piece(source, i * width, (i + 1) * width)
 
 
-@dataclass(frozen=True, slots=True)
-class Tensor:
+class Tensor(NamedTuple):
     """One tensor of the whole model. `published` is what it is made of; () where no family publishes it."""
 
     name: str

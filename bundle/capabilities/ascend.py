@@ -1,7 +1,5 @@
 """What the ascend backend offers: npu_fusion_attention, MindSpeed's FP8 on Atlas A5, HCCL. Read, not run."""
 
-from dataclasses import replace
-
 from bundle.capabilities.capabilities import (
     AttentionKernel,
     Capabilities,
@@ -25,7 +23,7 @@ ASCEND = Capabilities(
     backend="ascend",
     device="npu",
     collectives="hccl",
-    layers=replace(TRANSFORMER_ENGINE, source="MindSpeed follows the same specs; not measured: no device"),
+    layers=TRANSFORMER_ENGINE._replace(source="MindSpeed follows the same specs; not measured: no device"),
     kernels=(
         AttentionKernel(
             name="flash",

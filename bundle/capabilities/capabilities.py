@@ -1,8 +1,7 @@
 """The shape of what every backend can do: layers, attention, FP8, masks, environment. Data with reasons."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from bundle.fp8 import Format, Scaling
 
@@ -13,8 +12,7 @@ HeadDims = Literal["equal", "v<=qk", "any"]
 MaskForm = Literal["none", "valid"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerTraits:
+class LayerTraits(NamedTuple):
     """What a backend builds its layers and its optimizer from, as far as tensors and memory depend on it."""
 
     fused_norms: bool  # the norm before a projection is part of that projection
@@ -25,19 +23,18 @@ class LayerTraits:
     source: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionKernel:
+class AttentionKernel(NamedTuple):
     """One value of the recipe's `attention`, and its contract."""
 
     name: str  # flash, fused or unfused
     what: str  # the code that runs
-    layouts: tuple[str, ...] = ("thd", "bshd")
     head_dims: dict[str, HeadDims]  # by layout: how the head dims of query-key and value may differ
+    source: str
+    layouts: tuple[str, ...] = ("thd", "bshd")
     max_head_dim: int | None = None
     masks: tuple[str, ...] = ("causal", "padding_causal", "padding", "no_mask")
     dtypes: tuple[str, ...] = ("bf16",)
     context_parallel: bool = True
-    source: str
 
     def against(self, recipe: "Recipe") -> list[str]:
         """Why this kernel does not take the attention of a job, all reasons; empty if it does."""
@@ -73,8 +70,7 @@ class AttentionKernel:
         return tuple(found)
 
 
-@dataclass(frozen=True, slots=True)
-class Fp8Scaling:
+class Fp8Scaling(NamedTuple):
     """One FP8 scaling that a backend offers."""
 
     name: Scaling
@@ -84,8 +80,7 @@ class Fp8Scaling:
     source: str
 
 
-@dataclass(frozen=True, slots=True)
-class Peak:
+class Peak(NamedTuple):
     """The highest rate of dense matrix products of a device, as its vendor has it."""
 
     device: str  # as its driver names it (hardware.Device.name)
@@ -93,8 +88,7 @@ class Peak:
     source: str
 
 
-@dataclass(frozen=True, slots=True)
-class Variable:
+class Variable(NamedTuple):
     """An environment variable of every rank, and why it has this value."""
 
     name: str
@@ -103,8 +97,7 @@ class Variable:
     when: frozenset[str] = frozenset()  # features of the recipe, all of them
 
 
-@dataclass(frozen=True, slots=True)
-class Mask:
+class Mask(NamedTuple):
     """The mask that a model is given: none, or valid: bool [b, s] over whole sequences, True = token.
 
     What post-processing reads is another matter (sequences.masks.Masks), and so is what a kernel is given.
@@ -116,16 +109,14 @@ class Mask:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """What `auto` stands for, and why."""
 
     value: str
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Preference:
+class Preference(NamedTuple):
     """A kernel that `auto` stands for in some jobs on some devices, where others take them too."""
 
     kernel: str
@@ -133,8 +124,7 @@ class Preference:
     why: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Capabilities:
+class Capabilities(NamedTuple):
     """Everything that the rest of the bundle may know about a backend without torch."""
 
     backend: str
@@ -143,10 +133,10 @@ class Capabilities:
     layers: LayerTraits
     kernels: tuple[AttentionKernel, ...]
     auto_attention: Choice
-    preferred: tuple[Preference, ...] = ()
     fp8: tuple[Fp8Scaling, ...]
     masks: tuple[Mask, ...]
     environment: tuple[Variable, ...]
+    preferred: tuple[Preference, ...] = ()
     peaks: tuple[Peak, ...] = ()  # of the devices whose rate somebody read
     refusal: str | None = None  # why nothing can be trained on it
 

@@ -1,7 +1,5 @@
 """What the cpu backend offers: every layout over gloo, with the refusals of Transformer Engine's kernels."""
 
-from dataclasses import replace
-
 from bundle.capabilities.capabilities import (
     Capabilities,
     Choice,
@@ -31,7 +29,7 @@ CPU = Capabilities(
     collectives="gloo",
     layers=LOCAL,
     kernels=tuple(
-        replace(kernel, what=_RUNS.format(kernel.what), dtypes=("bf16", "fp32"), context_parallel=True)
+        kernel._replace(what=_RUNS.format(kernel.what), dtypes=("bf16", "fp32"), context_parallel=True)
         for kernel in (FLASH, FUSED, UNFUSED)
     ),
     auto_attention=Choice("unfused", "the contract that takes everything: here all three cost the same"),

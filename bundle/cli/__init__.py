@@ -1,6 +1,7 @@
 """The command `mcore-bundle`: a module per verb, imported only when that verb runs."""
 
 import importlib
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -68,6 +69,8 @@ def program(
 def main() -> None:
     """Runs the command line; ends the process with a code of `errors.ExitCode`."""
     output.guard()
+    # What other packages plug into pydantic is not looked for in all that is installed: our models take none.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
         try:
             log.start()

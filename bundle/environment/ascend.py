@@ -5,8 +5,9 @@ and npu-smi lists dies that are not mounted (Ascend Docker Runtime documentation
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from bundle.environment.facts import (
     MOST_DEVICES,
@@ -32,8 +33,7 @@ TOOLKITS = ("/usr/local/Ascend/cann", "/usr/local/Ascend/ascend-toolkit/latest")
 _USAGE = rf"({NUMBER})\s*/\s*({NUMBER})"
 
 
-@dataclass(frozen=True)
-class TableRow:
+class TableRow(NamedTuple):
     """One device of the table; `number` is the Phy-ID (or Device), None where that column is absent or says
     NA.
     """

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -41,8 +41,7 @@ class Device:
     generation: Fact[str]  # CUDA: the compute capability, "9.0"; Ascend: a1, a2, a3, a5 or 310
 
 
-@dataclass(frozen=True)
-class Selection:
+class Selection(NamedTuple):
     """What a visibility variable leaves of a vendor's devices, by that vendor's own rules.
 
     `chosen` are positions in the order a framework counts them; `fault` if the driver refuses the value.
@@ -53,8 +52,7 @@ class Selection:
     fault: str | None = None
 
 
-@dataclass(frozen=True)
-class VendorDevices:
+class VendorDevices(NamedTuple):
     """One vendor's devices: `present` in this container, of which `devices` are visible, and why."""
 
     backend: str
@@ -147,8 +145,7 @@ class Level(StrEnum):
     FAIL = "fail"
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """What was found about `subject`; `fix` is empty where nothing is to be done."""
 
     subject: str

@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from bundle.environment.facts import (
     MOST_DEVICES,
@@ -28,8 +29,7 @@ _LEADING_INTEGER = r"[ \t\n\v\f\r]*([+-]?[0-9]+)"
 _MIG_LINE = r"^\s+MIG (?P<profile>\S+)\s+Device\s+\d+:\s+\(UUID:\s*(?P<uuid>MIG-[^)\s]+)\)"
 
 
-@dataclass(frozen=True)
-class _Gpu:
+class _Gpu(NamedTuple):
     device: Device
     driver: str | None
     mig: bool = False

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from bundle import files
 from bundle.environment import git, megatron, search, versions
@@ -39,8 +39,7 @@ FRAMEWORKS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-@dataclass(frozen=True)
-class Package:
+class Package(NamedTuple):
     """One installed package; its version is what its metadata says, which for MindSpeed says nothing."""
 
     name: str

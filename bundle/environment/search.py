@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import NamedTuple
 
 from packaging.utils import canonicalize_name
 
@@ -21,8 +22,7 @@ from bundle import files
 EDITABLE = "__editable__"
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One directory of the search path, or a package in it, and the reason why it is there."""
 
     path: Path
@@ -97,8 +97,7 @@ class SearchPath:
         ]
 
 
-@dataclass(frozen=True)
-class Location:
+class Location(NamedTuple):
     """The places of one package: one where it is regular (has an `__init__.py`), several of a namespace."""
 
     places: tuple[str, ...]
@@ -141,8 +140,7 @@ def added_by_pth(directories: Iterable[Path]) -> dict[Path, str]:
     return added
 
 
-@dataclass(frozen=True)
-class Distribution:
+class Distribution(NamedTuple):
     """What one dist-info (or egg-info) directory says."""
 
     name: str

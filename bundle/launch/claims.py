@@ -8,7 +8,7 @@ import ipaddress
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -66,8 +66,7 @@ def first_of(nodelist: str) -> str | None:
     return host(_GROUP.sub(r"\1", outside))
 
 
-@dataclass(frozen=True)
-class Fact(Generic[T]):
+class Fact(NamedTuple, Generic[T]):
     """A value and the variable or flag that said it."""
 
     value: T

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from bundle import files
 from bundle.errors import BundleError, ExitCode, JobFailed
@@ -123,8 +124,7 @@ def conclude(
         print(f"rank {rank}: {message}", file=sys.stderr, flush=True)
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """How a launch ended on this node."""
 
     code: ExitCode

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from bundle.launch.rendezvous import LOOPBACK, Rendezvous
 
@@ -17,8 +18,7 @@ _SIGNALS = "SIGINT,SIGHUP,SIGQUIT"
 WAIT_SECONDS = 1800  # machines of one job may be given at different times
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(NamedTuple):
     """An argument vector, the variables set for it and the inherited variables kept from it."""
 
     argv: tuple[str, ...]

@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from bundle.errors import nearest
 from bundle.patches.fingerprint import fingerprint, signature
@@ -13,8 +13,7 @@ from bundle.patches.source import Module, SourceTree, absolute, bindings
 _Node = TypeVar("_Node", bound=ast.AST)
 
 
-@dataclass(frozen=True)
-class Definition:
+class Definition(NamedTuple):
     """What a target's name is bound to: every alternative of it, in the order of the source."""
 
     module: str  # where it is defined, which is not the target's module when that re-exports it

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from bundle.environment import BACKENDS
 from bundle.patches.definitions import Evidence
@@ -31,8 +32,7 @@ class Presence(StrEnum):
         return cls.PRESENT if present else cls.ABSENT if absent else cls.UNKNOWN
 
 
-@dataclass(frozen=True, slots=True)
-class Defect:
+class Defect(NamedTuple):
     """Whether a source has a defect: a question, and the definitions that its answer is read in."""
 
     evidence: tuple[str, ...]
@@ -66,8 +66,7 @@ def reads(*needed: str, also: tuple[str, ...] = ()) -> Callable[[Callable[..., P
     return defect
 
 
-@dataclass(frozen=True)
-class Replacement:
+class Replacement(NamedTuple):
     """One attribute of megatron and the function that makes its replacement.
 
     `target` is "package.module:Qualified.name"; naming a re-export replaces that one namespace only.

@@ -1,7 +1,8 @@
 """Everything that is decided about one megatron-core for one job."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from bundle.environment.packages import Packages
 from bundle.errors import PatchError, UsageError, did_you_mean, nearest
@@ -14,8 +15,7 @@ from bundle.patches.subject import Subject
 from bundle.patches.table import Table
 
 
-@dataclass(frozen=True)
-class Survey:
+class Survey(NamedTuple):
     """The decisions, the megatron-core that they are about, and the modules that were read for them."""
 
     subject: Subject

@@ -1,7 +1,6 @@
 """Runs the check of each patch and judges it."""
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -63,7 +62,7 @@ def needed(found: Survey) -> list[Patch]:
 
 def everything(found: Survey) -> plan.PatchPlan:
     """The plan that applies all of them, of which each run takes its part, whatever else was decided."""
-    return plan.make(replace(found, decisions=found.applied))
+    return plan.make(found._replace(decisions=found.applied))
 
 
 def _proven(patches: Sequence[Patch], found: Survey, backend: str) -> Iterator[Result]:

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from benchmarks.cli import LIMIT, MEASURE, too_slow
+
 WORKERS = {"torch", "megatron", "numpy", "transformers", "transformer_engine", "torch_npu"}
 
 
@@ -37,3 +39,10 @@ def test_a_verb_that_trains_nothing_loads_no_torch(args: str):
 
 def test_what_the_measure_can_see():
     assert "torch" in loaded("-c", "import torch")
+
+
+def test_the_benchmark_names_a_verb_that_takes_too_long():
+    taken = {"python -c pass": 0.02, MEASURE: 0.1, "mcore-bundle doctor": 0.1 * LIMIT}
+    assert too_slow(taken) == []
+    (line,) = too_slow({**taken, "mcore-bundle --help": 0.11 * LIMIT})
+    assert line.startswith("mcore-bundle --help: 2.75 times")

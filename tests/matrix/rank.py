@@ -5,7 +5,6 @@ python -m tests.matrix.rank CASES   (a JSON list of cases of tests.matrix.cases)
 
 import json
 import sys
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -36,7 +35,7 @@ def patches(cases: list[Case]) -> PatchPlan:
     features = frozenset().union(*(case.recipe().features for case in cases))
     found = survey.survey(subject.installed(here, known), known, here, backend="cpu", features=features)
     decisions = tuple(d for d in found.decisions if d.action is not Action.TRAP)
-    return plan.make(replace(found, decisions=decisions))
+    return plan.make(found._replace(decisions=decisions))
 
 
 def train(case: Case, runtime) -> list[list[float]]:

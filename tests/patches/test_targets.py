@@ -15,14 +15,17 @@ import importlib, inspect, sys
 from dataclasses import replace
 from bundle.patches import applying, plan as planning
 from bundle.patches.catalogue import PATCHES
+from bundle.patches.entry import Replacement
 from bundle.patches.subject import installed
 from bundle.patches.survey import survey
 from bundle.patches.table import load
 from bundle.environment.packages import detect
 
-def through(patch):
+class Through(Replacement):
     wrapper = "tests.patches.passthrough:through"
-    return replace(patch, replacements=tuple(replace(r, wrapper=wrapper) for r in patch.replacements))
+
+def through(patch):
+    return replace(patch, replacements=tuple(Through(*r) for r in patch.replacements))
 
 planning.PATCHES = tuple(through(patch) for patch in PATCHES)
 here, table = detect(), load()
