@@ -1,7 +1,10 @@
 """`mcore-bundle check`: what the data of a job comes to, and what a model will see of it."""
 
 import json
+import logging
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +15,9 @@ from bundle.cli import options
 from bundle.errors import UsageError
 from bundle.planning.inputs import input_problems
 from bundle.recipe import Recipe, load
+
+_log = logging.getLogger(__name__)
+_LINE_SECONDS = 10.0  # between two lines while the data is read
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -30,9 +36,10 @@ def check(
     if problems := [problem.text for problem in input_problems(job, directory)]:
         raise UsageError(f"recipe {job.name} cannot be checked", problems)
     from bundle.data import prepare
+    from bundle.data.cache import place
     from bundle.data.inspection import first_samples, inspect
 
-    corpus = prepare(job, directory / "data")
+    corpus = prepare(job, place(job, directory), _progress())
     counts, shown = asdict(inspect(job, corpus)), first_samples(job, corpus, samples)
     if as_json:
         rows = {"skipped_rows": list(corpus.skipped), "long_rows": list(corpus.long)}
@@ -43,6 +50,19 @@ def check(
         print(f"  - {reason}", file=sys.stderr)
     for number, text in enumerate(shown, start=1):
         print(f"\nsample {number} of step 1, ⟦learned⟧:\n{text}")
+
+
+def _progress() -> Callable[[int], None]:
+    """What to call with the number of tokens so far: says it now and then."""
+    told = time.monotonic()
+
+    def progress(tokens: int) -> None:
+        nonlocal told
+        if time.monotonic() - told >= _LINE_SECONDS:
+            told = time.monotonic()
+            _log.info("reading the data: %s tokens", f"{tokens:,}")
+
+    return progress
 
 
 def _lines(job: Recipe, counts: dict[str, Any]) -> list[str]:

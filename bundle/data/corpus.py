@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bundle.data.cache import stored
 from bundle.data.samplers import ORDER, Blend, held_out
 from bundle.data.samples import Ints, Packs, Rows, Samples, Spans, Windows, best_fit, joined
-from bundle.data.sources import SHOWN, DataErrors
-from bundle.data.store import Document, Progress, Store, adopt, key_of, open_store, write
-from bundle.data.tokenization import documents
+from bundle.data.sources import SHOWN
+from bundle.data.store import Progress, Store
 from bundle.data.tokenizers import Tokenizer, tokenizer
 from bundle.digest import of_json
 from bundle.errors import JobFailed
 from bundle.recipe import Recipe
 from bundle.recipe.sections import BYTE_VOCABULARY
-from bundle.recipe.sources import MEGATRON, STDLIB, Source, expand, interpreter
+from bundle.recipe.sources import MEGATRON, STDLIB, expand, interpreter
 
 # Running text is held out in pieces of this many sequences: small enough for an even sample.
 SEQUENCES_PER_PIECE = 16
@@ -143,7 +143,8 @@ def _data_set(
     together = [[source] for source in sources] if recipe.data.source == MEGATRON else [sources]
     stores, training, held_out, read = [], [], [], 0
     for each in together:
-        store = _store(recipe, directory, each, made, functools.partial(_further, progress, read))
+        further = functools.partial(_further, progress, read)
+        store = stored(recipe, directory, each, made, _room(recipe)[0], further)
         read += len(store.ids)
         stores.append(store)
         learned_from, held = _parts(recipe, store)
@@ -173,48 +174,6 @@ def _tokens(stores: Sequence[Store]) -> str:
     """A digest of the tokens of some stores."""
     digests = [store.facts["sha256"] for store in stores]
     return digests[0] if len(digests) == 1 else of_json(digests)
-
-
-def _key(recipe: Recipe, sources: Sequence[Source], made: Tokenizer, room: int) -> Any:
-    """What the token store is made from. File contents count by size and time; the tokens get a digest."""
-    paths = [(source.name, source.path) for source in sources]
-    if recipe.data.source == MEGATRON:
-        paths += [(name, path.with_suffix(".bin")) for name, path in paths]
-    stats = [(name, path.stat().st_size, path.stat().st_mtime_ns) for name, path in paths]
-    names = ("source", "separator", "fields", "template", "learn", "truncation", "on_error")
-    given = recipe.data.dump()
-    chosen = {name: given[name] for name in names}
-    vocabulary = recipe.architecture.vocab_size if recipe.data.source == MEGATRON else 0
-    return [recipe.task, chosen, made.identity, vocabulary, room if recipe.task == "sft" else 0, stats]
-
-
-def _store(
-    recipe: Recipe, directory: Path, sources: Sequence[Source], made: Tokenizer, progress: Progress
-) -> Store:
-    """The store of one data set, made unless it is there."""
-    room, _ = _room(recipe)
-    path = directory / f"tokens-{key_of(_key(recipe, sources, made, room))}"
-    if store := open_store(path):
-        return store
-    if recipe.data.source == MEGATRON:
-        (source,) = sources
-        adopt(path, source.path.with_suffix(""), recipe.architecture.vocab_size, progress)
-    else:
-        errors = DataErrors(recipe.data.on_error)
-        found = documents(recipe.data, recipe.task, sources, made, room, errors)
-        write(path, _counted(found, progress), made.vocab_size, errors.conclude)
-    store = open_store(path)
-    if store is None:
-        raise JobFailed(f"{path}: the tokens just written are gone; is another job deleting them?")
-    return store
-
-
-def _counted(documents: Iterator[Document], progress: Progress) -> Iterator[Document]:
-    tokens = 0
-    for document in documents:
-        yield document
-        tokens += len(document.ids)
-        progress(tokens)
 
 
 def _room(recipe: Recipe) -> tuple[int, int]:

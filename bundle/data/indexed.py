@@ -37,24 +37,31 @@ class Indexed:
 class Writer:
     """Writes PREFIX.bin document by document, and at last PREFIX.idx; raises OSError where that fails."""
 
-    def __init__(self, prefix: Path, dtype: str) -> None:
-        """`dtype` is one of TYPES."""
+    def __init__(self, prefix: Path, dtype: str, kept: Ints | None = None) -> None:
+        """`dtype` is one of TYPES; `kept` are lengths of documents that are there: what follows them goes."""
         self._prefix, self._dtype = prefix, np.dtype(dtype)
         (self._type,) = (number for number, name in TYPES.items() if name == dtype)
-        self._file = prefix.with_name(f"{prefix.name}.bin").open("wb")
-        self._lengths: list[int] = []
+        self.path = prefix.with_name(f"{prefix.name}.bin")
+        self.lengths: list[int] = [] if kept is None else kept.tolist()
+        self._file = self.path.open("r+b" if self.lengths else "wb")
+        self._file.seek(sum(self.lengths) * self._dtype.itemsize)
+        self._file.truncate()
 
     def add(self, values: NDArray[Any]) -> bytes:
         """What was appended: one document, of one sequence."""
         content = values.astype(self._dtype).tobytes()
         self._file.write(content)
-        self._lengths.append(len(values))
+        self.lengths.append(len(values))
         return content
+
+    def flush(self) -> None:
+        """Hands what was added to the system, where a killed process leaves it."""
+        self._file.flush()
 
     def finish(self) -> None:
         """Writes the index, without which nobody reads the rest."""
         self._file.close()
-        count, lengths = len(self._lengths), np.asarray(self._lengths, "<i8")
+        count, lengths = len(self.lengths), np.asarray(self.lengths, "<i8")
         begins = (np.cumsum(lengths) - lengths) * self._dtype.itemsize
         columns = (lengths.astype("<i4"), begins.astype("<i8"), np.arange(count + 1, dtype="<i8"))
         header = HEADER.pack(MARK, VERSION, self._type, count, count + 1)

@@ -31,15 +31,15 @@ class _Readers:
     def __init__(self, readers: int) -> None:
         self._store, self._readers = dist.PrefixStore("data", world.store()), readers
 
-    def read(self, tokens: int) -> None:
-        self._store.add("tokens", tokens)
+    def go_on(self) -> None:
+        self._store.add("said", 1)
 
     def end(self, *, failed: bool) -> None:
         self._store.add("failed", int(failed))
         self._store.add("ended", 1)
 
-    def tokens(self) -> int:
-        return int(self._store.add("tokens", 0))
+    def said(self) -> int:
+        return int(self._store.add("said", 0))
 
     def have_ended(self) -> bool:
         return int(self._store.add("ended", 0)) == self._readers
@@ -94,8 +94,8 @@ def _wait(readers: _Readers, dog: Watchdog) -> None:
     """Returns when every reader has ended; what they read meanwhile counts as our progress."""
     seen, pause = 0, 0.05
     while not readers.have_ended():
-        if (tokens := readers.tokens()) > seen:
-            seen = tokens
+        if (said := readers.said()) > seen:
+            seen = said
             dog.beat("waiting for the rank that reads the data")
         time.sleep(pause)
         pause = min(SECONDS, 2 * pause)
@@ -103,16 +103,16 @@ def _wait(readers: _Readers, dog: Watchdog) -> None:
 
 def _progress(dog: Watchdog, readers: _Readers) -> Callable[[int], None]:
     """What to call with the number of tokens read so far: says so to the watchdog, the others, a person."""
-    told, said, shown = 0, time.monotonic(), time.monotonic()
+    said, shown = time.monotonic(), time.monotonic()
 
     def progress(tokens: int) -> None:
-        nonlocal told, said, shown
+        nonlocal said, shown
         now = time.monotonic()
         if now - said < SECONDS:
             return
         dog.beat("reading the data")
-        readers.read(tokens - told)
-        told, said = tokens, now
+        readers.go_on()
+        said = now
         if now - shown >= LINE_SECONDS:
             _log.info("reading the data: %s tokens", f"{tokens:,}")
             shown = now

@@ -15,6 +15,8 @@ SHOWN = 20
 PARQUET_ROWS = 4096
 
 Values = dict[str, Any]
+# Of corrupt, deleted and cut rows: how many, and the first of them.
+Noted = list[tuple[int, list[str]]]
 A = TypeVar("A")
 B = TypeVar("B")
 
@@ -60,6 +62,23 @@ class DataErrors(Told):
                 self.add(place, "nested too deep")
             else:
                 yield place, made
+
+    def dump(self) -> Noted:
+        """What was found so far, as JSON values."""
+        return [(told.count, list(told.first)) for told in (self, self.deleted, self.cut)]
+
+    def extend(self, noted: Noted) -> None:
+        """Adds what `dump` gave of others, which came later."""
+        for told, (count, first) in zip((self, self.deleted, self.cut), noted, strict=True):
+            told.count += count
+            told.first = [*told.first, *first][:SHOWN]
+
+    def taken(self) -> Noted:
+        """What was found so far, which is forgotten here."""
+        noted = self.dump()
+        for told in (self, self.deleted, self.cut):
+            told.count, told.first = 0, []
+        return noted
 
     def conclude(self) -> dict[str, Any]:
         """What to keep beside the tokens. Raises JobFailed for corrupt rows, unless they are skipped."""

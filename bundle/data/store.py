@@ -2,13 +2,16 @@
 
 A store is a directory with `facts.json`. It holds `tokens.bin` and `tokens.idx`, and, where not every token
 is learned, `learned.bin` and `learned.idx`: the loss mask in the same format, 1 where a token is learned. The
-store of files that somebody else wrote holds nothing but their facts.
+store of files that somebody else wrote holds nothing but their facts. One that is being made has another
+name; when it is interrupted, whoever makes it next goes on after the last chunk that its journal names.
 """
 
 import hashlib
 import json
+import logging
+import os
 import shutil
-import uuid
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,17 +21,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bundle import files
 from bundle.data import indexed
-from bundle.data.sources import DataErrors
+from bundle.data.sources import DataErrors, Noted
 from bundle.data.tokenizers import Learned, Tokens
-from bundle.digest import of_json
 from bundle.errors import JobFailed
 
-FORMAT = 3  # of the files of a store
-CHUNK = 2**24  # tokens that are looked at together
+_log = logging.getLogger(__name__)
+
+TOGETHER = 2**24  # tokens that are looked at together
+COMMIT_SECONDS = 2.0  # between two entries of the journal: what a kill costs at most
 Ints = NDArray[np.int64]
 Progress = Callable[[int], None]
-Conclude = Callable[[], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,18 @@ class Document:
 
 
 @dataclass(frozen=True)
+class Chunk:
+    """Documents that follow each other, and what was wrong with others between them."""
+
+    documents: list[Document]
+    errors: Noted
+
+
+# The chunks from a number on.
+Chunks = Callable[[int], Iterator[Chunk]]
+
+
+@dataclass(frozen=True)
 class Store:
     """All documents in one row: `ids` and `learned` are memory maps of [tokens]."""
 
@@ -47,35 +63,107 @@ class Store:
     learned: NDArray[np.bool_] | None
     starts: Ints  # [documents]
     lengths: Ints
-    facts: dict[str, Any]  # what `conclude` said, and "sha256" of the tokens
+    facts: dict[str, Any]  # what was wrong with the data, and "sha256" of the tokens
 
 
-def key_of(facts: Any) -> str:
-    """A short digest of what a store is made from, fit for a directory name."""
-    return of_json([FORMAT, facts])
+def building(directory: Path) -> Path:
+    """Where the store `directory` is while it is being made."""
+    return directory.with_name(f".{directory.name}.building")
 
 
-def write(directory: Path, documents: Iterator[Document], vocabulary: int, conclude: Conclude) -> None:
-    """Writes the store `directory`; where another process was faster, its files stay.
+def write(directory: Path, vocabulary: int, chunks: Chunks, errors: DataErrors, progress: Progress) -> None:
+    """Writes the store `directory`, which nobody else may do meanwhile; goes on where a killed process was.
 
-    `conclude` is asked after the last document for facts to keep. Raises JobFailed when the disk
-    is full or not writable, and whatever `documents` and `conclude` raise; nothing half-written stays then.
+    `progress` is told how many tokens there are so far. Raises JobFailed when the disk is full or not
+    writable and for what `errors` do not let pass, and whatever `chunks` raise; nothing half-written stays.
     """
-    with _whole_or_not(directory) as building:
-        ids = indexed.Writer(building / "tokens", "<u2" if vocabulary <= 2**16 else "<i4")
-        digest, lengths, learned = hashlib.sha256(), [], None
-        for document in documents:
-            lengths.append(len(document.ids))
-            digest.update(ids.add(document.ids))
+    with _whole_or_not(directory) as folder:
+        parts = _Parts(folder, "<u2" if vocabulary <= 2**16 else "<i4", errors)
+        for chunk in chunks(parts.chunks):
+            parts.add(chunk)
+            progress(parts.tokens)
+        parts.finish()
+
+
+class _Parts:
+    """The files of a store that is being made, and its journal."""
+
+    def __init__(self, folder: Path, dtype: str, errors: DataErrors) -> None:
+        """Takes what a killed process has left as far as the journal goes; `errors` get what it had found."""
+        self._folder, self._journal, self._errors = folder, folder / "journal.json", errors
+        kept, noted = _noted(folder, np.dtype(dtype).itemsize)
+        self.chunks, self.tokens = noted["chunks"], int(kept.sum())
+        errors.extend(noted["errors"])
+        self._ids = indexed.Writer(folder / "tokens", dtype, kept)
+        self._learned = indexed.Writer(folder / "learned", "u1", kept) if noted["masked"] else None
+        self._lengths = (folder / "lengths").open("r+b" if len(kept) else "wb")
+        self._lengths.seek(8 * len(kept))
+        self._lengths.truncate()
+        self._committed = time.monotonic()
+
+    def add(self, chunk: Chunk) -> None:
+        for document in chunk.documents:
+            self._ids.add(document.ids)
             if document.learned is not None:
-                learned = learned or indexed.Writer(building / "learned", "u1")
-                digest.update(learned.add(document.learned))
-        ids.finish()
-        if learned is not None:
-            learned.finish()
-        digest.update(np.asarray(lengths, np.int64).tobytes())
-        facts = {"prefix": "tokens", "masked": learned is not None, "sha256": digest.hexdigest()}
-        (building / "facts.json").write_text(json.dumps(conclude() | facts))
+                self._learned = self._learned or indexed.Writer(self._folder / "learned", "u1")
+                self._learned.add(document.learned)
+            self.tokens += len(document.ids)
+        self._lengths.write(np.asarray([len(one.ids) for one in chunk.documents], "<i8").tobytes())
+        self._errors.extend(chunk.errors)
+        self.chunks += 1
+        if time.monotonic() - self._committed >= COMMIT_SECONDS:
+            self._commit()
+
+    def _writers(self) -> list[indexed.Writer]:
+        return [self._ids] if self._learned is None else [self._ids, self._learned]
+
+    def _commit(self) -> None:
+        self._lengths.flush()
+        for writer in self._writers():
+            writer.flush()
+        noted = {"chunks": self.chunks, "documents": len(self._ids.lengths)}
+        noted |= {"masked": self._learned is not None, "errors": self._errors.dump()}
+        files.write_json(self._journal, noted)
+        self._committed = time.monotonic()
+
+    def finish(self) -> None:
+        """Writes indexes and facts. Raises JobFailed where the errors are none to pass over."""
+        found = self._errors.conclude()
+        self._lengths.close()
+        digest = hashlib.sha256()
+        for each in self._writers():
+            each.finish()
+            with each.path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        digest.update(np.asarray(self._ids.lengths, np.int64).tobytes())
+        facts = {"prefix": "tokens", "masked": self._learned is not None, "sha256": digest.hexdigest()}
+        files.write_json(self._folder / "facts.json", facts | found)
+        for left in (self._folder / "lengths", self._journal):
+            left.unlink(missing_ok=True)
+
+
+def _noted(folder: Path, itemsize: int) -> tuple[Ints, dict[str, Any]]:
+    """The lengths of the documents that are kept, and what the journal says; nothing where files lack any."""
+    nothing = {"chunks": 0, "documents": 0, "masked": False, "errors": DataErrors("stop").dump()}
+    journal = folder / "journal.json"
+    if not journal.exists():
+        return np.zeros(0, np.int64), nothing
+    noted = json.loads(journal.read_text(encoding="utf-8"))
+    kept = (
+        np.fromfile(folder / "lengths", "<i8", noted["documents"])
+        if noted["documents"]
+        else np.zeros(0, "<i8")
+    )
+    tokens = int(kept.sum())
+    sizes = {"lengths": 8 * noted["documents"], "tokens.bin": tokens * itemsize}
+    sizes |= {"learned.bin": tokens} if noted["masked"] else {}
+    if any(
+        not (folder / name).exists() or (folder / name).stat().st_size < size for name, size in sizes.items()
+    ):
+        _log.warning("%s: files are cut, all is made anew", folder)
+        return np.zeros(0, np.int64), nothing
+    _log.info("goes on with tokens that were begun: %s are there", f"{tokens:,}")
+    return kept, noted
 
 
 def adopt(directory: Path, prefix: Path, vocabulary: int, progress: Progress) -> None:
@@ -89,8 +177,8 @@ def adopt(directory: Path, prefix: Path, vocabulary: int, progress: Progress) ->
     except (OSError, ValueError) as error:
         raise JobFailed(f"{prefix}: not megatron's .bin and .idx: {error}") from error
     digest = hashlib.sha256(found.values.dtype.name.encode())
-    for start in range(0, len(found.values), CHUNK):
-        part = found.values[start : start + CHUNK]
+    for start in range(0, len(found.values), TOGETHER):
+        part = found.values[start : start + TOGETHER]
         wrong = np.flatnonzero((part < 0) | (part >= vocabulary))
         if len(wrong):
             document = int(np.searchsorted(found.starts, start + wrong[0], side="right")) - 1
@@ -101,15 +189,16 @@ def adopt(directory: Path, prefix: Path, vocabulary: int, progress: Progress) ->
         digest.update(part.tobytes())
         progress(start + len(part))
     digest.update(found.lengths.tobytes())
-    with _whole_or_not(directory) as building:
+    with _whole_or_not(directory) as folder:
         facts = {"prefix": str(prefix.absolute()), "masked": False, "sha256": digest.hexdigest()}
-        (building / "facts.json").write_text(json.dumps(facts | DataErrors("stop").conclude()))
+        files.write_json(folder / "facts.json", facts | DataErrors("stop").conclude())
 
 
 def open_store(directory: Path) -> Store | None:
-    """The store in `directory`, or None when there is none. Raises JobFailed for a damaged one."""
+    """The store in `directory`, or None when there is none. Raises JobFailed for a damaged or foreign one."""
     if not directory.exists():
         return None
+    _refuse_strangers(directory)
     try:
         facts = json.loads((directory / "facts.json").read_text())
         found = indexed.read(directory / facts["prefix"])
@@ -122,23 +211,26 @@ def open_store(directory: Path) -> Store | None:
     return Store(found.values, mask, found.starts, found.lengths, facts)
 
 
+def _refuse_strangers(path: Path) -> None:
+    if (owner := path.stat().st_uid) not in (os.geteuid(), 0):
+        raise JobFailed(
+            f"{path}: made by user {owner}, whose tokens are not trusted; name a data.cache of your own"
+        )
+
+
 @contextmanager
 def _whole_or_not(directory: Path) -> Iterator[Path]:
-    """A folder to write a store into, which becomes `directory` at the end; what was there first stays."""
-    building = directory.with_name(f".{directory.name}-{uuid.uuid4().hex}")
+    """A folder to write a store into, which becomes `directory` at the end; only a kill leaves it there."""
+    folder = building(directory)
+    if folder.exists():
+        _refuse_strangers(folder)
     try:
-        building.mkdir(parents=True)
-        yield building
-        _rename(building, directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+        folder.rename(directory)
     except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
         raise JobFailed(f"{directory}: the tokens cannot be written: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-
-
-def _rename(building: Path, directory: Path) -> None:
-    try:
-        building.rename(directory)
-    except OSError:
-        if not (directory / "facts.json").exists():
-            raise
+    except Exception:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise

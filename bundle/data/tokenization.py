@@ -1,7 +1,6 @@
-"""Files to token documents, one encoded batch at a time."""
+"""Rows to token documents, a chunk of them at a time."""
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -14,23 +13,26 @@ from bundle.data.tokenizers import Tokenizer
 from bundle.recipe.sections import Data
 from bundle.recipe.sources import Source
 
-# Documents that are encoded together: enough to occupy a fast tokenizer, few enough to stay small.
-TOGETHER = 256
+
+def rows_of(data: Data, task: str, sources: Sequence[Source], errors: DataErrors) -> Iterator[Any]:
+    """What `documents` takes, of all files, after their places."""
+    if task == "sft":
+        return rows(data.source, sources, columns(data.fields), errors)
+    return texts(data, sources, errors)
 
 
 def documents(
-    data: Data, task: str, sources: Sequence[Source], tokenizer: Tokenizer, longest: int, errors: DataErrors
+    given: Iterator[Any], data: Data, task: str, tokenizer: Tokenizer, longest: int, errors: DataErrors
 ) -> Iterator[Document]:
-    """The token documents of all files; corrupt ones go to `errors`. `longest` limits SFT conversations."""
+    """The token documents of some rows; corrupt ones go to `errors`. `longest` limits SFT conversations."""
     drafts: Iterator[tuple[str, Any]]
     encode: Callable[[Sequence[Any]], Iterator[Document]]
     if task == "sft":
         write = writer(data, tokenizer)
-        given = rows(data.source, sources, columns(data.fields), errors)
         drafts = errors.passed(given, lambda values: write.draft(conversation(values, data)))
         encode = write.encode
     else:
-        drafts, encode = texts(data, sources, errors), lambda together: _ended(together, tokenizer)
+        drafts, encode = given, lambda together: _ended(together, tokenizer)
     found = errors.passed(_encoded(drafts, encode), lambda document: _checked(document, tokenizer.vocab_size))
     if task == "sft":
         found = _fitting(found, data.truncation, longest, errors)
@@ -40,7 +42,7 @@ def documents(
 def _encoded(
     drafts: Iterator[tuple[str, Any]], encode: Callable[[Sequence[Any]], Iterator[Document]]
 ) -> Iterator[tuple[str, Document]]:
-    while together := list(islice(drafts, TOGETHER)):
+    if together := list(drafts):
         places, contents = zip(*together, strict=True)
         yield from zip(places, encode(contents), strict=True)
 

@@ -28,6 +28,7 @@ from bundle.recipe.sections import (
 # Keys that decide where, how fast and until when a run computes, not what; of samples, steps tell.
 FREE_ON_RESUME = (
     "train.samples",
+    "data.cache",
     "devices",
     "parallel",
     "distributed",

@@ -208,6 +208,12 @@ class Data(Section):
         default_factory=dict,
         description="Data of its own to evaluate with, besides what is held out: a name, and its paths.",
     )
+    cache: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Directory of tokens, for all runs that have the same data; null: .tokens beside the run"
+        " directory, or data in it where that cannot be written.",
+    )
     on_error: Literal["stop", "skip"] = Field(
         default="stop", description="Corrupt rows and files: stop and list them, or skip and count them."
     )

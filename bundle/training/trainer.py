@@ -14,6 +14,7 @@ from bundle.checkpoints.checkpoints import Checkpoints
 from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.checkpoints.state import TrainState
 from bundle.data import preparation
+from bundle.data.cache import place
 from bundle.digest import of_json
 from bundle.distributed.together import StopRequest, on_rank_0
 from bundle.distributed.watchdog import Watchdog, collectives_seconds
@@ -51,7 +52,7 @@ class Trainer:
                 seed=recipe.seed,
                 timeout_seconds=collectives_seconds(recipe.distributed.timeout_seconds),
             )
-        self.corpus = preparation.prepared(recipe, self.directory.root / "data", dog)
+        self.corpus = preparation.prepared(recipe, place(recipe, self.directory.root), dog)
         recipe = self.recipe = _with_steps(recipe, self.corpus)
         feed = data.Loader(recipe, self.corpus, self.groups.dp.rank, self.groups.dp.size)
         self.batches = Batches(recipe, feed, self.groups, device)

@@ -9,8 +9,10 @@ from pathlib import Path
 import torch
 
 from bundle import log
-from bundle.data import corpus, preparation
+from bundle.data import cache, preparation
 from bundle.data import store as tokens
+from bundle.data.sources import DataErrors
+from bundle.data.store import Chunk
 from bundle.distributed import world
 from bundle.distributed.watchdog import Watchdog
 from bundle.launch import outcomes, process
@@ -23,14 +25,15 @@ SLOW_SECONDS, LIMIT_SECONDS = 8.0, 4.0
 def slowly(written, seconds):
     """`store.write`, noting what it writes; the first 50 documents together take so many seconds."""
 
-    def write(path, documents, *rest):
-        def late():
-            for count, document in enumerate(documents):
-                time.sleep(seconds / 50 if count < 50 else 0)
-                yield document
+    def write(path, vocabulary, chunks, *rest):
+        def late(first):
+            for chunk in chunks(first):
+                for count, document in enumerate(chunk.documents):
+                    time.sleep(seconds / 50 if count < 50 else 0)
+                    yield Chunk([document], DataErrors("skip").dump() if count else chunk.errors)
 
         written.append(path)
-        return original(path, late(), *rest)
+        return original(path, vocabulary, late, *rest)
 
     original = tokens.write
     return write
@@ -48,7 +51,7 @@ def main() -> None:
         limit = preparation.PATIENCE = LIMIT_SECONDS  # type: ignore[assignment]
         preparation.LINE_SECONDS = 2.0
         seconds = SLOW_SECONDS if case == "slow" else 50 * 60.0
-    corpus.write = slowly(written, seconds)  # type: ignore[attr-defined]
+    cache.write = slowly(written, seconds)  # type: ignore[attr-defined]
     where = Path("run").absolute()
     if case == "different" and me.rank == 1:
         os.chdir("other")

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from bundle.data import Loader, changed, prepare
-from bundle.data import corpus as corpus_module
+from bundle.data import Loader, cache, changed, prepare
 from bundle.data.store import open_store
 from bundle.errors import JobFailed
 from bundle.recipe import load
@@ -61,7 +60,7 @@ def numbered(monkeypatch):
         store = open_store(path)
         return store and replace(store, ids=np.arange(len(store.ids)))
 
-    monkeypatch.setattr(corpus_module, "open_store", opened)
+    monkeypatch.setattr(cache, "open_store", opened)
 
 
 @pytest.mark.usefixtures("numbered")

