@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from bundle.cli import options
-from bundle.errors import UsageError
+from bundle.errors import UsageError, bytes_shown
+from bundle.planning.disk import Disk, disk
 from bundle.planning.inputs import input_problems
 from bundle.recipe import Recipe, load
 
@@ -41,11 +42,12 @@ def check(
 
     corpus = prepare(job, place(job, directory), _progress())
     counts, shown = asdict(inspect(job, corpus)), first_samples(job, corpus, samples)
+    room = disk(job, directory)
     if as_json:
         rows = {"skipped_rows": list(corpus.skipped), "long_rows": list(corpus.long)}
-        print(json.dumps({"schema": 1, **counts, **rows, "samples": shown}, indent=2))
+        print(json.dumps({"schema": 1, **counts, **rows, "disk": asdict(room), "samples": shown}, indent=2))
         return
-    print("\n".join(_lines(job, counts)))
+    print("\n".join([*_lines(job, counts), _disk(room, directory)]))
     for reason in (*corpus.skipped, *corpus.long):
         print(f"  - {reason}", file=sys.stderr)
     for number, text in enumerate(shown, start=1):
@@ -63,6 +65,12 @@ def _progress() -> Callable[[int], None]:
             _log.info("reading the data: %s tokens", f"{tokens:,}")
 
     return progress
+
+
+def _disk(room: Disk, directory: Path) -> str:
+    needed = f"{bytes_shown(room.checkpoints)} of checkpoints, {bytes_shown(room.checkpoint)} each"
+    short = "" if room.suffices else ": NOT ENOUGH, free some, lower checkpoint.keep, or name --run-directory"
+    return f"disk       {needed}; {bytes_shown(room.free)} free for {directory}{short}"
 
 
 def _lines(job: Recipe, counts: dict[str, Any]) -> list[str]:

@@ -147,7 +147,7 @@ def _length(plan: Plan) -> str:
 
 def _checkpoint(plan: Plan) -> str:
     size, keep = plan.size.checkpoint_bytes(plan.recipe.model.dtype), plan.recipe.checkpoint.keep
-    whole = bytes_shown(size * (keep + 1))
+    whole = bytes_shown(size * plan.recipe.checkpoint.most)
     return f"{bytes_shown(size)}, of which {keep} stay and one more is written: {whole} of disk"
 
 

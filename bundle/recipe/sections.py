@@ -370,6 +370,11 @@ class Checkpoint(Section):
         default=False, alias="async", description="Write in the background while training goes on."
     )
 
+    @property
+    def most(self) -> int:
+        """How many lie on the disk at once: those that stay, and one more that is being written."""
+        return self.keep + 1
+
 
 class WeightsAndBiases(Section):
     """A run of Weights & Biases (extra `wandb`); who it is comes from WANDB_API_KEY."""

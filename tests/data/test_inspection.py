@@ -102,10 +102,11 @@ def test_the_verb_reads_leaves_the_tokens_and_tells_bad_rows(tmp_path):
     directory = ("--run-directory", tmp_path / "run")
     done = check("demo", *words, *directory, "--samples", 1)
     assert done.returncode == 0 and "2; 1 corrupt rows or files are skipped" in done.stdout, done.stderr
-    assert "⟦Hello, world." in done.stdout and "chat.jsonl:3" in done.stderr
+    assert "⟦Hello, world." in done.stdout and "free for" in done.stdout and "chat.jsonl:3" in done.stderr
     assert [path.name for path in (tmp_path / ".tokens").glob("tokens-*/tokens.bin")] == ["tokens.bin"]
     found = json.loads(check("demo", *words, *directory, "--json", "--samples", 0).stdout)
     assert (found["documents"], found["skipped"], found["samples"]) == (2, 1, [])
+    assert found["disk"]["checkpoints"] == 3 * found["disk"]["checkpoint"] > 0 and found["disk"]["free"] > 0
 
 
 def test_what_is_not_there_is_told_like_by_plan(tmp_path):
