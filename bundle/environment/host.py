@@ -20,7 +20,6 @@ _LONGEST_PATH = 4096
 
 # From the weakest up, as both tools' legends define them; NV<n> (NVLink lanes) ranks above by n.
 _RANKS = ("NA", "SYS", "NODE", "PHB", "PXB", "PIX", "HCCS_SW", "HCCS", "SIO")
-_ESCAPES = r"\x1b\[[0-9;]*m"
 
 
 def host(machine: Machine) -> Host:
@@ -163,7 +162,7 @@ def weakest(machine: Machine, tool: Sequence[str], prefix: str, numbers: Sequenc
 def _matrix(text: str, prefix: str) -> dict[tuple[int, int], str]:
     columns: list[int] = []
     links: dict[tuple[int, int], str] = {}
-    for line in re.sub(_ESCAPES, "", text).splitlines():
+    for line in text.splitlines():
         words = line.split()
         numbers = [int(word[len(prefix) :]) for word in words if re.fullmatch(prefix + NUMBER, word)]
         if len(numbers) > 1:

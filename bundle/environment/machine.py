@@ -110,11 +110,11 @@ def _hear(process: subprocess.Popen[bytes], deadline: float) -> tuple[str, str]:
                     open_streams.unregister(key.fileobj)
                 elif sum(map(len, heard.values())) > MOST_BYTES:
                     raise OverflowError
-    out, err = (_text(said) for said in heard.values())
+    out, err = (spoken(said) for said in heard.values())
     return out, err
 
 
-def _text(said: bytearray) -> str:
+def spoken(said: bytes | bytearray) -> str:
     """Lines of printable characters: what a tool says is shown on terminals."""
     return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", _COLOURS.sub("", said.decode(errors="replace")))
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bundle import files
-from bundle.environment import git
-from bundle.environment.search import Entry, SearchPath, distribution, distributions
+from bundle.environment.search import Entry, SearchPath, commit, distribution, distributions
 
 _FIELDS = ("MAJOR", "MINOR", "PATCH", "PRE_RELEASE")
 
@@ -84,8 +83,8 @@ def read_copy(entry: Entry) -> Copy | None:
     root = entry.path.parent
     record = distribution(distributions([root]).get("megatron-core"))
     version = declared(files.read(entry.path / "core" / "package_info.py"))
-    commit = git.commit(root) or (record.commit if record else None)
-    return Copy(entry.path, entry.origin, version or (record.version if record else None), commit)
+    version = version or (record.version if record else None)
+    return Copy(entry.path, entry.origin, version, commit(root) or (record.commit if record else None))
 
 
 def declared(source: str | None) -> str | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from bundle import files
-from bundle.environment import git, megatron, search, versions
+from bundle.environment import megatron, search, versions
 from bundle.environment.megatron import Megatron
 from bundle.environment.search import SearchPath
 
@@ -103,7 +103,7 @@ class Stack:
         path = found.path if found else None
         if record is None and path is None:
             return None
-        commit = (record.commit if record else None) or (git.enclosing_commit(path) if path else None)
+        commit = (record.commit if record else None) or (search.enclosing_commit(path) if path else None)
         version = record.version if record else _version(path)
         return Package(name, version, commit, path)
 

@@ -1,4 +1,6 @@
-"""Where a worker's `import` would find a package, and which distributions are there; nothing is imported.
+"""Where a worker's `import` would find a package, which distributions are there and of which commits.
+
+Read from files: nothing is imported or run.
 
 The view is that of a worker, which is started as `python -m bundle`: the current directory comes first,
 although the command that asks may be a console script, whose own first entry is its directory of scripts.
@@ -6,6 +8,7 @@ although the command that asks may be a console script, whose own first entry is
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +23,7 @@ from bundle import files
 
 # How setuptools names the modules of its editable installs, and the entries that these put on the path.
 EDITABLE = "__editable__"
+_SHA = r"[0-9a-f]{40}([0-9a-f]{24})?"
 
 
 class Entry(NamedTuple):
@@ -180,13 +184,71 @@ def distribution(directory: Path | None) -> Distribution | None:
         return None
     if not name or not version:
         return None
-    return Distribution(name, version, _commit(files.read(directory / "direct_url.json")))
+    return Distribution(name, version, _recorded(files.read(directory / "direct_url.json")))
 
 
-def _commit(record: str | None) -> str | None:
+def _recorded(record: str | None) -> str | None:
     """What a PEP 610 direct_url.json says; somebody's broken record is as good as none."""
     try:
         commit = json.loads(record or "{}")["vcs_info"]["commit_id"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return commit if isinstance(commit, str) else None
+
+
+def commit(directory: Path) -> str | None:
+    """The full hash that HEAD of the checkout rooted exactly at `directory` names, or None.
+
+    Read from its git directory without running git: the tree may be anybody's.
+    """
+    git = _git_directory(directory / ".git")
+    if git is None:
+        return None
+    head = _line(git / "HEAD")
+    if head is None or not head.startswith("ref: "):
+        return _hash(head)
+    return _reference(git, head.removeprefix("ref: ").strip())
+
+
+def enclosing_commit(package: Path) -> str | None:
+    """The commit of the checkout that an import package stands in, at its root or one directory below."""
+    return commit(package.parent) or commit(package.parent.parent)
+
+
+def _git_directory(path: Path) -> Path | None:
+    """The directory itself, or the one that a worktree's or submodule's `.git` file points at."""
+    if files.is_directory(path):
+        return path
+    pointer = _line(path)
+    if pointer is None or not pointer.startswith("gitdir: "):
+        return None
+    target = path.parent / pointer.removeprefix("gitdir: ").strip()
+    return target if files.is_directory(target) else None
+
+
+def _reference(git: Path, name: str) -> str | None:
+    if not name.startswith("refs/") or ".." in name.split("/"):
+        return None
+    shared = _line(git / "commondir")  # a worktree keeps its branches in the main checkout's directory
+    for base in (git, git / shared) if shared else (git,):
+        found = _hash(_line(base / name)) or _packed(base / "packed-refs", name)
+        if found:
+            return found
+    return None
+
+
+def _packed(path: Path, name: str) -> str | None:
+    for line in (files.read(path) or "").splitlines():
+        sha, _, ref = line.partition(" ")
+        if ref == name:
+            return _hash(sha)
+    return None
+
+
+def _hash(line: str | None) -> str | None:
+    return line if line is not None and re.fullmatch(_SHA, line) else None
+
+
+def _line(path: Path) -> str | None:
+    lines = (files.read(path) or "").splitlines()
+    return lines[0].strip() if lines else None

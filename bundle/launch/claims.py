@@ -22,18 +22,18 @@ _GROUP = re.compile(r"\[([0-9]+)[^][]*\]", re.ASCII)
 
 
 def number(text: str) -> int | None:
-    """Returns the plain decimal number that `text` is, or None: no sign, blank or foreign digit."""
+    """The plain decimal number that `text` is, or None: no sign, blank or foreign digit."""
     return int(text) if _NUMBER.fullmatch(text) else None
 
 
 def port(text: str) -> int | None:
-    """Returns a TCP port that a client can connect to, or None."""
+    """A TCP port that a client can connect to, or None."""
     value = number(text)
     return value if value is not None and 0 < value < 2**16 else None
 
 
 def host(text: str) -> str | None:
-    """Returns a host name, an IPv4 or an IPv6 address (brackets removed), or None."""
+    """A host name, an IPv4 or an IPv6 address (brackets removed), or None."""
     bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     try:
         return str(ipaddress.ip_address(bare)) if "%" not in bare else None
@@ -42,7 +42,7 @@ def host(text: str) -> str | None:
 
 
 def host_and_port(text: str) -> tuple[str, int] | None:
-    """Returns (host, port) of `HOST:PORT` or `[IPv6]:PORT`, or None."""
+    """(host, port) of `HOST:PORT` or `[IPv6]:PORT`, or None."""
     name, colon, digits = text.rpartition(":")
     where, at = host(name), port(digits)
     if not colon or where is None or at is None or (":" in where) != name.startswith("["):
@@ -51,7 +51,7 @@ def host_and_port(text: str) -> tuple[str, int] | None:
 
 
 def first_of(nodelist: str) -> str | None:
-    """Returns the first host of a SLURM node list such as `gpu[001-003,10],login1`, or None.
+    """The first host of a SLURM node list such as `gpu[001-003,10],login1`, or None.
 
     Only the first host of a list is ever needed, and `scontrol show hostnames` is fatal without a slurm.conf.
     """
@@ -89,7 +89,7 @@ class Claim:
     port: Fact[int] | None = None
 
     def contradictions(self) -> list[str]:
-        """Returns what cannot be true together, naming both variables."""
+        """What cannot be true together, naming both variables."""
         found = []
         for index, size in (("rank", "world_size"), ("local_rank", "per_node"), ("node_rank", "nodes")):
             i, n = getattr(self, index), getattr(self, size)
@@ -112,7 +112,7 @@ class Claim:
         return found
 
     def against(self, other: "Claim") -> list[str]:
-        """Returns where two starters disagree about the nodes, naming both variables."""
+        """Where two starters disagree about the nodes, naming both variables."""
         found = []
         for name in ("nodes", "node_rank"):
             ours, theirs = getattr(self, name), getattr(other, name)
@@ -124,11 +124,11 @@ class Claim:
         return found
 
     def facts(self) -> dict[str, Fact[Any]]:
-        """Returns what is said, by name."""
+        """What is said, by name."""
         return {f.name: fact for f in fields(self) if isinstance(fact := getattr(self, f.name), Fact)}
 
     def names(self) -> str:
-        """Returns the variables that speak here, in one line."""
+        """The variables that speak here, in one line."""
         return ", ".join(dict.fromkeys(fact.said_by for fact in self.facts().values()))
 
 
@@ -140,15 +140,15 @@ class Variables:
         self.violations: list[str] = []
 
     def has(self, *names: str) -> bool:
-        """Returns whether all of `names` are set to something."""
+        """Whether all of `names` are set to something."""
         return all(self.environment.get(name) for name in names)
 
     def text(self, name: str) -> str:
-        """Returns the value, empty when it is not set."""
+        """The value, empty when it is not set."""
         return self.environment.get(name, "")
 
     def count(self, name: str, least: int = 0) -> Fact[int] | None:
-        """Returns a whole number of at least `least`."""
+        """A whole number of at least `least`."""
 
         def parse(text: str) -> int | None:
             value = number(text)
@@ -157,11 +157,11 @@ class Variables:
         return self._read(name, parse, f"a whole number from {least}")
 
     def host(self, name: str) -> Fact[str] | None:
-        """Returns a host name or an IP address."""
+        """A host name or an IP address."""
         return self._read(name, host, "a host name or an IP address")
 
     def port(self, name: str) -> Fact[int] | None:
-        """Returns a TCP port."""
+        """A TCP port."""
         return self._read(name, port, "a port from 1 to 65535")
 
     def refuse(self, name: str, expected: str) -> None:
@@ -169,7 +169,7 @@ class Variables:
         self.violations.append(f"{name}={self.text(name)[:80]!r} is not {expected}")
 
     def require(self, fact: Fact[T] | None, name: str, meaning: str) -> Fact[T] | None:
-        """Returns `fact`, adding a violation when nothing was said (a bad value is a violation already)."""
+        """`fact`, adding a violation when nothing was said (a bad value is a violation already)."""
         if fact is None and not self.has(name):
             self.violations.append(f"{name} is not set: {meaning}")
         return fact

@@ -61,14 +61,14 @@ class Outcome:
 
 
 def next_logs(run: Path, node_rank: int) -> Path:
-    """Returns the log folder of the next launch of this node in a run directory; makes nothing."""
+    """The log folder of the next launch of this node in a run directory; makes nothing."""
     here = run / "logs" / f"node-{node_rank}"
     taken = [int(path.name) for path in here.glob("*") if path.name.isdecimal()]
     return here / str(max(taken, default=0) + 1)
 
 
 def directory() -> Path | None:
-    """Returns the folder of this launch, or None for a rank that somebody else started."""
+    """The folder of this launch, or None for a rank that somebody else started."""
     named = os.environ.get(DIRECTORY)
     return Path(named) if named else None
 
@@ -82,19 +82,19 @@ def write(outcome: Outcome) -> None:
 
 
 def read(folder: Path) -> list[Outcome]:
-    """Returns what the ranks of a launch put down, in the order of their ranks."""
+    """What the ranks of a launch put down, in the order of their ranks."""
     found = [Outcome(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("rank-*.json")]
     return sorted(found, key=lambda outcome: outcome.rank)
 
 
 def asked_to_stop() -> bool:
-    """Returns whether the launcher was told to stop, perhaps before this rank could take a signal."""
+    """Whether the launcher was told to stop, perhaps before this rank could take a signal."""
     folder = directory()
     return folder is not None and (folder / STOP).exists()
 
 
 def report(rank: int, local_rank: int, body: Callable[[], None]) -> ExitCode:
-    """Returns how `body`, the work of a rank, ended; the launcher and this rank's log learn why."""
+    """How `body`, the work of a rank, ended; the launcher and this rank's log learn why."""
     # Our launcher starts ranks that ignore it; until the rank can save, it must end it.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     write(Outcome(rank, local_rank, os.getpid(), time.time()))
@@ -139,7 +139,7 @@ def judge(
     *,
     out_of_memory: bool = False,
 ) -> Verdict:
-    """Returns the verdict of a launch: `agent` is torchrun's status, `stopped_by` the signal we were sent.
+    """The verdict of a launch: `agent` is torchrun's status, `stopped_by` the signal we were sent.
 
     `out_of_memory`: meanwhile the kernel killed a process for want of memory.
     """

@@ -148,7 +148,7 @@ def _bind_to(parent: int, folder: Path) -> Callable[[], None]:
 
 
 def _watch(agent: subprocess.Popen[bytes], folder: Path, waiting: Waiting) -> int:
-    """Returns the agent's status; ranks that outlive the failure of another by the grace are killed.
+    """The agent's status; ranks that outlive the failure of another by the grace are killed.
 
     An agent that has waited too long for the other nodes is killed as well.
     """
@@ -175,7 +175,7 @@ def _failed(outcome: outcomes.Outcome) -> bool:
 
 
 def _send(pid: int, number: int) -> bool:
-    """Returns whether there was a process to send the signal to."""
+    """Whether there was a process to send the signal to."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:

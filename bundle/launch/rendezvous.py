@@ -48,7 +48,7 @@ def discover(
     endpoint: str | None = None,
     planned: int = 1,
 ) -> Rendezvous:
-    """Returns where this process stands; `nodes`, `node_rank` and `endpoint` are the values of the flags,
+    """Where this process stands; `nodes`, `node_rank` and `endpoint` are the values of the flags,
     `planned` the nodes of a job about which neither they nor a starter say anything (devices.nodes).
 
     Raises UsageError with every contradiction and every value that is not what its variable means.
@@ -98,7 +98,7 @@ def _flags(env: Variables, nodes: int | None, node_rank: int | None, endpoint: s
 
 
 def _merge(speaker: Claim, flags: Claim, others: list[Claim], planned: int) -> Claim:
-    """Returns the speaker's claim with its gaps filled, first by the flags, then by the other starters."""
+    """The speaker's claim with its gaps filled, first by the flags, then by the other starters."""
     answer = speaker
     if speaker.source == "none" and flags.nodes:
         answer = replace(speaker, source="flags", reason=f"{flags.names()}: {flags.reason}")

@@ -11,7 +11,7 @@ _SLURM_PORTS = range(20000, 32000)
 
 
 def torchrun(env: Variables) -> Claim | None:
-    """Returns the claim of torchrun, or of anybody who sets the variables that it sets: we are one rank."""
+    """The claim of torchrun, or of anybody who sets the variables that it sets: we are one rank."""
     if not env.has("RANK", "WORLD_SIZE", "LOCAL_RANK") or "," in env.text("LOCAL_RANK"):
         return None
     per_node = env.require(env.count("LOCAL_WORLD_SIZE", 1), "LOCAL_WORLD_SIZE", "the ranks on this node")
@@ -36,7 +36,7 @@ def torchrun(env: Variables) -> Claim | None:
 
 
 def ascend_operator(env: Variables) -> Claim | None:
-    """Returns the claim of the Ascend operator, whose RANK counts nodes and whose LOCAL_RANK is a list."""
+    """The claim of the Ascend operator, whose RANK counts nodes and whose LOCAL_RANK is a list."""
     if not env.has("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE") or "," not in env.text("LOCAL_RANK"):
         return None
     per_node, world = env.count("LOCAL_WORLD_SIZE", 1), env.count("WORLD_SIZE", 1)
@@ -57,7 +57,7 @@ def ascend_operator(env: Variables) -> Claim | None:
 
 
 def pet(env: Variables) -> Claim | None:
-    """Returns the claim of PET_*, torchrun's defaults, which Kubeflow sets: we stand for a node."""
+    """The claim of PET_*, torchrun's defaults, which Kubeflow sets: we stand for a node."""
     if not env.has("PET_NNODES"):
         return None
     least, _, most = env.text("PET_NNODES").partition(":")
@@ -85,7 +85,7 @@ def pet(env: Variables) -> Claim | None:
 
 
 def slurm(env: Variables) -> Claim | None:
-    """Returns the claim of SLURM: several tasks on a node are ranks, a single task stands for its node."""
+    """The claim of SLURM: several tasks on a node are ranks, a single task stands for its node."""
     if not env.has("SLURM_JOB_ID"):
         return None
     step = env.has("SLURM_STEP_ID")
@@ -122,7 +122,7 @@ def slurm(env: Variables) -> Claim | None:
 
 
 def indexed_job(env: Variables) -> Claim | None:
-    """Returns the claim of an indexed Kubernetes Job, which says only the index of its pod."""
+    """The claim of an indexed Kubernetes Job, which says only the index of its pod."""
     index = env.count("JOB_COMPLETION_INDEX")
     if index is None:
         return None

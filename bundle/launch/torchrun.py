@@ -26,19 +26,19 @@ class Command(NamedTuple):
     unsets: tuple[str, ...] = ()
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Returns the whole environment of the command."""
+        """The whole environment of the command."""
         kept = {name: value for name, value in inherited.items() if name not in self.unsets}
         return kept | dict(self.sets)
 
     def shell(self) -> str:
-        """Returns one line that a POSIX shell runs as this command; values of secrets are redacted."""
+        """One line that a POSIX shell runs as this command; values of secrets are redacted."""
         words = [f"--unset={name}" for name in self.unsets]
         words += [f"{name}={redacted(name, value)}" for name, value in self.sets]
         return shlex.join([*(["env", *words] if words else []), *self.argv])
 
 
 def redacted(name: str, value: str) -> str:
-    """Returns `value`, or stars where the variable's name says that nobody else may read it."""
+    """`value`, or stars where the variable's name says that nobody else may read it."""
     return "***" if _SECRET.search(name) else value
 
 
@@ -62,7 +62,7 @@ class Launch:
 
 
 def command(launch: Launch, inherited: Mapping[str, str]) -> Command:
-    """Returns the command for one node; what `inherited` already sets for threads and interfaces is kept."""
+    """The command for one node; what `inherited` already sets for threads and interfaces is kept."""
     meeting = launch.rendezvous
     options = [f"--nnodes={meeting.nodes}", f"--nproc-per-node={launch.per_node}"]
     defaults = {"OMP_NUM_THREADS": "1"}
@@ -98,7 +98,7 @@ def command(launch: Launch, inherited: Mapping[str, str]) -> Command:
 
 
 def dry_run(nodes: Sequence[Launch], inherited: Mapping[str, str]) -> str:
-    """Returns what would run, one command per node under a line that names the node."""
+    """What would run, one command per node under a line that names the node."""
     lines = []
     for node, launch in enumerate(nodes):
         lines += [f"# node {node} of {len(nodes)}", command(launch, inherited).shell()]
@@ -106,5 +106,5 @@ def dry_run(nodes: Sequence[Launch], inherited: Mapping[str, str]) -> str:
 
 
 def _redirects(per_node: int) -> str:
-    """Returns which streams go to the log folder: all but what the first rank of the node prints."""
+    """Which streams go to the log folder: all but what the first rank of the node prints."""
     return ",".join(f"{rank}:{2 if rank == 0 else 3}" for rank in range(per_node))

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bundle.environment.facts import Fact
-from bundle.environment.machine import Machine
+from bundle.environment.machine import Machine, spoken
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -23,7 +23,7 @@ def machine_at(
         file = directory / "commands" / (shown.split("=")[0].replace(" ", "_") + ".txt")
         if command[0] in silent or not file.exists():
             return Fact(None, f"{command[0]} is not on PATH")
-        return Fact(file.read_text(), f"`{shown}`")
+        return Fact(spoken(file.read_bytes()), f"`{shown}`")
 
     return Machine(directory / "root", environ or {}, run)
 

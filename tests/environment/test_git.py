@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bundle.environment import git
+from bundle.environment import search
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
@@ -26,32 +26,32 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_branch(checkout: Path):
-    assert git.commit(checkout) == run_git(checkout, "rev-parse", "HEAD")
+    assert search.commit(checkout) == run_git(checkout, "rev-parse", "HEAD")
 
 
 def test_packed_branch(checkout: Path):
     head = run_git(checkout, "rev-parse", "HEAD")
     run_git(checkout, "pack-refs", "--all")
     assert not (checkout / ".git/refs/heads/main").exists()
-    assert git.commit(checkout) == head
+    assert search.commit(checkout) == head
 
 
 def test_detached(checkout: Path):
     head = run_git(checkout, "rev-parse", "HEAD")
     run_git(checkout, "checkout", "--detach")
-    assert git.commit(checkout) == head
+    assert search.commit(checkout) == head
 
 
 def test_worktree(checkout: Path, tmp_path: Path):
     run_git(checkout, "worktree", "add", str(tmp_path / "other"), "-b", "side")
     run_git(tmp_path / "other", "commit", "--allow-empty", "-m", "two")
-    assert git.commit(tmp_path / "other") == run_git(tmp_path / "other", "rev-parse", "HEAD")
-    assert git.commit(tmp_path / "other") != git.commit(checkout)
+    assert search.commit(tmp_path / "other") == run_git(tmp_path / "other", "rev-parse", "HEAD")
+    assert search.commit(tmp_path / "other") != search.commit(checkout)
 
 
 def test_a_directory_inside_a_checkout_is_no_checkout(checkout: Path):
     (checkout / "inside").mkdir()
-    assert git.commit(checkout / "inside") is None
+    assert search.commit(checkout / "inside") is None
 
 
 @pytest.mark.parametrize(
@@ -61,4 +61,4 @@ def test_a_broken_head_names_no_commit(tmp_path: Path, head: str):
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git/HEAD").write_text(head)
     (tmp_path / "secret").write_text(SHA)
-    assert git.commit(tmp_path) is None
+    assert search.commit(tmp_path) is None

@@ -1,6 +1,7 @@
 """What an image knows about itself: it is what was defined, and every later change is told."""
 
 import json
+import shutil
 
 import pytest
 from hypothesis import given
@@ -85,8 +86,10 @@ def test_doctor_tells_every_drift(site, tmp_path):
     assert [f.level for f in told(machine, site)] == [Level.OK]
     (site / "einops-0.8.1.dist-info/METADATA").write_text("Name: einops\nVersion: 0.9.0\n")
     install(site, "surprise", "1.0")
+    shutil.rmtree(site / f"torch-{PINS['torch']}+cpu.dist-info")
     found = told(machine, site)
     assert {f.cause for f in found} == {
+        f"torch: {PINS['torch']}+cpu in the image, gone now",
         "einops: 0.8.1 in the image, 0.9.0 now",
         "surprise: not in the image, 1.0 now",
     }

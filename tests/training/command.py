@@ -24,8 +24,11 @@ def train(
 
 
 def finish(process: subprocess.Popen, code: int = 0) -> str:
-    """What a command said, which ends with `code`."""
-    out, err = process.communicate(timeout=300)
+    """What a command said, which ends with `code`; it is ended where it does not end by itself."""
+    try:
+        out, err = process.communicate(timeout=500)
+    finally:
+        process.kill()
     said = (out or "") + (err or "")
     assert process.returncode == code, said
     return said

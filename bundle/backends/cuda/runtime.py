@@ -1,8 +1,8 @@
 """What the rooms above use of an NVIDIA GPU, and what is told to megatron because of it, with the reasons."""
 
-import importlib.metadata
 import importlib.util
 from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import distributions
 from typing import Any
 
 import torch
@@ -82,7 +82,8 @@ def _attention(recipe: Recipe, generation: str) -> AttnBackend:
     if refusals := CUDA.attention_refusals(recipe):
         raise UsageError("model.attention: no kernel takes this job", refusals)
     name = CUDA.attention(recipe, generation).value
-    if name == "flash" and not any(map(_installed, ("flash-attn", "flash-attn-3"))):
+    flash = (found for package in ("flash-attn", "flash-attn-3") for found in distributions(name=package))
+    if name == "flash" and not any(flash):
         raise EnvironmentUnfit(
             "model.attention: flash, but flash-attn is not installed; install it, or use auto or fused"
         )
@@ -136,11 +137,3 @@ def _fp8(fp8: FP8, generation: str) -> dict[str, Any]:
         # Transformer Engine's own defaults. Megatron's scale by the last step alone.
         chosen |= {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
     return chosen
-
-
-def _installed(distribution: str) -> bool:
-    try:
-        importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True

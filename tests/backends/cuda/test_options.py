@@ -1,7 +1,7 @@
 """The TransformerConfig fields of the cuda backend, without a GPU."""
 
-import importlib.metadata
 import importlib.util
+import sys
 from enum import Enum
 from types import SimpleNamespace
 
@@ -125,15 +125,14 @@ def test_a_kernel_that_does_not_compute_in_fp32_is_refused():
         options(recipe("model.attention=fused", "model.dtype=fp32"), generation=HOPPER)
 
 
-@pytest.mark.parametrize("installed", ["flash-attn", "flash-attn-3", None])
-def test_flash_attention_must_be_installed(installed, monkeypatch):
-    def version(name: str) -> str:
-        if name != installed:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return "2.8.3"
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
+@pytest.mark.parametrize("installed", ["flash_attn", "flash_attn_3", None])
+def test_flash_attention_must_be_installed(installed, monkeypatch, tmp_path):
     wanted = recipe("model.attention=flash")
+    if installed:
+        record = tmp_path / f"{installed}-2.8.3.dist-info"
+        record.mkdir()
+        (record / "METADATA").write_text(f"Name: {installed}\nVersion: 2.8.3\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
     if installed is None:
         with pytest.raises(EnvironmentUnfit, match="flash-attn is not installed"):
             options(wanted, generation=HOPPER)
