@@ -1,5 +1,8 @@
 """megatron's .bin and .idx: what its own builder writes is read, and what we write its own reader reads."""
 
+import os
+import subprocess
+import sys
 from itertools import chain
 
 import numpy as np
@@ -9,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bundle.data.indexed import Writer, read
+from tests.matrix.fetch import newest_of_each_minor
 
 indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
 
@@ -102,3 +106,33 @@ def test_the_modes_of_multimodal_data_are_passed_over(tmp_path):
     builder.end_document()
     builder.finalize(f"{tmp_path / 'x'}.idx")
     assert read(tmp_path / "x").values.tolist() == [1, 2]
+
+
+WRITING = """
+import sys, torch, numpy
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+builder = IndexedDatasetBuilder("theirs.bin", dtype=numpy.uint16)
+for document in ([[1, 2, 3], [4]], [[500]], []):
+    for ids in document:
+        builder.add_item(torch.tensor(ids))
+    builder.end_document()
+builder.finalize("theirs.idx")
+ours = IndexedDataset("ours")  # whose memory its slices are
+print([ids.tolist() for ids in ours[:]])
+"""
+
+
+@pytest.mark.releases
+@pytest.mark.parametrize("version", newest_of_each_minor())
+def test_every_minor_writes_what_is_read_and_reads_what_is_written(tmp_path, release, version):
+    writer = Writer(tmp_path / "ours", "<i4")
+    for ids in ([7, 8], [70_000]):
+        writer.add(np.asarray(ids))
+    writer.finish()
+    environment = os.environ | {"PYTHONPATH": str(release(version))}
+    command = [sys.executable, "-W", "ignore", "-c", WRITING]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[[7, 8], [70000]]"
+    found = read(tmp_path / "theirs")
+    assert found.values.tolist() == [1, 2, 3, 4, 500] and found.lengths.tolist() == [4, 1, 0]
