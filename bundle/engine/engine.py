@@ -19,6 +19,7 @@ from bundle.mcore import mtp, optimization
 from bundle.mcore.config import transformer_config
 from bundle.mcore.groups import Groups
 from bundle.models import gpt
+from bundle.pretrained import Pretrained
 from bundle.recipe import Recipe
 
 
@@ -38,12 +39,20 @@ class Engine:
     choose, `MicroBatch.routes` gives them back.
     """
 
-    def __init__(self, recipe: Recipe, runtime: Runtime, groups: Groups, device: torch.device) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        runtime: Runtime,
+        groups: Groups,
+        device: torch.device,
+        weights: Pretrained | None = None,
+    ) -> None:
+        """`weights` are what the model begins with; None: random ones, from the recipe's seed."""
         self.recipe, self.runtime, self.groups, self.device = recipe, runtime, groups, device
         with runtime.megatron():
             mtp.clear_logged_losses()
             self.config = transformer_config(recipe, runtime.options(recipe))
-            self.models = gpt.build(recipe, self.config, runtime, groups)
+            self.models = gpt.build(recipe, self.config, runtime, groups, weights)
             self.chunks = optimization.data_parallel(recipe, self.config, self.models)
             self.optimizer = optimization.optimizer(recipe, self.chunks)
             if recipe.train.on_nan == "skip":

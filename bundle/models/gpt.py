@@ -1,8 +1,9 @@
 """Builds the GPT model chunks of this rank, dense or MoE, with MLA and MTP, from a recipe.
 
-Filled from (seed, parameter name): the same weights in every layout and release. Megatron draws each rank's
-shard from that rank's random state, so that the same seed gives another model at tp 2 than at tp 1. Here the
-whole tensor is drawn and the rank keeps its part: runs compare across layouts.
+Filled from a Hugging Face directory, or from (seed, parameter name): the same weights in every layout and
+release. Megatron draws each rank's shard from that rank's random state, so that the same seed gives another
+model at tp 2 than at tp 1. Here the whole tensor is drawn and the rank keeps its part: runs compare across
+layouts.
 """
 
 import hashlib
@@ -15,16 +16,23 @@ import torch
 from bundle.backends import Runtime
 from bundle.mcore import gpt
 from bundle.mcore.groups import Groups
-from bundle.models import naming
+from bundle.models import loading, naming
 from bundle.models.naming import Named
+from bundle.pretrained import Pretrained
+from bundle.pretrained.matching import published
 from bundle.recipe import Recipe
 
 # Projections back onto the residual stream are drawn narrower, as in GPT-2 and Megatron-LM.
 _RESIDUAL = (".linear_proj.weight", ".linear_fc2.weight")
 
 
-def build(recipe: Recipe, config: Any, runtime: Runtime, groups: Groups) -> list[torch.nn.Module]:
-    """The model chunks of this rank (one without interleaving), filled from the recipe's seed."""
+def build(
+    recipe: Recipe, config: Any, runtime: Runtime, groups: Groups, weights: Pretrained | None = None
+) -> list[torch.nn.Module]:
+    """The model chunks of this rank (one without interleaving), filled with `weights`.
+
+    What these do not hold (MTP layers beyond the published ones; None: everything) comes from the seed.
+    """
     architecture = recipe.architecture
     chunks = []
     for index in range(groups.vpp):
@@ -38,13 +46,14 @@ def build(recipe: Recipe, config: Any, runtime: Runtime, groups: Groups) -> list
             index,
             max_sequence_length=recipe.data.sequence_length,
         )
-        initialize(
-            naming.parameters(chunk, groups),
-            seed=recipe.seed,
-            std=architecture.initializer_range,
-            num_layers=architecture.num_layers,
-        )
         chunks.append(chunk)
+    if weights is None:
+        drawn = [named for chunk in chunks for named in naming.parameters(chunk, groups)]
+    else:
+        drawn = loading.load(chunks, groups, weights, published(recipe))
+    initialize(
+        drawn, seed=recipe.seed, std=architecture.initializer_range, num_layers=architecture.num_layers
+    )
     return chunks
 
 

@@ -1,4 +1,4 @@
-"""What a job needs of this machine's disks, before any rank starts: data, tokenizer, run directory."""
+"""What a job needs of this machine's disks before ranks start: data, tokenizer, weights, run directory."""
 
 import importlib.util
 import json
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bundle import files
+from bundle import files, pretrained
 from bundle.errors import UsageError
 from bundle.planning.problems import Problem, hardware_problem, recipe_problem
 from bundle.recipe import Recipe
@@ -23,6 +23,7 @@ def input_problems(recipe: Recipe, directory: Path) -> Iterator[Problem]:
     yield from _data(recipe)
     yield from _tokenizer(recipe.data.tokenizer)
     yield from _vocabulary(recipe)
+    yield from _weights(recipe)
     yield from _run_directory(directory)
 
 
@@ -71,6 +72,17 @@ def _highest_id(path: Path) -> int:
         return max((number for number in (*ids, *added) if isinstance(number, int)), default=-1)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return -1
+
+
+def _weights(recipe: Recipe) -> Iterator[Problem]:
+    try:
+        found = pretrained.of_recipe(recipe)
+    except UsageError as error:
+        for line in (str(error).partition("\n")[0], *error.violations):
+            yield recipe_problem(f"model.path: {line}")
+        return
+    if found is not None:
+        yield from _package("safetensors", "model.path with weights")
 
 
 def _package(name: str, what: str) -> Iterator[Problem]:

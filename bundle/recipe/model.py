@@ -106,6 +106,11 @@ class Model(Section):
         default=None,
         description="Directory with a Hugging Face config.json; keys of `config` override its keys.",
     )
+    weights: Literal["auto", "load", "random"] = Field(
+        default="auto",
+        description="What training begins with. auto: the safetensors in `path`; random ones, from `seed`,"
+        " where it holds none. load: they must be there.",
+    )
     config: dict[str, Any] = Field(
         default_factory=dict, description="Keys of a Hugging Face config.json; model_type names the family."
     )
@@ -128,4 +133,6 @@ class Model(Section):
     def _described(self) -> Self:
         if self.path is None and not self.config:
             raise ValueError("give model.path or model.config")
+        if self.path is None and self.weights == "load":
+            raise ValueError("weights: load needs a path")
         return self

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import torch
 import torch.distributed as dist
 
-from bundle import data, files
+from bundle import data, files, pretrained
 from bundle.backends import Runtime
 from bundle.checkpoints.checkpoints import Checkpoints
 from bundle.checkpoints.directory import CheckpointDirectory
@@ -16,13 +16,14 @@ from bundle.checkpoints.state import TrainState
 from bundle.data import preparation
 from bundle.data.cache import place
 from bundle.digest import of_json
-from bundle.distributed.together import StopRequest, on_rank_0
+from bundle.distributed.together import StopRequest, on_all_ranks, on_rank_0
 from bundle.distributed.watchdog import Watchdog, collectives_seconds
 from bundle.engine import Engine, Losses
 from bundle.environment import packages
 from bundle.errors import JobFailed, Preempted, UsageError
 from bundle.launch.job import Job
 from bundle.mcore import groups
+from bundle.pretrained import Pretrained
 from bundle.recipe import Recipe, with_steps
 from bundle.runs.directory import RunDirectory, starting_checkpoint
 from bundle.runs.metrics import JsonLines, Metrics, Sink, TensorBoard, finite, terminal
@@ -56,7 +57,11 @@ class Trainer:
         recipe = self.recipe = _with_steps(recipe, self.corpus)
         feed = data.Loader(recipe, self.corpus, self.groups.dp.rank, self.groups.dp.size)
         self.batches = Batches(recipe, feed, self.groups, device)
-        self.engine = Engine(with_steps(job.trained, len(self.corpus.training)), runtime, self.groups, device)
+        with dog.patience("loading the weights"):
+            weights = None if self._has_checkpoint(goes_on=goes_on) else agreed_weights(recipe)
+            self.engine = Engine(
+                with_steps(job.trained, len(self.corpus.training)), runtime, self.groups, device, weights
+            )
         self.checkpoints = Checkpoints(
             CheckpointDirectory(self.directory.checkpoints),
             self.engine,
@@ -112,6 +117,11 @@ class Trainer:
         sinks += trackers(self.recipe, self.directory)
         return Metrics([*sinks, terminal(self.recipe.train.steps, step)])
 
+    def _has_checkpoint(self, *, goes_on: bool) -> bool:
+        """Whether the weights come from one: this run's newest, or the one that it begins with."""
+        kept = CheckpointDirectory(self.directory.checkpoints)
+        return on_rank_0(lambda: bool(goes_on and kept.steps()) or self.directory.began_with() is not None)
+
     def _restored(self, *, goes_on: bool) -> Progress:
         """Where training begins: after the newest usable checkpoint, or the start; says what is left out."""
         loaded = self.checkpoints.load_newest() if goes_on else None
@@ -135,6 +145,32 @@ class Trainer:
         progress = Progress(**saved.metrics["progress"])
         progress.losses = progress.losses and Losses(**saved.metrics["progress"]["losses"])
         return progress
+
+
+def agreed_weights(recipe: Recipe) -> Pretrained | None:
+    """What the model begins with, the same on every rank; says it.
+
+    Raises UsageError where it cannot be loaded, or is not what another rank has found.
+    """
+    found: list[Pretrained | None] = []
+
+    def look() -> str:
+        found.append(pretrained.of_recipe(recipe))
+        return str(found[0] or "random weights")
+
+    seen = on_all_ranks(look)
+    if len(set(seen)) > 1:
+        raise UsageError(
+            f"model.path {recipe.model.path}: ranks find different weights",
+            [f"rank {seen.index(what)}: {what}" for what in dict.fromkeys(seen)],
+        )
+    if recipe.model.path is not None:
+        _log.info("begins with %s", seen[0] if found[0] else f"random weights: {_why_random(recipe)}")
+    return found[0]
+
+
+def _why_random(recipe: Recipe) -> str:
+    return "model.weights says so" if recipe.model.weights == "random" else f"{recipe.model.path} holds none"
 
 
 def run(job: Job, runtime: Runtime, device: torch.device, dog: Watchdog) -> None:

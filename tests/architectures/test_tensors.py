@@ -1,6 +1,5 @@
 """The table of tensors: published names, shapes and how they make ours, as written out by hand elsewhere."""
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -10,47 +9,7 @@ from bundle.architectures import from_config
 from bundle.architectures.tensors import Tensors
 from tests.reference import weights
 from tests.reference.configs import CONFIGS
-
-# What MiMo calls an MTP layer's own modules; the references call them as DeepSeek does.
-_MIMO = {
-    "enorm": "token_layernorm",
-    "hnorm": "hidden_layernorm",
-    "eh_proj": "input_proj",
-    "shared_head.norm": "final_layernorm",
-}
-
-
-def published(name):
-    """Weights as the family publishes them, by name."""
-    config = CONFIGS[name]
-    drawn = {key: value.detach() for key, value in weights.drawn(config, seed=3).items()}
-    match config["model_type"]:
-        case "mimo":
-            return as_mimo(config, drawn)
-        case "mixtral":
-            return {as_mixtral(key): value for key, value in drawn.items()}
-    return drawn
-
-
-def as_mixtral(key):
-    """Mixtral's own words for experts and their three matrices."""
-    for theirs, its in {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}.items():
-        key = re.sub(rf"(experts\.\d+)\.{theirs}", rf"\1.{its}", key)
-    return key.replace(".mlp.", ".block_sparse_moe.")
-
-
-def as_mimo(config, drawn):
-    """Under MiMo's names, with its projection of [hidden, embedding]."""
-    found = {}
-    for key, value in drawn.items():
-        at = re.fullmatch(r"model\.layers\.(\d+)\.(.*)\.(weight|bias)", key)
-        if at and (depth := int(at[1]) - config["num_hidden_layers"]) >= 0:
-            key = f"model.mtp_layers.{depth}.{_MIMO.get(at[2], at[2])}.{at[3]}"
-            if at[2] == "eh_proj":
-                hidden = config["hidden_size"]
-                value = torch.cat([value[:, hidden:], value[:, :hidden]], 1)
-        found[key] = value
-    return found
+from tests.reference.published import published
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -58,15 +17,14 @@ def test_names_and_shapes_are_the_published_ones(name):
     table = Tensors(from_config(CONFIGS[name]))
     ours = [pair for tensor in table for pair in tensor.published_shapes()]
     assert len(dict(ours)) == len(ours)
-    assert dict(ours) == {key: tuple(value.shape) for key, value in published(name).items()}
+    theirs = published(CONFIGS[name], weights.drawn(CONFIGS[name], seed=3))
+    assert dict(ours) == {key: tuple(value.shape) for key, value in theirs.items()}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_pieces_make_the_tensors_that_megatron_lays_out(name):
-    config, theirs = CONFIGS[name], published(name)
-    wanted = weights.megatron_layout(
-        config, {k: v.detach() for k, v in weights.drawn(config, seed=3).items()}
-    )
+    config, drawn = CONFIGS[name], weights.drawn(CONFIGS[name], seed=3)
+    theirs, wanted = published(config, drawn), weights.megatron_layout(config, drawn)
     made = {}
     for tensor in Tensors(from_config(config)):
         sources, dim = [theirs[key] for key in tensor.published], tensor.rule.dim

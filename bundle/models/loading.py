@@ -1,0 +1,164 @@
+"""Fills model chunks with the weights of a Hugging Face directory; each rank reads its own slices alone.
+
+Slices go from the file into the parameter one by one, in the order of the files: beside the model there is
+never more than one slice.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from bundle.architectures import tensors
+from bundle.architectures.tensors import Tensors
+from bundle.distributed.together import on_all_ranks, on_rank_0
+from bundle.errors import JobFailed, UsageError
+from bundle.mcore.groups import Groups
+from bundle.models import naming
+from bundle.models.naming import Named, Shard
+from bundle.pretrained import Entry, Pretrained
+from bundle.pretrained.matching import FP8, SCALE
+
+Slices = tuple[slice, ...]
+_COMPARED = 2**24  # bytes at a time
+
+
+@dataclass(frozen=True)
+class Read:
+    """A part of a published tensor, and the part of a parameter that it becomes."""
+
+    name: str
+    entry: Entry
+    source: Slices
+    target: Tensor
+
+
+def load(
+    chunks: Sequence[torch.nn.Module], groups: Groups, weights: Pretrained, table: Tensors
+) -> list[Named]:
+    """Overwrites all that `table` says is published; returns what is not. All ranks call it.
+
+    Raises UsageError for copies that differ from their original, JobFailed for files that cannot be read.
+    """
+    on_rank_0(lambda: _refuse_unequal(weights, table.copies()))
+    published = {tensor.name: tensor for tensor in table if tensor.published}
+    own = [
+        named
+        for chunk in chunks
+        for named in (*naming.parameters(chunk, groups), *naming.buffers(chunk, groups))
+    ]
+    unpublished = [named for named in own if named.name not in published]
+    if strangers := [named.name for named in unpublished if not named.name.startswith("mtp.")]:
+        raise JobFailed(f"{strangers[0]}: no published tensor becomes this parameter of megatron-core")
+    pairs = [(named, published[named.name]) for named in own if named.name in published]
+    with torch.no_grad():
+        on_all_ranks(
+            lambda: _read(weights, itertools.chain.from_iterable(_reads(weights, *pair) for pair in pairs))
+        )
+    return unpublished
+
+
+def _reads(weights: Pretrained, named: Named, tensor: tensors.Tensor) -> Iterator[Read]:
+    """What makes this rank's part of a tensor; padding is filled at once."""
+    if tuple(named.whole_shape()) != tensor.shape:
+        raise JobFailed(
+            f"{named.name} is {named.whole_shape()} in megatron-core, the table has {list(tensor.shape)}"
+        )
+    joined, local = tensor.rule.dim, named.parameter
+    held = list(_held(named.shard, tensor.shape, joined))
+    cut = joined if named.shard is None else named.shard.dim
+    at = 0
+    for piece in tensor.rule.pieces():
+        name = tensor.published[piece.source]
+        length = piece.stop - piece.start
+        for start, stop, place in held:
+            source, target = ([slice(None)] * local.ndim for _ in range(2))
+            source[joined], target[joined] = slice(piece.start, piece.stop), slice(at, at + length)
+            if cut == joined:
+                first, last = max(at, start), min(at + length, stop)
+                if first >= last:
+                    continue
+                source[joined] = slice(piece.start + first - at, piece.start + last - at)
+                target[joined] = slice(place + first - start, place + last - start)
+            else:
+                source[cut], target[cut] = slice(start, stop), slice(place, place + stop - start)
+            yield Read(name, weights.entries[name], tuple(source), local[tuple(target)])
+        at += length
+    for start, stop, place in held:
+        if cut == joined and stop > at:
+            first = max(at, start)
+            local.narrow(joined, place + first - start, stop - first).zero_()
+
+
+def _held(shard: Shard | None, shape: tuple[int, ...], dim: int) -> Iterator[tuple[int, int, int]]:
+    """(start, stop) of the ranges of the whole that this rank holds, and where each begins in its part."""
+    if shard is None:
+        yield 0, shape[dim], 0
+        return
+    block = shape[shard.dim] // shard.blocks
+    part = block // shard.size
+    for number in range(shard.blocks):
+        start = number * block + shard.rank * part
+        yield start, start + part, number * part
+
+
+def _read(weights: Pretrained, reads: Iterable[Read]) -> None:
+    ordered = sorted(reads, key=lambda read: (read.entry.file, read.entry.start))
+    for path, of_file in itertools.groupby(ordered, key=lambda read: read.entry.file):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for read in of_file:
+                    read.target.copy_(_values(file, read, weights))
+        except (OSError, SafetensorError) as error:
+            raise JobFailed(f"{path}: cannot be read any more: {error}") from error
+
+
+def _values(file: Any, read: Read, weights: Pretrained) -> Tensor:
+    """The numbers that a slice of an open file means: FP8 is multiplied by the scale of its block."""
+    stored: Tensor = file.get_slice(read.name)[read.source]
+    if read.entry.dtype != FP8:
+        return stored
+    assert weights.block is not None
+    name = f"{read.name}{SCALE}"
+    if (elsewhere := weights.entries[name].file) == read.entry.file:
+        of_blocks = file.get_tensor(name).float()
+    else:
+        with safe_open(elsewhere, framework="pt") as other:
+            of_blocks = other.get_tensor(name).float()
+    for dim, size in enumerate(weights.block):
+        start = read.source[dim].start or 0
+        numbers = torch.arange(start, start + stored.shape[dim]) // size
+        of_blocks = of_blocks.index_select(dim, numbers)
+    return stored.float() * of_blocks
+
+
+def _refuse_unequal(weights: Pretrained, copies: Mapping[str, str]) -> None:
+    found = weights.entries
+    unequal = [
+        f"{copy} is published once more as a copy of {original}, and differs from it"
+        for copy, original in copies.items()
+        if copy in found and not _equal(found[copy], found[original])
+    ]
+    if unequal:
+        raise UsageError(
+            f"{weights.directory}: this model uses one tensor where the weights have two", unequal
+        )
+
+
+def _equal(a: Entry, b: Entry) -> bool:
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    with a.file.open("rb") as one, b.file.open("rb") as other:
+        one.seek(a.start)
+        other.seek(b.start)
+        left = a.stop - a.start
+        while left:
+            size = min(left, _COMPARED)
+            if one.read(size) != other.read(size):
+                return False
+            left -= size
+    return True

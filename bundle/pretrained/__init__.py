@@ -1,0 +1,11 @@
+"""The weights of a Hugging Face directory: what its files say that they hold, and whether that is the model.
+
+Headers alone are read here. safetensors holds numbers and their names, so nothing of it is ever run; weights
+in pickles are refused.
+"""
+
+from bundle.pretrained.directory import Pretrained, weights_in
+from bundle.pretrained.header import Entry
+from bundle.pretrained.matching import of_recipe
+
+__all__ = ["Entry", "Pretrained", "of_recipe", "weights_in"]
