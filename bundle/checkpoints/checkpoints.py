@@ -112,6 +112,7 @@ class Checkpoints:
                 scheduler=engine.scheduler.state_dict(),
                 layout=self._layout(),
                 sharding=megatron_checkpoints.sharding(),
+                optimizer=state.optimizer_kept(engine.recipe.optimizer),
                 mcore=megatron_checkpoints.version(),
                 model=state.model_facts(engine.recipe.architecture),
             ).write(partial)
@@ -163,10 +164,15 @@ class Checkpoints:
         return [defect for share in found for defect in share]
 
     def _read(self, directory: Path) -> Loaded:
-        """Raises UsageError for a checkpoint of another model, JobFailed for one that cannot be loaded."""
+        """Raises UsageError for another model's or optimizer's, JobFailed for one that cannot be loaded."""
         saved, engine = state.read(directory), self.engine
         if changes := state.model_changes(saved.model, engine.recipe.architecture):
             raise UsageError(f"{directory} holds another model than the recipe's", changes)
+        if (own := state.optimizer_kept(engine.recipe.optimizer)) != saved.optimizer:
+            raise UsageError(
+                f"{directory} holds the state of another optimizer: {saved.optimizer} between data-parallel"
+                f" ranks; the recipe's (optimizer.name, optimizer.use_distributed_optimizer) is {own}"
+            )
         place = directory / _MEGATRON
         try:
             with engine.runtime.megatron():

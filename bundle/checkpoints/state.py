@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from bundle import files
 from bundle.architectures import Architecture
 from bundle.mcore import groups
+from bundle.recipe.sections import Optimizer
 
 NAME = "state.json"
 _SCHEMA = 3
@@ -53,6 +54,8 @@ class Saved:
     """The sizes of all groups: random states fit only the layout that they come from."""
     sharding: str
     """How megatron laid out the optimizer's state."""
+    optimizer: str
+    """Whose state it holds, as `optimizer_kept` says it."""
     mcore: str
     model: Mapping[str, Any]
     """What the weights are of, as `model_facts` says it."""
@@ -73,6 +76,11 @@ def read(directory: Path) -> Saved:
         raise ValueError(f"it has no {NAME}") from None
     except (OSError, TypeError, KeyError, AttributeError, ValueError) as error:
         raise ValueError(f"its {NAME} cannot be used: {error}") from None
+
+
+def optimizer_kept(optimizer: Optimizer) -> str:
+    """Which optimizer a checkpoint has the state of, and whether data-parallel ranks divided it."""
+    return f"{optimizer.name}, {'divided' if optimizer.use_distributed_optimizer else 'not divided'}"
 
 
 def model_facts(architecture: Architecture) -> dict[str, Any]:

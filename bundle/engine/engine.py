@@ -99,8 +99,9 @@ class Engine:
         learning_rate = self.optimizer.param_groups[0]["lr"]
         with self.runtime.megatron():
             updated, grad_norm, _ = self.optimizer.step()
-            if grad_norm is None:  # left out
+            if not updated:
                 self._balancing.forget_step()
+            if grad_norm is None:  # left out, or not clipped
                 grad_norm = self.optimizer.get_grad_norm()
         if updated:
             self.scheduler.step(increment=1)

@@ -15,10 +15,13 @@ import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -86,10 +89,13 @@ def load(
             model.load_state_dict(loaded[name])
     with _steps_apart(optimizer):
         for index, part in enumerate(_parts(optimizer)):
+            tensors = loaded["optimizer"][index]["param_state"]
+            if not isinstance(part, DistributedOptimizer):
+                _fill(part, tensors, loaded["optimizer_step"])
+                continue
             own = part.state_dict()
             for group in own["optimizer"]["param_groups"]:
                 group["step"] = loaded["optimizer_step"]
-            tensors = loaded["optimizer"][index]["param_state"]
             part.load_state_dict(own | {"param_state": tensors, "param_state_sharding_type": written_as})
 
 
@@ -117,15 +123,60 @@ def _state(
     options = {"metadata": content} if "metadata" in of_optimizer else {"sharding_type": form}
     parts, step = {}, 0
     for index, part in enumerate(_parts(optimizer)):
-        whole = part.sharded_state_dict(state, is_loading=loading, **options)
-        # Before 0.15 each tensor comes with torch's step, which belongs to no place.
-        tensors = {
-            name: {kind: tensor for kind, tensor in of.items() if kind != "step"}
-            for name, of in whole["param_state"].items()
-        }
+        if isinstance(part, DistributedOptimizer):
+            whole = part.sharded_state_dict(state, is_loading=loading, **options)
+            # Before 0.15 each tensor comes with torch's step, which belongs to no place.
+            tensors = {
+                name: {kind: tensor for kind, tensor in of.items() if kind != "step"}
+                for name, of in whole["param_state"].items()
+            }
+            groups = whole["optimizer"]["param_groups"]
+        else:
+            tensors = _undivided(part, state)
+            groups = [*part.optimizer.param_groups, *part.optimizer.state.values()]
         parts[index] = {"param_state": tensors}
-        step = max([step, *(int(group.get("step") or 0) for group in whole["optimizer"]["param_groups"])])
+        step = max([step, *(int(group.get("step") or 0) for group in groups)])
     return {**state, "optimizer": parts, "optimizer_step": step}
+
+
+def _undivided(optimizer: MegatronOptimizer, models: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """What an optimizer keeps that every data-parallel rank has whole, cut as its weights are."""
+    weights, _ = extract_sharded_tensors_and_factories(models)
+    places = {id(place.data): place for place in nested_values(weights)}
+    return {
+        number: {
+            kind: make_sharded_optimizer_tensor(places[id(weight)], tensor, f"optimizer.state.{kind}")
+            for kind, tensor in tensors.items()
+        }
+        for number, (weight, tensors) in enumerate(_kept(optimizer))
+    }
+
+
+def _kept(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, dict[str, torch.Tensor]]]:
+    """Each weight of an undivided optimizer and what it keeps for it: an fp32 copy of bf16, its state."""
+    pairs = zip(
+        getattr(optimizer, "float16_groups", ()),
+        getattr(optimizer, "fp32_from_float16_groups", ()),
+        strict=True,
+    )
+    weights = {id(copy): of for group, copies in pairs for of, copy in zip(group, copies, strict=True)}
+    for group in optimizer.optimizer.param_groups:
+        for own in group["params"]:
+            copy = {"fp32_param": own} if id(own) in weights else {}
+            states = optimizer.optimizer.state[own].items()
+            yield weights.get(id(own), own), copy | {kind: of for kind, of in states if kind != "step"}
+
+
+def _fill(optimizer: MegatronOptimizer, tensors: dict[int, dict[str, torch.Tensor]], step: int) -> None:
+    """Puts back what `_undivided` named, and the step where the algorithm counts it."""
+    for number, (_, kept) in enumerate(_kept(optimizer)):
+        for kind, tensor in kept.items():
+            tensor.data.copy_(tensors[number][kind])
+    counted = [state["step"] for state in optimizer.optimizer.state.values() if "step" in state]
+    for of_one in counted:
+        of_one.fill_(step)
+    for group in () if counted else optimizer.optimizer.param_groups:
+        group["step"] = step
 
 
 def _named(models: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
@@ -137,25 +188,29 @@ def _native_writer() -> dict[str, Any]:
     return known(dist_checkpointing.save, async_strategy="mcore")
 
 
-def _parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
+def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """Returns the optimizers that are chained; one without parameters on this rank has no state."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
 
 
 def _allocate(optimizer: MegatronOptimizer) -> None:
-    """Gives torch's Adam the state that it would make in its first step.
+    """Gives torch's Adam, and what is not divided, the state that they would make in their first step.
 
     Megatron asks a new optimizer for its step before it saves or loads anything, and fails where torch's Adam
     (used without Transformer Engine and apex) has none yet: it is new, or every update was skipped so far.
     """
-    for inner in (part.optimizer for part in _parts(optimizer)):
-        if inner.state or not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+    for part in _parts(optimizer):
+        inner, config = part.optimizer, part.config
+        torchs_adam = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
+        if inner.state or (isinstance(part, DistributedOptimizer) and not torchs_adam):
             continue
+        momentum = ("momentum_buffer",) if config.sgd_momentum else ()
+        names = momentum if config.optimizer == "sgd" else ("exp_avg", "exp_avg_sq")
         for group in inner.param_groups:
             for parameter in group["params"]:
-                zeros = {name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")}
-                inner.state[parameter] = {"step": torch.tensor(0.0), **zeros}
+                zeros = {name: torch.zeros_like(parameter.data) for name in names}
+                inner.state[parameter] = ({"step": torch.tensor(0.0)} if torchs_adam else {}) | zeros
 
 
 @contextmanager

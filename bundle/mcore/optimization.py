@@ -37,7 +37,7 @@ def data_parallel(
     if config.bf16:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
     settings = DistributedDataParallelConfig(
-        use_distributed_optimizer=True,
+        use_distributed_optimizer=recipe.optimizer.use_distributed_optimizer,
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=options.overlap_grad_reduce,
         overlap_param_gather=options.overlap_param_gather,
@@ -64,20 +64,21 @@ def data_parallel(
 def optimizer(
     recipe: Recipe, chunks: Sequence[DistributedDataParallel], **megatrons: Any
 ) -> MegatronOptimizer:
-    """Adam with its state and the fp32 weights sharded over data-parallel ranks; `megatrons` own options."""
+    """The recipe's optimizer; `megatrons` own options go with it as they are."""
     options, dtype = recipe.optimizer, DTYPES[recipe.model.dtype]
     config = OptimizerConfig(
-        optimizer="adam",
+        optimizer=options.name,
         lr=options.lr,
         min_lr=options.min_lr,
         weight_decay=options.weight_decay,
         adam_beta1=options.betas[0],
         adam_beta2=options.betas[1],
         adam_eps=options.eps,
+        sgd_momentum=options.sgd_momentum,
         clip_grad=options.clip_grad,
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
-        use_distributed_optimizer=True,
+        use_distributed_optimizer=options.use_distributed_optimizer,
         **known(OptimizerConfig, overlap_param_gather=recipe.distributed.overlap_param_gather),
         **megatrons,
     )

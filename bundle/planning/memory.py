@@ -3,11 +3,13 @@ allocates them, and with the activations beside them whether a device has as muc
 
 Megatron's data-parallel wrapper lays parameters in one contiguous buffer and gradients in another, both
 whole on every data-parallel rank; the distributed optimizer divides the rest: with bf16 an fp32 copy of the
-weights, and Adam's two moments in fp32 (DistributedOptimizer._build_model_and_main_param_groups).
+weights, and Adam's two moments in fp32 (DistributedOptimizer._build_model_and_main_param_groups). Without it
+every rank has all of that, and nothing is padded.
 
-A buffer: parameters go in from the last to the first, each at a multiple of 64 elements; a bucket ends at a
-multiple of lcm(ranks, 128), so that every rank's part is equal and aligned (_ParamAndGradBuffer.__init__ in
-0.12 to 0.17, DistributedOptimizer._compute_per_buffer_param_layout from 0.18).
+A buffer with it: parameters go in from the last to the first, each at a multiple of 64 elements; a bucket
+ends at a multiple of lcm(ranks, 128), so that every rank's part is equal and aligned
+(_ParamAndGradBuffer.__init__ in 0.12 to 0.17, DistributedOptimizer._compute_per_buffer_param_layout from
+0.18).
 """
 
 import math
@@ -23,6 +25,7 @@ from bundle.planning.code import EXPERT_GROUPS_BY_ETP, MegatronCode
 from bundle.planning.layout import Chunk, RankLayout
 from bundle.planning.parameters import Parameter, parameters
 from bundle.recipe import Recipe
+from bundle.recipe.sections import Optimizer
 
 FP32, BF16 = 4, 2
 PARAMETER_MULTIPLE = 64
@@ -32,7 +35,7 @@ HEADROOM = 0.1
 
 
 class StateBytes(NamedTuple):
-    """Bytes of one rank. `counters` are the scalar step counts of torch's own Adam."""
+    """Bytes of one rank. `moments` of any optimizer; `counters` are the step counts of torch's own Adam."""
 
     parameters: int = 0
     gradients: int = 0
@@ -103,13 +106,22 @@ class Buffer(NamedTuple):
     buckets: tuple[tuple[int, int], ...]  # [start, end) of each
 
     @classmethod
-    def of(cls, parameters: Sequence[Parameter], ranks: int, bucket_size: int | None = None) -> Self:
+    def of(
+        cls,
+        parameters: Sequence[Parameter],
+        ranks: int,
+        bucket_size: int | None = None,
+        *,
+        divided: bool = True,
+    ) -> Self:
         """The buffer of these parameters (in registration order); `bucket_size` None: all in one bucket.
 
         A bucket closes once it holds `bucket_size` elements. An embedding that two stages share has a bucket
-        of its own.
+        of its own. Only what is `divided` between ranks is padded.
         """
-        multiple = math.lcm(ranks, BUCKET_MULTIPLE)
+        multiple, start_multiple = (
+            (math.lcm(ranks, BUCKET_MULTIPLE), PARAMETER_MULTIPLE) if divided else (1, 1)
+        )
         spans: list[Span] = []
         buckets: list[tuple[int, int]] = []
         start = opened = 0
@@ -119,7 +131,7 @@ class Buffer(NamedTuple):
             return buckets[-1][1]
 
         for parameter in reversed(parameters):
-            start = _up(start, PARAMETER_MULTIPLE)
+            start = _up(start, start_multiple)
             if parameter.shared_embedding and start > opened:
                 start = opened = close(start)
             end = start + parameter.elements
@@ -164,6 +176,7 @@ class StateBuffers(NamedTuple):
     layout: RankLayout
     stages: tuple[tuple[tuple[Buffer, Buffer], ...], ...]  # stage, chunk, (dense, expert)
     bf16: bool
+    optimizer: Optimizer
     traits: LayerTraits
 
     @classmethod
@@ -173,7 +186,7 @@ class StateBuffers(NamedTuple):
             tuple(_buffers(recipe, layout, chunk, traits, code) for chunk in chunks)
             for chunks in layout.stages
         )
-        return cls(layout, stages, recipe.model.dtype == "bf16", traits)
+        return cls(layout, stages, recipe.model.dtype == "bf16", recipe.optimizer, traits)
 
     def rank(self, rank: int) -> StateBytes:
         """The bytes of one rank."""
@@ -194,6 +207,9 @@ class StateBuffers(NamedTuple):
 
     def _steps(self, stage: int) -> list[tuple[int, int, int]]:
         """(rank, elements, tensors) that ranks of a stage keep optimizer state for, from that rank on."""
+        if not self.optimizer.use_distributed_optimizer:
+            spans = [span for buffers in self.stages[stage] for buffer in buffers for span in buffer.spans]
+            return [(0, sum(span.parameter.elements for span in spans), len(spans))]
         # Ranks that differ in tp alone keep the same share of dense buffers; of experts', in etp or ep.
         strides = self.layout.axis("cp").stride, self.layout.axis("expert-dp").stride
         changes = {0: (0, 0)}
@@ -209,12 +225,13 @@ class StateBuffers(NamedTuple):
         return [(rank, *sizes) for rank, sizes in zip(sorted(changes), kept, strict=True) if rank < there]
 
     def _states(self, elements: int, own: int, tensors: int) -> StateBytes:
+        adam, states = self.optimizer.name == "adam", len(self.optimizer.states)
         return StateBytes(
             parameters=elements * (BF16 if self.bf16 else FP32),
             gradients=elements * FP32,
             master=own * FP32 if self.bf16 else 0,
-            moments=own * 2 * FP32,
-            counters=tensors * FP32 if self.traits.adam_counters else 0,
+            moments=own * states * FP32,
+            counters=tensors * FP32 if adam and self.traits.adam_counters else 0,
         )
 
 
@@ -228,7 +245,11 @@ def _buffers(
     experts = [p for p in all_of_them if p.expert and apart]
     dense = [p for p in all_of_them if not (p.expert and apart)]
     bucket = _bucket_size(recipe, layout, chunk)
-    return Buffer.of(dense, ranks, bucket), Buffer.of(experts, layout.size("expert-dp"), bucket)
+    divided = recipe.optimizer.use_distributed_optimizer
+    return (
+        Buffer.of(dense, ranks, bucket, divided=divided),
+        Buffer.of(experts, layout.size("expert-dp"), bucket, divided=divided),
+    )
 
 
 def _bucket_size(recipe: Recipe, layout: RankLayout, chunk: Chunk) -> int | None:

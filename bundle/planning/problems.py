@@ -67,7 +67,8 @@ def layout_problems(
         if not recipe.data.packed:  # a pack is padded
             yield from _fp8_rows(recipe, recipe.model.fp8.scaling)
     unmended = (Action.OWNED, Action.DRIFT, Action.CONFLICT)
-    if any(decision.id == SHARED_EMBEDDING and decision.action in unmended for decision in decisions):
+    divided = recipe.optimizer.use_distributed_optimizer
+    if divided and any(d.id == SHARED_EMBEDDING and d.action in unmended for d in decisions):
         yield from _shared_embedding(recipe, can, layout)
 
 

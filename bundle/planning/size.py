@@ -21,12 +21,12 @@ from bundle.architectures import Architecture, padded_vocabulary
 from bundle.capabilities import LOCAL
 from bundle.planning.layout import whole_model
 from bundle.planning.parameters import Parameter, parameters
-from bundle.recipe import Parallel
+from bundle.recipe import Parallel, Recipe
 
 # Which layers are fused changes no count.
 _TRAITS = LOCAL
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-_OPTIMIZER_BYTES = 12  # of a checkpoint: the weight and Adam's two moments, in fp32
+_FP32, _BF16 = 4, 2
 
 
 class ModelSize(NamedTuple):
@@ -50,9 +50,14 @@ class ModelSize(NamedTuple):
         """The same from the sums over the sequences: their tokens, and their pairs of query and key."""
         return 3 * (tokens * self.flops_per_token + pairs * self.flops_per_pair)
 
-    def checkpoint_bytes(self, dtype: str) -> int:
-        """Bytes of a checkpoint: the weights in the model's arithmetic (bf16 or fp32), and the optimizer."""
-        return self.stored * ((2 if dtype == "bf16" else 4) + _OPTIMIZER_BYTES)
+    def checkpoint_bytes(self, recipe: Recipe) -> int:
+        """Bytes of a checkpoint: the weights in the model's arithmetic, an fp32 copy, the optimizer's state.
+
+        A copy of what is fp32 itself is there where the optimizer's state is divided between ranks.
+        """
+        optimizer, bf16 = recipe.optimizer, recipe.model.dtype == "bf16"
+        in_fp32 = len(optimizer.states) + (bf16 or optimizer.use_distributed_optimizer)
+        return self.stored * ((_BF16 if bf16 else _FP32) + in_fp32 * _FP32)
 
 
 def model_size(architecture: Architecture) -> ModelSize:

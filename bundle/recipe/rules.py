@@ -195,6 +195,7 @@ def _training(recipe: Recipe) -> Iterator[Violation]:
             f"such as --set optimizer.warmup_steps={train.steps // 10}",
         )
     yield from _wsd(recipe)
+    yield from _distributed_optimizer(recipe)
     evaluated = bool(recipe.data.validation or recipe.data.validation_sets)
     if train.early_stop is not None and not (evaluated and train.eval_interval):
         key = "train.eval_interval" if evaluated else "data.validation"
@@ -213,6 +214,19 @@ def _training(recipe: Recipe) -> Iterator[Violation]:
         for violation in recipe.layout_violations(world):
             key, _, reason = violation.partition(": ")
             yield key, reason
+
+
+def _distributed_optimizer(recipe: Recipe) -> Iterator[Violation]:
+    optimizer = recipe.optimizer
+    if not optimizer.use_distributed_optimizer:
+        if recipe.distributed.overlap_param_gather:
+            yield (
+                "distributed.overlap_param_gather",
+                "gathers what optimizer.use_distributed_optimizer divides",
+            )
+    elif optimizer.name != "adam":
+        key = "optimizer.use_distributed_optimizer"
+        yield key, f"megatron-core divides the state of adam alone: false, or null, with {optimizer.name}"
 
 
 def _profile(recipe: Recipe) -> Iterator[Violation]:

@@ -322,9 +322,17 @@ class Train(Section):
 
 
 class Optimizer(Section):
-    """Adam with decoupled weight decay, its state divided between data-parallel ranks."""
+    """The optimizer, by megatron-core's names, and the learning rate of each step."""
 
-    name: Literal["adam"] = Field(default="adam", description="The algorithm.")
+    name: Literal["adam", "sgd"] = Field(
+        default="adam", description="The algorithm: Adam with decoupled weight decay, or SGD with momentum."
+    )
+    use_distributed_optimizer: bool = Field(
+        default=True,
+        json_schema_extra=or_null,
+        description="Divide its state between data-parallel ranks; null or left out: where megatron-core can,"
+        " which is adam's.",
+    )
     lr: Positive = Field(default=1e-3, description="Highest learning rate.")
     min_lr: NotNegative = Field(
         default=0.0,
@@ -342,10 +350,29 @@ class Optimizer(Section):
     wsd_decay_style: Literal["linear", "cosine", "exponential"] | None = Field(
         default=None, description="WSD: how it falls; null: exponential, as in megatron-core."
     )
-    weight_decay: NotNegative = Field(default=0.1, description="Decoupled weight decay.")
-    betas: Pair = Field(default=(0.9, 0.95), description="Decay of the two moments.")
-    eps: Positive = Field(default=1e-8, description="Added to the denominator.")
+    weight_decay: NotNegative = Field(
+        default=0.1,
+        description="Of matrices, not of norms and biases; adam: decoupled, sgd: added to the gradient.",
+    )
+    betas: Pair = Field(default=(0.9, 0.95), description="adam: decay of the two moments.")
+    eps: Positive = Field(default=1e-8, description="adam: added to the denominator.")
+    sgd_momentum: NotNegative = Field(default=0.9, lt=1, description="sgd: decay of the momentum; 0: none.")
     clip_grad: NotNegative = Field(default=1.0, description="Largest gradient norm; 0: no clipping.")
+
+    @model_validator(mode="before")
+    @staticmethod
+    def _complete(given: Any) -> Any:
+        """Divided where megatron-core can, where nobody says."""
+        if isinstance(given, dict) and given.get("use_distributed_optimizer") is None:
+            return given | {"use_distributed_optimizer": given.get("name", "adam") == "adam"}
+        return given
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """What it keeps in fp32 for each weight, by torch's names."""
+        if self.name == "sgd":
+            return ("momentum_buffer",) if self.sgd_momentum else ()
+        return ("exp_avg", "exp_avg_sq")
 
 
 class Distributed(Section):

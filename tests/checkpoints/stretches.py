@@ -23,9 +23,16 @@ class Stretch:
     background: bool = False
     dropout: float = 0.0
     arithmetic: dict[str, Any] = field(default_factory=lambda: {"dtype": "fp32"})
+    optimizer: dict[str, Any] = field(default_factory=dict)
 
     def case(self) -> Case:
-        return Case("stretch", self.parallel, dropout=self.dropout, arithmetic=self.arithmetic)
+        return Case(
+            "stretch",
+            self.parallel,
+            dropout=self.dropout,
+            arithmetic=self.arithmetic,
+            optimizer=self.optimizer,
+        )
 
 
 def run(runtime: Any, folder: Path, plan: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -58,6 +58,20 @@ BACKGROUND = {
     "resumed": {"parallel": EP2, "steps": 2, "load": "ep2"},
 }
 
+SGD = {"arithmetic": {"dtype": "bf16"}, "optimizer": {"name": "sgd", "lr": 0.1}}
+WHOLE = {"optimizer": {"use_distributed_optimizer": False}}
+UNDIVIDED: dict[str, dict[str, Any]] = {
+    f"{name} {kind}": stretch | options
+    for name, options in (("sgd", SGD), ("adam", WHOLE))
+    for kind, stretch in (
+        ("whole", {"parallel": EP2, "steps": 4}),
+        ("saved", {"parallel": EP2, "steps": 2, "save": name}),
+        ("resumed", {"parallel": EP2, "steps": 2, "load": name}),
+        ("as pp2", {"parallel": PP2, "steps": 2, "load": name}),
+        ("as tp2", {"parallel": TP2, "steps": 2, "load": name}),
+    )
+}
+
 
 def far(seen: list[list[float]], expected: list[list[float]]) -> float:
     """The largest relative difference; not a number is larger than any."""
@@ -68,7 +82,7 @@ def far(seen: list[list[float]], expected: list[list[float]]) -> float:
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory, installed: Core) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("stretches")
-    plan = PLAN | SCALES | DROPOUT
+    plan = PLAN | SCALES | DROPOUT | UNDIVIDED
     found: dict[str, Any] = launch("tests.checkpoints.stretches", folder, 2, plan, installed)
     return found
 
@@ -87,6 +101,16 @@ def test_any_layout_loads_any_other_and_the_losses_go_on(seen, name):
     assert far(losses, [step[:-1] for step in seen["whole"]["losses"][2:]]) < 1e-5
     assert far(seen[name]["losses"], seen["whole"]["losses"][2:]) < 1e-4
     assert "random states begin anew" in seen[name]["notes"][0]
+
+
+@pytest.mark.parametrize(("name", "loss"), [("sgd", 1e-3), ("adam", 1e-5)])  # bf16, fp32
+def test_an_optimizer_that_is_not_divided_goes_on_bit_for_bit_and_in_any_layout(seen, name, loss):
+    rest = seen[f"{name} whole"]["losses"][2:]
+    assert seen[f"{name} resumed"]["losses"] == rest
+    for layout in ("as pp2", "as tp2"):
+        found = seen[f"{name} {layout}"]["losses"]
+        assert far([step[:-1] for step in found], [step[:-1] for step in rest]) < loss
+        assert far(found, rest) < 10 * loss
 
 
 def test_delayed_scales_go_on_too(seen):

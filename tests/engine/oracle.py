@@ -58,10 +58,10 @@ def recipe(config: dict[str, Any], parallel: dict[str, int], *, packed: bool) ->
 def compare(bench: Bench, name: str, layout: str) -> float:
     """The largest relative distance of losses, scores, gradients and their norm from the plain model's."""
     config, (parallel, form) = CONFIGS[name], LAYOUTS[layout]
-    wanted, sequences = _wanted(name), _texts(name)
+    wanted, sequences = _wanted(name), sequences_of(name)
     with engine(bench, recipe(config, parallel, packed=form == "thd")) as made:
-        parts = {each.name: each for each in _parameters(made)}
-        _fill(made, megatron_layout(config, drawn(config, SEED)))
+        parts = {each.name: each for each in parameters(made)}
+        fill(made, megatron_layout(config, drawn(config, SEED)))
         batches = micro_batches(made, sequences, form, "token")
         seen = scored(made, batches, sequences)
         made.forward_backward(batches)
@@ -70,13 +70,13 @@ def compare(bench: Bench, name: str, layout: str) -> float:
             seen[f"loss {k}"] = torch.tensor(value, dtype=torch.float64)
         expected = {key: wanted[key] for key in seen}
         for key, (gradient, _) in gradients(made).items():
-            seen[key], expected[key] = gradient.clone(), _part(parts[key], wanted[key])  # `step` clips it
+            seen[key], expected[key] = gradient.clone(), part(parts[key], wanted[key])  # `step` clips it
         seen["norm"], expected["norm"] = torch.tensor(made.step().grad_norm).double(), wanted["norm"]
         return gap(seen, expected)
 
 
 @functools.cache
-def _texts(name: str) -> list[Text]:
+def sequences_of(name: str) -> list[Text]:
     return texts(UNEVEN, CONFIGS[name]["vocab_size"])
 
 
@@ -84,23 +84,23 @@ def _texts(name: str) -> list[Text]:
 def _wanted(name: str) -> Numbers:
     """The plain model's numbers, gradients under megatron's names; once for all layouts of a process."""
     config = CONFIGS[name]
-    found = model.trained(config, drawn(config, SEED), _texts(name), scale=SCALE)
+    found = model.trained(config, drawn(config, SEED), sequences_of(name), scale=SCALE)
     of = {key.removeprefix("gradient "): found.pop(key) for key in list(found) if key.startswith("gradient ")}
     norm = torch.stack([gradient.square().sum() for gradient in of.values()]).sum().sqrt()
     return found | megatron_layout(config, of) | {"norm": norm}
 
 
-def _parameters(of: Engine) -> list[Named]:
+def parameters(of: Engine) -> list[Named]:
     return [each for chunk in of.models for each in naming.parameters(chunk, of.groups)]
 
 
-def _fill(of: Engine, weights: Numbers) -> None:
+def fill(of: Engine, weights: Numbers) -> None:
     """Overwrites every weight of the engine's model, and the biases that steer the choice of experts."""
     names = {}
     with torch.no_grad():
-        for each in _parameters(of):
+        for each in parameters(of):
             names[each.parameter] = each.name
-            each.parameter.copy_(_part(each, weights[each.name]))
+            each.parameter.copy_(part(each, weights[each.name]))
         for chunk in of.models:
             for module in chunk.modules():
                 if getattr(module, "expert_bias", None) is not None:
@@ -108,7 +108,7 @@ def _fill(of: Engine, weights: Numbers) -> None:
                     module.expert_bias.copy_(weights[f"{router}.expert_bias"])
 
 
-def _part(of: Named, whole: torch.Tensor) -> torch.Tensor:
+def part(of: Named, whole: torch.Tensor) -> torch.Tensor:
     """This rank's part of a whole tensor, to which the rows of a padded vocabulary are added."""
     behind = of.whole_shape()[0] - len(whole)
     whole = torch.cat((whole, whole.new_zeros(behind, *whole.shape[1:]))) if behind else whole

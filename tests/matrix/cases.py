@@ -48,6 +48,7 @@ class Case:
     mtp: bool = True
     dropout: float = 0.0
     arithmetic: dict[str, Any] = field(default_factory=lambda: {"dtype": "fp32"})
+    optimizer: dict[str, Any] = field(default_factory=dict)
 
     @property
     def reference(self) -> "Case":
@@ -69,7 +70,7 @@ class Case:
                 "parallel": self.parallel,
                 "data": {"source": "text", "path": ["stdlib"], "sequence_length": LENGTH},
                 "train": {"steps": STEPS, "micro_batch_size": 2, "global_batch_size": ROWS},
-                "optimizer": {"lr": 1e-3, "warmup_steps": 0},
+                "optimizer": {"lr": 1e-3, "warmup_steps": 0, **self.optimizer},
             }
         )
 

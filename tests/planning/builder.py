@@ -39,6 +39,10 @@ CASES: tuple[tuple[int, dict[str, Any], dict[str, Any]], ...] = (
     (2, DEEPSEEK | {"num_nextn_predict_layers": 0}, {"parallel": {"tp": 1, "etp": 2}}),
     (2, DEEPSEEK, {"parallel": {"pp": 2}}),
     (2, DEEPSEEK | {"num_nextn_predict_layers": 2}, {"parallel": {"pp": 2, "vpp": 2}}),
+    (3, QWEN2_TIED, {"optimizer": {"name": "sgd"}}),
+    (2, QWEN2_TIED, {"parallel": {"pp": 2}, "optimizer": {"name": "sgd", "sgd_momentum": 0.0}}),
+    (4, DEEPSEEK, {"parallel": {"tp": 2, "ep": 2, "etp": 1}, "optimizer": {"name": "sgd"}}),
+    (2, DEEPSEEK, {"parallel": {"ep": 2}, "optimizer": {"use_distributed_optimizer": False}}),
 )
 
 
@@ -122,6 +126,9 @@ def _in_the_whole_model(name: str, chunk: Chunk) -> str:
 def allocated(chunks: list[Any], optimizer: Any) -> StateBytes:
     """What megatron's wrapper and optimizer really hold."""
     buffers = [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    # Without the distributed optimizer there is no buffer of parameters; each is a tensor of its own.
+    divided = all(buffer.param_data is not None for buffer in buffers)
+    held = [b.param_data for b in buffers] if divided else [p for c in chunks for p in c.parameters()]
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     parts = [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
     states = [
@@ -130,13 +137,12 @@ def allocated(chunks: list[Any], optimizer: Any) -> StateBytes:
         for state in part.optimizer.state.values()
         for name, tensor in state.items()
     ]
+    copies = "shard_fp32_from_float16_groups" if divided else "fp32_from_float16_groups"
     return StateBytes(
-        parameters=sum(buffer.param_data.nbytes for buffer in buffers),
+        parameters=sum(tensor.nbytes for tensor in held),
         gradients=sum(buffer.grad_data.nbytes for buffer in buffers),
-        master=sum(
-            t.nbytes for part in parts for group in part.shard_fp32_from_float16_groups for t in group
-        ),
-        moments=sum(tensor.nbytes for name, tensor in states if name != "step"),
+        master=sum(t.nbytes for part in parts for group in getattr(part, copies, ()) for t in group),
+        moments=sum(tensor.nbytes for name, tensor in states if name != "step" and tensor is not None),
         counters=sum(tensor.nbytes for name, tensor in states if name == "step"),
     )
 

@@ -1,6 +1,7 @@
 """Parameters and FLOPs of every family: as plain PyTorch's own models have them, and torch counts them."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bundle.architectures import from_config
 from bundle.planning.size import model_size
+from tests.planning.jobs import job
 from tests.reference import model
 from tests.reference.configs import CONFIGS
 from tests.reference.weights import drawn, shapes
@@ -60,5 +62,14 @@ def test_a_checkpoint_has_the_rows_of_padding_in_every_arithmetic():
     config = CONFIGS["llama"]
     size = model_size(from_config(config))
     rows = 2 * (128 - config["vocab_size"]) * config["hidden_size"]
-    assert size.checkpoint_bytes("bf16") == (size.parameters + rows) * (2 + 4 + 4 + 4)
-    assert size.checkpoint_bytes("fp32") == (size.parameters + rows) * (4 + 4 + 4 + 4)
+    stored = size.parameters + rows
+
+    def bytes_of(dtype: str, **optimizer: Any) -> int:
+        return size.checkpoint_bytes(job(config, model={"dtype": dtype}, optimizer=optimizer))
+
+    assert bytes_of("bf16") == stored * (2 + 4 + 4 + 4)
+    assert bytes_of("fp32") == stored * (4 + 4 + 4 + 4)
+    assert bytes_of("bf16", use_distributed_optimizer=False) == stored * (2 + 4 + 4 + 4)
+    assert bytes_of("fp32", use_distributed_optimizer=False) == stored * (4 + 4 + 4)
+    assert bytes_of("bf16", name="sgd") == stored * (2 + 4 + 4)
+    assert bytes_of("fp32", name="sgd", sgd_momentum=0.0) == stored * 4

@@ -51,6 +51,16 @@ BROKEN = [
     ),
     ("demo", ["optimizer.wsd_decay_steps=20"], "belongs to schedule WSD"),
     ("demo", ["optimizer.wsd_decay_style=linear"], "belongs to schedule WSD"),
+    ("demo", ["optimizer={name: sgd, use_distributed_optimizer: true}"], "divides the state of adam alone"),
+    ("demo", ["optimizer={name: sgd, sgd_momentum: 1}"], "must be less than 1"),
+    (
+        "demo",
+        [
+            "optimizer={use_distributed_optimizer: false}",
+            "distributed={overlap_grad_reduce: true, overlap_param_gather: true}",
+        ],
+        "gathers what optimizer.use_distributed_optimizer divides",
+    ),
     ("demo", ["train.early_stop={patience: 2}", "data.validation=0"], "data.validation 0 makes none"),
     ("demo", ["train.early_stop={patience: 2}", "train.eval_interval=0"], "train.eval_interval 0 makes none"),
     ("demo", ["distributed.overlap_param_gather=true"], "overlap_grad_reduce"),
