@@ -21,7 +21,7 @@ NPU_PIP := $(NPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-c
 HERE    := not matrix and not releases and not images and not npu
 export BUNDLE_RELEASES = $(abspath $(RELEASES))
 
-.PHONY: demo lint test matrix matrix-new releases npu-contract bench images locks clean
+.PHONY: demo lint test matrix matrix-new releases foreign npu-contract bench images locks clean
 
 # Exactly what is locked, with its hash; then torch, whose build, and what that needs, differs by machine.
 $(RUN): pyproject.toml images/locks/cpu.demo.txt images/locks/cpu.torch.txt
@@ -69,6 +69,9 @@ matrix-new: $(DEVELOP)  ## the same for releases that nobody has reviewed yet
 releases: $(DEVELOP)  ## every supported minor: packing, MTP, replay, FP8, checkpoints, seeds/ and upstream/ (long)
 	$(VENV)/bin/python -m tests.matrix.fetch $(RELEASES)
 	$(VENV)/bin/python -m pytest -m releases
+
+foreign: $(DEVELOP)  ## audits of what frameworks pin, beside their own code; TREE=FOLDER of their clones
+	TREE='$(abspath $(TREE))' $(VENV)/bin/python -m pytest -m releases -rs tests/history/test_foreign.py
 
 npu-contract: $(NPU)  ## the real torch-npu over stand-ins for CANN: what can be told without an NPU
 	$(NPU_VENV)/bin/python -m tests.npu

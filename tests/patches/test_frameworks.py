@@ -151,6 +151,10 @@ CONDITIONS = {
         {"a.py": f"@register_patch('loss', backend='megatron')\n{inside(MENDED)}"},
         "@register_patch('loss'",
     ),
+    "a namesake of another file is called": (
+        {"a.py": inside(MENDED), "b.py": "def apply_patch():\n    pass\n\napply_patch()\n"},
+        "apply_patch() is called",
+    ),
     "a namesake is called": (
         {"a.py": inside(MENDED), "b.py": "from torch.other import apply_patch\napply_patch()\n"},
         "apply_patch() is called",
