@@ -185,6 +185,16 @@ def test_many_at_once_make_it_once(tmp_path, encoded):
     assert content(tmp_path / "data") == content(tmp_path / "alone")
 
 
+def test_who_waited_takes_what_was_made_meanwhile(tmp_path, monkeypatch, encoded):
+    made = recipe(write_rows(tmp_path / "rows.jsonl"))
+    prepare(made, tmp_path / "data")
+    encoded.clear()
+    first, look = [None], store.open_store  # at its first look there was nothing yet
+    monkeypatch.setattr(cache, "open_store", lambda path: first.pop() if first else look(path))
+    prepare(made, tmp_path / "data")
+    assert not first and not encoded
+
+
 def test_the_same_content_anywhere_is_the_same_data_and_any_other_is_not(tmp_path, encoded):
     path = write_rows(tmp_path / "rows.jsonl")
     prepare(recipe(path), tmp_path / "data")
