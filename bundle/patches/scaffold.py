@@ -39,19 +39,15 @@ PATCHES = (
 '''
 _WRAPPER = '''"""{title}."""
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
+from bundle.wrappers import Function, around
 
-def mended(original: Callable[..., Any]) -> Callable[..., Any]:
+
+@around
+def mended(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Returns the target with the defect mended around it; nothing of its body is copied."""
-
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(self, *args, **kwargs)  # change what goes in, or what comes out
-
-    return method
+    return original(self, *args, **kwargs)  # change what goes in, or what comes out
 '''
 _MEASUREMENT = '''"""{title}: a run against one that does not meet the defect."""
 

@@ -4,37 +4,31 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from bundle.mcore import unpickling
+from bundle.wrappers import Function, around
 
 
-def name_the_format(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def name_the_format(original: Function, *args: Any, **kwargs: Any) -> Any:
     """Returns `FileSystemWriterAsync.write_preloaded_data` that works with torch 2.8 and later (0.12).
 
     There torch's `_write_item` has one more argument, which 0.12 does not pass.
     """
     module: Any = sys.modules[original.__module__]
+    write_item = module._write_item
+    if "serialization_format" not in inspect.signature(write_item).parameters:
+        return original(*args, **kwargs)
+    from torch.distributed.checkpoint.filesystem import SerializationFormat
 
-    @functools.wraps(original)
-    def write_preloaded_data(*args: Any, **kwargs: Any) -> Any:
-        write_item = module._write_item
-        if "serialization_format" not in inspect.signature(write_item).parameters:
-            return original(*args, **kwargs)
-        from torch.distributed.checkpoint.filesystem import SerializationFormat
-
-        module._write_item = functools.partial(
-            write_item, serialization_format=SerializationFormat.TORCH_SAVE
-        )
-        try:  # mcore calls this in a child process of its own, so that no thread sees the name change
-            return original(*args, **kwargs)
-        finally:
-            module._write_item = write_item
-
-    return write_preloaded_data
+    module._write_item = functools.partial(write_item, serialization_format=SerializationFormat.TORCH_SAVE)
+    try:  # mcore calls this in a child process of its own, so that no thread sees the name change
+        return original(*args, **kwargs)
+    finally:
+        module._write_item = write_item
 
 
 def with_product(original: types.ModuleType) -> types.ModuleType:
@@ -44,53 +38,42 @@ def with_product(original: types.ModuleType) -> types.ModuleType:
     return older
 
 
-def data_only(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def data_only(original: Function, *args: Any, **kwargs: Any) -> Any:
     """Returns a loader of common state that unpickles data only, as 0.14 does.
 
     A checkpoint is somebody's file, and unpickling it freely runs whatever is in it.
     """
-
-    @functools.wraps(original)
-    def load(*args: Any, **kwargs: Any) -> Any:
-        with unpickling.weights_only():
-            return original(*args, **kwargs)
-
-    return load
+    with unpickling.weights_only():
+        return original(*args, **kwargs)
 
 
-def reshardable_by_default(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def reshardable_by_default(
+    original: Function,
+    self: Any,
+    model_sharded_state_dict: Any = None,
+    is_loading: bool = False,
+    sharding_type: str | None = None,
+    metadata: Any = None,
+) -> Any:
     """Returns `DistributedOptimizer.sharded_state_dict` whose default form can be saved (0.16 and later)."""
-
-    @functools.wraps(original)
-    def sharded_state_dict(
-        self: Any,
-        model_sharded_state_dict: Any = None,
-        is_loading: bool = False,
-        sharding_type: str | None = None,
-        metadata: Any = None,
-    ) -> Any:
-        asked = dict(metadata or {})
-        if sharding_type is None and not getattr(self.ddp_config, "use_megatron_fsdp", False):
-            asked.setdefault("distrib_optim_sharding_type", "fully_reshardable")
-        return original(self, model_sharded_state_dict or {}, is_loading, sharding_type, asked)
-
-    return sharded_state_dict
+    asked = dict(metadata or {})
+    if sharding_type is None and not getattr(self.ddp_config, "use_megatron_fsdp", False):
+        asked.setdefault("distrib_optim_sharding_type", "fully_reshardable")
+    return original(self, model_sharded_state_dict or {}, is_loading, sharding_type, asked)
 
 
-def steps_as_loaded(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def steps_as_loaded(original: Function, self: Any, state_dict: Any) -> Any:
     """Returns `DistributedOptimizer.load_parameter_state_from_dp_reshardable` that leaves Adam's steps alone.
 
     They come with the parameter groups and are there already. The shards bring those of the time when the
     places to load into were made.
     """
-
-    @functools.wraps(original)
-    def load_parameter_state_from_dp_reshardable(self: Any, state_dict: Any) -> Any:
-        states = self.optimizer.state
-        steps = {p: s["step"].clone() for p, s in states.items() if torch.is_tensor(s.get("step"))}
-        loaded = original(self, state_dict)
-        for parameter, step in steps.items():
-            states[parameter]["step"] = step
-        return loaded
-
-    return load_parameter_state_from_dp_reshardable
+    states = self.optimizer.state
+    steps = {p: s["step"].clone() for p, s in states.items() if torch.is_tensor(s.get("step"))}
+    loaded = original(self, state_dict)
+    for parameter, step in steps.items():
+        states[parameter]["step"] = step
+    return loaded

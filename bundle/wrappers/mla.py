@@ -3,33 +3,29 @@
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
 from bundle.mcore.context import Slot
+from bundle.wrappers import Function, around
 
-_whole_rotary_table = Slot(False)
+tables_stay_whole = Slot(False)  # those of rotary positions, in `whole_table`
 
 
-def pad_value(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def pad_value(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     """Returns `MultiLatentAttention.__init__` that gives packed values the width of the queries.
 
     Flash kernels take packed input only with one width for all heads. The padding is cut off again
     before the layer flattens its heads. Hooks on the new instance, whatever attention its backend built.
     """
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if getattr(self.config, "experimental_attention_variant", None) is None:
-            width = self.config.v_head_dim
-            self.core_attention.register_forward_pre_hook(functools.partial(_widen, width), with_kwargs=True)
-            self.core_attention.register_forward_hook(functools.partial(_narrow, width), with_kwargs=True)
-
-    return __init__
+    original(self, *args, **kwargs)
+    if getattr(self.config, "experimental_attention_variant", None) is None:
+        width = self.config.v_head_dim
+        self.core_attention.register_forward_pre_hook(functools.partial(_widen, width), with_kwargs=True)
+        self.core_attention.register_forward_hook(functools.partial(_narrow, width), with_kwargs=True)
 
 
 def _widen(width: int, attention: Any, args: Any, kwargs: Any) -> Any:
@@ -56,73 +52,60 @@ def _is_packed(kwargs: Any) -> bool:
     return packed is not None and packed.qkv_format == "thd"
 
 
-def packed_heads(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def packed_heads(
+    original: Function,
+    self: Any,
+    hidden_states: torch.Tensor,
+    key_value_states: Any = None,
+    position_ids: Any = None,
+    packed_seq_params: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Returns `MLASelfAttention.get_query_key_value_tensors` for packed input, as 0.14 has it.
 
     Below, it reads the boundaries without padding, lets YaRN cut its table by context-parallel rank, and
     in 0.12 keeps a batch dimension of 1. Returns query, key, value: [t, n, width].
     """
-
-    @functools.wraps(original)
-    def get_query_key_value_tensors(
-        self: Any,
-        hidden_states: torch.Tensor,
-        key_value_states: Any = None,
-        position_ids: Any = None,
-        packed_seq_params: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        packed = packed_seq_params
-        if packed is None or packed.qkv_format != "thd":
-            return original(self, hidden_states, key_value_states, position_ids, packed, *args, **kwargs)
-        if packed.cu_seqlens_q_padded is not None:
-            packed = copy.copy(packed)
-            packed.cu_seqlens_q, packed.cu_seqlens_kv = (
-                packed.cu_seqlens_q_padded,
-                packed.cu_seqlens_kv_padded,
-            )
-        with _whole_rotary_table.set(True):
-            heads = original(self, hidden_states, key_value_states, position_ids, packed, *args, **kwargs)
-        return tuple(x.squeeze(1) if x.ndim == 4 else x for x in heads)
-
-    return get_query_key_value_tensors
+    packed = packed_seq_params
+    if packed is None or packed.qkv_format != "thd":
+        return original(self, hidden_states, key_value_states, position_ids, packed, *args, **kwargs)
+    if packed.cu_seqlens_q_padded is not None:
+        packed = copy.copy(packed)
+        packed.cu_seqlens_q = packed.cu_seqlens_q_padded
+        packed.cu_seqlens_kv = packed.cu_seqlens_kv_padded
+    with tables_stay_whole.set(True):
+        heads = original(self, hidden_states, key_value_states, position_ids, packed, *args, **kwargs)
+    return tuple(x.squeeze(1) if x.ndim == 4 else x for x in heads)
 
 
-def whole_table(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns YaRN's `get_pos_emb_on_this_cp_rank` that leaves the table whole for packed input.
+@around
+def whole_table(original: Function, table: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Returns `get_pos_emb_on_this_cp_rank`, as rotary embeddings see it, that may leave a table whole.
 
-    Each packed sequence takes its own positions from it.
+    Each packed sequence then takes its own positions from it.
     """
-
-    @functools.wraps(original)
-    def get_pos_emb_on_this_cp_rank(table: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return table if _whole_rotary_table.get() else original(table, *args, **kwargs)
-
-    return get_pos_emb_on_this_cp_rank
+    return table if tables_stay_whole.get() else original(table, *args, **kwargs)
 
 
-def packed_rotary(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def packed_rotary(original: Function, t: torch.Tensor, freqs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Returns `apply_rotary_pos_emb`, as multi-latent attention sees it, for packed input below 0.14.
 
     Its caller has cut the table to as many rows as this rank has tokens, which is too few for a sequence
     that is spread over several ranks: the rows are still there, behind the slice.
     """
-
-    @functools.wraps(original)
-    def apply_rotary_pos_emb(t: torch.Tensor, freqs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("cu_seqlens") is None:
-            return original(t, freqs, *args, **kwargs)
-        rows = freqs.untyped_storage().nbytes() // freqs.element_size() // freqs.stride(0)
-        table = freqs.as_strided((rows, *freqs.shape[1:]), freqs.stride(), 0)
-        if t.ndim == 4:  # [t, 1, n, width] in 0.12
-            return original(t.squeeze(1), table, *args, **kwargs).unsqueeze(1)
-        return original(t, table, *args, **kwargs)
-
-    return apply_rotary_pos_emb
+    if kwargs.get("cu_seqlens") is None:
+        return original(t, freqs, *args, **kwargs)
+    rows = freqs.untyped_storage().nbytes() // freqs.element_size() // freqs.stride(0)
+    table = freqs.as_strided((rows, *freqs.shape[1:]), freqs.stride(), 0)
+    if t.ndim == 4:  # [t, 1, n, width] in 0.12
+        return original(t.squeeze(1), table, *args, **kwargs).unsqueeze(1)
+    return original(t, table, *args, **kwargs)
 
 
-def plain_query_projection(original: Callable[..., Any]) -> Callable[..., Any]:
+def plain_query_projection(original: Function) -> Function:
     """Returns `MLASelfAttention._resolve_qk_norm_config` that leaves uncompressed queries without a norm.
 
     Their projection is the spec's own, as it was before 0.19.
@@ -150,58 +133,43 @@ def duplicated_linear(original: Any) -> type:
     return DuplicatedLinear
 
 
-def sum_rotary_key(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def sum_rotary_key(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     """Returns `MLASelfAttention.__init__` whose rotary keys get their gradient from the heads of all ranks.
 
     By a hook on the down projection, where each rank makes the whole of it. The compressed part behind the
     same projection has its sum already: that of the up projection's input.
     """
+    original(self, *args, **kwargs)
+    group = _ranks(self)
+    widths = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
 
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        group = _ranks(self)
-        if group is None:
-            return
+    def whole(_module: Any, _given: Any, output: Any) -> Any:
+        combined, *rest = output
+        if combined.shape[-1] != sum(widths):  # split over the ranks
+            return output
+        latent, rotary = combined.split(widths, dim=-1)
+        if rotary.requires_grad:
+            rotary.register_hook(functools.partial(summed, group=group))
+        return (torch.cat([latent, rotary], dim=-1), *rest)
 
-        def summed(gradient: torch.Tensor) -> torch.Tensor:
-            gradient = gradient.clone(memory_format=torch.contiguous_format)
-            torch.distributed.all_reduce(gradient, group=group)
-            return gradient
-
-        widths = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
-
-        def whole(_module: Any, _given: Any, output: Any) -> Any:
-            combined, *rest = output
-            if combined.shape[-1] != sum(widths):  # split over the ranks
-                return output
-            latent, rotary = combined.split(widths, dim=-1)
-            if rotary.requires_grad:
-                rotary.register_hook(summed)
-            return (torch.cat([latent, rotary], dim=-1), *rest)
-
+    if group is not None:
         self.linear_kv_down_proj.register_forward_hook(whole)
 
-    return __init__
 
-
-def share_out_query_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def share_out_query_norm(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     """Returns `MLASelfAttention.__init__` whose norm of compressed queries has one rank's part of a gradient.
 
     The sum over the ranks, which is to come, then is the whole. A norm that is part of a projection goes by
     another name and is not summed.
     """
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        group = _ranks(self)
-        if group is None or not self.config.qk_layernorm or self.config.q_lora_rank is None:
-            return
-        for parameter in self.q_layernorm.parameters():
-            parameter.register_hook(lambda gradient: gradient / group.size())
-
-    return __init__
+    original(self, *args, **kwargs)
+    group = _ranks(self)
+    if group is None or not self.config.qk_layernorm or self.config.q_lora_rank is None:
+        return
+    for parameter in self.q_layernorm.parameters():
+        parameter.register_hook(lambda gradient: gradient / group.size())
 
 
 def _ranks(attention: Any) -> Any:
@@ -209,3 +177,10 @@ def _ranks(attention: Any) -> Any:
     collection = getattr(attention, "pg_collection", None) or attention.model_comm_pgs  # the latter to 0.14
     group = collection.tp
     return None if attention.config.sequence_parallel or group.size() == 1 else group
+
+
+def summed(gradient: torch.Tensor, group: Any) -> torch.Tensor:
+    """The sum of a gradient over the ranks of a group; what is given is left alone."""
+    gradient = gradient.clone(memory_format=torch.contiguous_format)
+    torch.distributed.all_reduce(gradient, group=group)
+    return gradient

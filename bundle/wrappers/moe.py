@@ -10,9 +10,10 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from bundle.mcore.context import Slot
+from bundle.wrappers import Function, around
 
 
-def per_token_over_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
+def per_token_over_ranks(original: Function) -> Function:
     """Returns the schedules' forward step whose losses per token count for all ranks of a micro-batch.
 
     Routers weigh them by the tokens that one rank sees, and all gradients are divided by those of all ranks.
@@ -20,7 +21,7 @@ def per_token_over_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
     return _weighing(original, lambda config: config.calculate_per_token_loss, _tensor_and_context)
 
 
-def mean_over_context(original: Callable[..., Any]) -> Callable[..., Any]:
+def mean_over_context(original: Function) -> Function:
     """Returns the schedules' forward step whose mean losses count for all context-parallel ranks (to 0.15).
 
     Gradients are averaged over those ranks, of which each has its part of the loss.
@@ -36,9 +37,7 @@ def _tensor_and_context() -> int:
     return int(parallel_state.get_tensor_and_context_parallel_group().size())
 
 
-def _weighing(
-    original: Callable[..., Any], concerns: Callable[[Any], bool], factor: Callable[[], int]
-) -> Callable[..., Any]:
+def _weighing(original: Function, concerns: Callable[[Any], bool], factor: Callable[[], int]) -> Function:
     """The original, after which the scale that it has set is larger; from 0.14 the inner of two functions."""
     inner = original.__globals__.get("forward_step_calc_loss")
     if inner is not None and original.__name__ != inner.__name__:
@@ -56,131 +55,105 @@ def _weighing(
     return step
 
 
-def every_sequence(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def every_sequence(
+    original: Function,
+    self: Any,
+    probs: Any,
+    scores: Any,
+    routing_map: Any,
+    seq_length: int,
+    bsz: int,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Returns `TopKRouter._apply_seq_aux_loss` whose loss per token counts for all rows (0.16 to 0.18).
 
     What it hands over to be weighed by is the tokens of a single row.
     """
+    attach = self.attach_and_log_load_balancing_loss
 
-    @functools.wraps(original)
-    def apply(
-        self: Any,
-        probs: Any,
-        scores: Any,
-        routing_map: Any,
-        seq_length: int,
-        bsz: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        attach = self.attach_and_log_load_balancing_loss
+    @functools.wraps(attach)
+    def of_all_rows(*given: Any, valid_token_count: Any, **more: Any) -> Any:
+        return attach(*given, valid_token_count=valid_token_count * bsz, **more)
 
-        @functools.wraps(attach)
-        def of_all_rows(*given: Any, valid_token_count: Any, **more: Any) -> Any:
-            return attach(*given, valid_token_count=valid_token_count * bsz, **more)
-
-        self.attach_and_log_load_balancing_loss = of_all_rows
-        try:
-            return original(self, probs, scores, routing_map, seq_length, bsz, *args, **kwargs)
-        finally:
-            del self.attach_and_log_load_balancing_loss
-
-    return apply
+    self.attach_and_log_load_balancing_loss = of_all_rows
+    try:
+        return original(self, probs, scores, routing_map, seq_length, bsz, *args, **kwargs)
+    finally:
+        del self.attach_and_log_load_balancing_loss
 
 
-def exact_counts(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def exact_counts(original: Function, self: Any) -> None:
     """Returns `TopKRouter._maintain_float32_expert_bias` that keeps the counts in float32 as well.
 
     The wrapper for mixed precision makes them bf16, which has no 257. Called before each forward pass.
     """
-
-    @functools.wraps(original)
-    def maintain(self: Any) -> None:
-        original(self)
-        counts = getattr(self, "local_tokens_per_expert", None)
-        if counts is not None and counts.dtype != torch.float32:
-            counts.data = counts.data.to(torch.float32)
-
-    return maintain
+    original(self)
+    counts = getattr(self, "local_tokens_per_expert", None)
+    if counts is not None and counts.dtype != torch.float32:
+        counts.data = counts.data.to(torch.float32)
 
 
 _over_the_window = Slot(False)
 
 
-def one_mask_for_all_experts(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def one_mask_for_all_experts(
+    original: Function, self: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None
+) -> Any:
     """Returns `TopKRouter._apply_expert_bias` that takes the mask [t] for every expert of the map [t, e]."""
-
-    @functools.wraps(original)
-    def _apply_expert_bias(
-        self: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None
-    ) -> Any:
-        if padding_mask is not None and padding_mask.ndim == 1:
-            padding_mask = padding_mask.unsqueeze(-1)
-        return original(self, routing_map, padding_mask=padding_mask)
-
-    return _apply_expert_bias
+    if padding_mask is not None and padding_mask.ndim == 1:
+        padding_mask = padding_mask.unsqueeze(-1)
+    return original(self, routing_map, padding_mask=padding_mask)
 
 
-def sum_of_a_copy(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def sum_of_a_copy(original: Function, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Returns `reduce_from_tensor_model_parallel_region`, as the routers see it, that leaves its input alone.
 
     The sum over the ranks is taken in place, and the caller goes on to read what it has summed as its own.
     """
-
-    @functools.wraps(original)
-    def reduce_from_tensor_model_parallel_region(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return original(tensor.clone(), *args, **kwargs)
-
-    return reduce_from_tensor_model_parallel_region
+    return original(tensor.clone(), *args, **kwargs)
 
 
-def over_the_window(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def over_the_window(original: Function, *args: Any, **kwargs: Any) -> Any:
     """Returns `TopKRouter._apply_global_aux_loss` in which `counts_like_these_tokens` is at work."""
-
-    @functools.wraps(original)
-    def _apply_global_aux_loss(*args: Any, **kwargs: Any) -> Any:
-        with _over_the_window.set(True):
-            return original(*args, **kwargs)
-
-    return _apply_global_aux_loss
+    with _over_the_window.set(True):
+        return original(*args, **kwargs)
 
 
-def counts_like_these_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def counts_like_these_tokens(
+    original: Function,
+    probs: torch.Tensor,
+    tokens_per_expert: torch.Tensor,
+    total_num_tokens: Any,
+    topk: int,
+    *args: Any,
+    **kw: Any,
+) -> Any:
     """Returns `switch_load_balancing_loss_func`, as the routers see it, for counts of other tokens.
 
     The counts of the global loss are an average over the micro-batches so far, but are divided by this
     one's tokens: they are brought to as many choices, [tokens x topk], as the division expects.
     """
-
-    @functools.wraps(original)
-    def switch_load_balancing_loss_func(
-        probs: torch.Tensor,
-        tokens_per_expert: torch.Tensor,
-        total_num_tokens: Any,
-        topk: int,
-        *args: Any,
-        **kw: Any,
-    ) -> Any:
-        if _over_the_window.get():
-            share = tokens_per_expert / tokens_per_expert.sum().clamp(min=1)
-            tokens_per_expert = share * (total_num_tokens * topk)
-        return original(probs, tokens_per_expert, total_num_tokens, topk, *args, **kw)
-
-    return switch_load_balancing_loss_func
+    if _over_the_window.get():
+        share = tokens_per_expert / tokens_per_expert.sum().clamp(min=1)
+        tokens_per_expert = share * (total_num_tokens * topk)
+    return original(probs, tokens_per_expert, total_num_tokens, topk, *args, **kw)
 
 
-def splits_on_host(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def splits_on_host(original: Function, tensor: Any, as_numpy: bool = False, *args: Any, **kwargs: Any) -> Any:
     """Returns `maybe_move_tensor_to_cpu` that makes numbers of a tensor which is on the cpu already.
 
     The original converts only what it has moved, and the all-to-all wants its split sizes as numbers.
     """
-
-    @functools.wraps(original)
-    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, *args: Any, **kwargs: Any) -> Any:
-        moved = original(tensor, as_numpy, *args, **kwargs)
-        return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
-
-    return maybe_move_tensor_to_cpu
+    moved = original(tensor, as_numpy, *args, **kwargs)
+    return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
 
 
 def without_te_gemm(original: Any) -> None:
@@ -188,3 +161,22 @@ def without_te_gemm(original: Any) -> None:
 
     There it asks whether the name is None, and nothing has bound it.
     """
+
+
+@around
+def release_graph(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns `MoELayer.forward` whose token dispatcher keeps no part of the autograd graph.
+
+    It keeps the router's probabilities until its next forward pass, and with them the leaves of the graph
+    of a recomputation: the input of the layer and the gradient of that input, for every MoE layer.
+    """
+    output = original(self, *args, **kwargs)
+    dispatcher = self.token_dispatcher
+    for holder in (dispatcher, getattr(dispatcher, "_comm_manager", None)):
+        kept = vars(holder) if holder is not None else {}
+        kept.update({k: v.detach() for k, v in kept.items() if _is_in_graph(v)})
+    return output
+
+
+def _is_in_graph(value: Any) -> bool:
+    return torch.is_tensor(value) and value.grad_fn is not None

@@ -1,67 +1,120 @@
-"""The distributed optimizer without Transformer Engine, and the one that keeps its state on the host."""
+"""A step of the optimizer: what gradients are divided by, where they lie, whose norm; and one on the host."""
 
-import functools
-from collections.abc import Callable, Sized
+import math
+from collections.abc import Sized
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+
+from bundle.wrappers import Function, around
 
 
-def quantize_only_what_there_is(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def count_tokens_of_all_ranks(original: Function, model: Any, num_tokens: torch.Tensor | None = None) -> Any:
+    """Returns `finalize_model_grads` that counts the tokens of all context-parallel ranks (0.12).
+
+    mcore sums the gradients over data and context parallel ranks and the tokens over data parallel ones.
+    """
+    if num_tokens is not None:
+        torch.distributed.all_reduce(num_tokens, group=parallel_state.get_context_parallel_group())
+    return original(model, num_tokens)
+
+
+@around
+def start_behind_padding(original: Function, self: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:
+    """Returns `_ParamAndGradBuffer.__init__` that lays a shared embedding out as 0.13 does (0.12).
+
+    Its bucket starts behind padding, but it does so itself only where the data-parallel size does not divide
+    the end of what is before it: else it reaches into the bucket before. So that size is meanwhile one that
+    the padding is made of, a multiple of the true one; where everything was in place, nothing moves.
+    """
+    padding = 2**16 if ddp_config.pad_buckets_for_high_nccl_busbw else 128
+    owner, name = type(self), "data_parallel_world_size"
+
+    def unit(buffer: Any) -> int:
+        return math.lcm(vars(buffer)[name], padding)
+
+    def keep(buffer: Any, size: int) -> None:
+        vars(buffer)[name] = size
+
+    self.__class__ = type(owner.__name__, (owner,), {name: property(unit, keep)})
+    try:
+        original(self, ddp_config, *args, **kwargs)
+    finally:
+        self.__class__ = owner
+
+
+@around
+def count_whole_weights_once(
+    original: Function, self: torch.nn.Module, *args: Any, parallel_mode: str | None, **kwargs: Any
+) -> None:
+    """Returns TELinear's `__init__` that marks no duplicated weight as one rank's share (to 0.16).
+
+    Transformer Engine marks the weight of every linear layer.
+    """
+    original(self, *args, parallel_mode=parallel_mode, **kwargs)
+    if parallel_mode == "duplicated":
+        for parameter in self.parameters():
+            parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
+
+
+@around
+def count_expert_weights(
+    original: Function, self: torch.nn.Module, *args: Any, parallel_mode: str | None, **kwargs: Any
+) -> None:
+    """Returns TEGroupedLinear's `__init__` that marks every expert's weights as one rank's share (to 0.18).
+
+    They are, whether experts are split or shared out. Transformer Engine marks them itself to 2.12. A bias
+    behind a row-parallel product is whole on every rank.
+    """
+    original(self, *args, parallel_mode=parallel_mode, **kwargs)
+    for name, parameter in self.named_parameters(recurse=False):
+        if parallel_mode == "column" or (parallel_mode == "row" and name.startswith("weight")):
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+
+@around
+def quantize_only_what_there_is(original: Function, model_params: Sized, *args: Any, **kwargs: Any) -> Any:
     """Returns `quantize_param_shard` that does nothing for no FP8 parameters.
 
     Every optimizer step calls it, and the original refuses without Transformer Engine before it looks.
     """
-
-    @functools.wraps(original)
-    def quantize_param_shard(model_params: Sized, *args: Any, **kwargs: Any) -> Any:
-        return original(model_params, *args, **kwargs) if len(model_params) else None
-
-    return quantize_param_shard
+    return original(model_params, *args, **kwargs) if len(model_params) else None
 
 
-def every_copy(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def every_copy(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     """Returns `DistributedOptimizer._copy_model_params_to_main_params` that reaches what is stepped.
 
     The original leaves early where the inner optimizer is a HybridDeviceOptimizer: so it is run once more
     without one, which fills this rank's fp32 shards, and then the inner optimizer's copies are filled.
     """
-
-    @functools.wraps(original)
-    def _copy_model_params_to_main_params(self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    hybrid = self.optimizer
+    fsdp = ("use_megatron_fsdp", "use_custom_fsdp")
+    if not hasattr(hybrid, "param_to_inner_param") or any(getattr(self.ddp_config, f, False) for f in fsdp):
+        return
+    self.optimizer = None
+    try:
         original(self, *args, **kwargs)
-        hybrid = self.optimizer
-        sharded_by_fsdp = getattr(self.ddp_config, "use_megatron_fsdp", False) or getattr(
-            self.ddp_config, "use_custom_fsdp", False
-        )
-        if not hasattr(hybrid, "param_to_inner_param") or sharded_by_fsdp:
-            return
-        self.optimizer = None
-        try:
-            original(self, *args, **kwargs)
-        finally:
-            self.optimizer = hybrid
-        with torch.no_grad():
-            for parameter, stepped in hybrid.param_to_inner_param.items():
-                if stepped is not parameter:
-                    stepped.copy_(parameter)
-
-    return _copy_model_params_to_main_params
+    finally:
+        self.optimizer = hybrid
+    with torch.no_grad():
+        for parameter, stepped in hybrid.param_to_inner_param.items():
+            if stepped is not parameter:
+                stepped.copy_(parameter)
 
 
-def those_with_a_copy(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def those_with_a_copy(original: Function, self: Any) -> None:
     """Returns `HybridDeviceOptimizer._update_fp32_params_by_new_state` for parameters that are fp32 too.
 
     They are stepped themselves and have no fp32 copy to fill, which the original looks up.
     """
-
-    @functools.wraps(original)
-    def _update_fp32_params_by_new_state(self: Any) -> None:
-        states = self.state
-        self.state = {p: state for p, state in states.items() if p in self.param_to_fp32_param}
-        try:
-            original(self)
-        finally:
-            self.state = states
-
-    return _update_fp32_params_by_new_state
+    states = self.state
+    self.state = {p: state for p, state in states.items() if p in self.param_to_fp32_param}
+    try:
+        original(self)
+    finally:
+        self.state = states

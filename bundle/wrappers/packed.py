@@ -1,9 +1,7 @@
-"""Packed input without a look at the device: rotary positions, and what attention is told."""
+"""Packed input: rotary positions without a look at the device, of text and more; what attention is told."""
 
 import functools
-import inspect
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,35 +10,32 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from bundle.mcore import packed
 from bundle.mcore.signatures import accepts
+from bundle.wrappers import Function, around, given
+from bundle.wrappers.mla import tables_stay_whole
 
 
-def packed_by_one_gather(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def packed_by_one_gather(original: Function, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Returns `_apply_rotary_pos_emb_thd` that takes the angles of all rows from the table by one gather.
 
     Megatron's cuts the rows [t / cp, n, d] into sequences, by lengths that it reads back from the device in
     every layer, and slices the table for each. From 0.15 on a table may have a row for every token of the
     pack, and is then read from where the sequence begins.
     """
-    signature = inspect.signature(original)
-    rope_utils = sys.modules[original.__module__]  # which is being imported when the patch is applied
+    rope_utils = sys.modules[original.__module__]
+    how = dict(given(original, *args, **kwargs).arguments)
+    t, boundaries, table = (how.pop(name) for name in ("t", "cu_seqlens", "freqs"))
+    group = how.pop("cp_group", None) or parallel_state.get_context_parallel_group()
+    position, begin = packed.positions(boundaries, t.shape[0], group)
     knows_whole_packs = accepts(rope_utils._get_thd_freqs_on_this_cp_rank, "offset")
-
-    @functools.wraps(original)
-    def _apply_rotary_pos_emb_thd(*args: Any, **kwargs: Any) -> torch.Tensor:
-        how = dict(signature.bind(*args, **kwargs).arguments)
-        t, boundaries, table = (how.pop(name) for name in ("t", "cu_seqlens", "freqs"))
-        group = how.pop("cp_group", None) or parallel_state.get_context_parallel_group()
-        position, begin = packed.positions(boundaries, t.shape[0], group)
-        if knows_whole_packs and table.shape[0] == t.shape[0] * group.size():
-            position = position + begin
-        angles = table.index_select(0, position)
-        rotated: torch.Tensor = rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), angles, **how)
-        return rotated.squeeze(1)
-
-    return _apply_rotary_pos_emb_thd
+    if knows_whole_packs and table.shape[0] == t.shape[0] * group.size():
+        position = position + begin
+    angles = table.index_select(0, position)
+    rotated: torch.Tensor = rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), angles, **how)
+    return rotated.squeeze(1)
 
 
-def say_whether_padded(original: Callable[..., Any]) -> Callable[..., Any]:
+def say_whether_padded(original: Function) -> Function:
     """Returns TEDotProductAttention's `__init__` for packs that say whether padding lies between sequences.
 
     As from 0.19 on: what is None, as in the packs of others, Transformer Engine finds out by itself.
@@ -54,3 +49,30 @@ def say_whether_padded(original: Callable[..., Any]) -> Callable[..., Any]:
         self.kept_packed_seq_params.add("pad_between_seqs")
 
     return __init__
+
+
+@around
+def packed_positions(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns `GPTModel.forward` in which `whole_table` leaves the table of packed positions whole."""
+    pack = given(original, self, *args, **kwargs).arguments.get("packed_seq_params")
+    whole = pack is not None and pack.qkv_format == "thd" and self.position_embedding_type == "mrope"
+    with tables_stay_whole.set(whole):
+        return original(self, *args, **kwargs)
+
+
+@around
+def rows_of_the_pack(
+    original: Function, t: torch.Tensor, freqs: torch.Tensor, config: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Returns `apply_rotary_pos_emb`, as attention sees it, for packs of multimodal positions.
+
+    The table [t of all ranks, 1, 1, d] has a row for each token of the pack, and not for each place in a
+    sequence: this rank's rows are taken and applied as those of one sequence, t [t of this rank, n, d].
+    """
+    boundaries = kwargs.pop("cu_seqlens", None)
+    if boundaries is None or config.mrope_section is None:
+        return original(t, freqs, config, *args, cu_seqlens=boundaries, **kwargs)
+    group = kwargs.get("cp_group") or parallel_state.get_context_parallel_group()
+    position, begin = packed.positions(boundaries, t.shape[0], group)
+    angles = freqs.index_select(0, begin + position)
+    return original(t.unsqueeze(1), angles, config, *args, cu_seqlens=None, **kwargs).squeeze(1)

@@ -1,67 +1,54 @@
 """Expert choice: by the router itself, or as `context.choices` has it; and mcore's own replay, recomputed."""
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from bundle.mcore import context
+from bundle.wrappers import Function, around
 
 
-def choice(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def choice(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Returns `TopKRouter.routing` that takes its experts from `context.choices`, where that is set.
 
     The gradient still flows through the scores of the experts that are used.
     """
-
-    @functools.wraps(original)
-    def routing(self: Any, *args: Any, **kwargs: Any) -> Any:
-        choices = context.choices.get()
-        if choices is None:
-            return original(self, *args, **kwargs)
-        with _ExpertChoice(self, choices):
-            return original(self, *args, **kwargs)
-
-    return routing
+    choices = context.choices.get()
+    if choices is None:
+        return original(self, *args, **kwargs)
+    with _ExpertChoice(self, choices):
+        return original(self, *args, **kwargs)
 
 
-def choice_in_replay(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def choice_in_replay(original: Function, self: Any, scores: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Returns `RouterReplay.get_replay_topk` that takes its experts from `context.choices`, where set.
 
     It is megatron's own way to the choice (0.16 and later), and its object stands for its router.
     """
-
-    @functools.wraps(original)
-    def get_replay_topk(self: Any, scores: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        values, own = original(self, scores, *args, **kwargs)
-        choices = context.choices.get()
-        chosen = own if choices is None else choices.choose(self, own)
-        return (values, own) if chosen is own else (scores.gather(1, chosen), chosen)
-
-    return get_replay_topk
+    values, own = original(self, scores, *args, **kwargs)
+    choices = context.choices.get()
+    chosen = own if choices is None else choices.choose(self, own)
+    return (values, own) if chosen is own else (scores.gather(1, chosen), chosen)
 
 
-def own_routes_on_recompute(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def own_routes_on_recompute(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Returns `RouterReplay.get_replay_topk` that recomputes a micro-batch with that micro-batch's routes.
 
     mcore keeps them in a queue, which it reads only under an action that no schedule sets; under
     REPLAY_FORWARD a recomputation takes the routes of the latest micro-batch.
     """
-
-    @functools.wraps(original)
-    def get_replay_topk(self: Any, *args: Any, **kwargs: Any) -> Any:
-        action = self.router_replay_action
-        if action is None or action.name != "REPLAY_FORWARD" or not context.in_backward():
-            return original(self, *args, **kwargs)
-        self.router_replay_action = type(action).REPLAY_BACKWARD
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            self.router_replay_action = action
-
-    return get_replay_topk
+    action = self.router_replay_action
+    if action is None or action.name != "REPLAY_FORWARD" or not context.in_backward():
+        return original(self, *args, **kwargs)
+    self.router_replay_action = type(action).REPLAY_BACKWARD
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        self.router_replay_action = action
 
 
 class _ExpertChoice(TorchFunctionMode):

@@ -68,7 +68,7 @@ def test_a_failed_check_ends_the_command_with_the_code_of_patches(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
         "if 'bundle.verification.rank' in sys.orig_argv:\n"
-        "    import bundle.wrappers.recompute as r\n"
+        "    import bundle.wrappers.moe as r\n"
         "    r.release_graph = lambda original: original\n"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}

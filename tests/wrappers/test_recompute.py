@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from bundle.wrappers.recompute import bind_padding_mask, keep_objects, release_graph
+from bundle.wrappers.moe import release_graph
+from bundle.wrappers.mtp import bind_padding_mask, keep_objects
 
 
 @pytest.fixture

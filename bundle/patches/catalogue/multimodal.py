@@ -67,9 +67,9 @@ PATCHES = (
     Patch(
         id="mrope-packed",
         replacements=(
-            called(_GPT, "multimodal:packed_positions"),
-            called(f"{_ROTARY}:get_pos_emb_on_this_cp_rank", "multimodal:whole_table"),
-            called(_APPLY, "multimodal:rows_of_the_pack"),
+            called(_GPT, "packed:packed_positions"),
+            called(f"{_ROTARY}:get_pos_emb_on_this_cp_rank", "mla:whole_table"),
+            called(_APPLY, "packed:rows_of_the_pack"),
         ),
         why=(
             "Packs with multimodal positions (mrope) get wrong ones: under context parallel their table is "
@@ -84,7 +84,7 @@ PATCHES = (
     ),
     Patch(
         id="mtp-whole-embeddings",
-        replacements=(called(_BLOCK, "multimodal:scattered_embeddings"),),
+        replacements=(called(_BLOCK, "mtp:scattered_embeddings"),),
         why=(
             "Multi-token prediction fails under sequence parallelism in a model whose embedding does not "
             "share out the sequence (scatter_embedding_sequence_parallel=False, as in multimodal models)."

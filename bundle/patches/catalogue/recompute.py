@@ -88,7 +88,7 @@ def _group_of_the_layout(source: Evidence) -> Presence:
 PATCHES = (
     Patch(
         id="mtp-packed-full-recompute",
-        replacements=(Replacement(_CHECKPOINTED, "recompute:keep_objects"),),
+        replacements=(Replacement(_CHECKPOINTED, "mtp:keep_objects"),),
         why="Full recomputation of MTP layers fails on packed input: save_for_backward takes tensors only.",
         silent=False,
         upstream="fixed upstream in 0.18 by new code; measured in 0.16 and 0.17",
@@ -100,7 +100,7 @@ PATCHES = (
     ),
     Patch(
         id="mtp-full-recompute",
-        replacements=(Replacement(_CHECKPOINTED, "recompute:bind_padding_mask"),),
+        replacements=(Replacement(_CHECKPOINTED, "mtp:bind_padding_mask"),),
         why="Full recomputation of MTP layers ends in a TypeError: unexpected keyword 'padding_mask'.",
         silent=False,
         upstream="NVIDIA/Megatron-LM#4933, fixed by #3457 in 0.19",
@@ -113,7 +113,7 @@ PATCHES = (
     Patch(
         id="recompute-reclaim",
         replacements=(
-            called("megatron.core.transformer.moe.moe_layer:MoELayer.forward", "recompute:release_graph"),
+            called("megatron.core.transformer.moe.moe_layer:MoELayer.forward", "moe:release_graph"),
         ),
         why=(
             "After a recomputation the input of every MoE layer and its gradient stay in memory until the "
