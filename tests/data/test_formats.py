@@ -291,6 +291,12 @@ def test_a_table_has_the_same_conversations(tmp_path):
         {"messages": [*talk("q"), called, {"role": "tool", "content": "1"}, *talk("", "a")[1:]]},
         {"messages": [{"role": "user", "content": "q", "weight": 0}, *talk("", "a")[1:]], "system": "s"},
         {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+        {
+            "prompt": "q",
+            "response": "a",
+            "tools": [{"name": "add", "parameters": {"a": {"type": "integer"}}}],
+        },
+        {"prompt": "q", "response": "a", "tools": [{"name": "now", "parameters": {"b": {"type": "string"}}}]},
         {"instruction": "i", "output": "o", "history": [["q", "a"]]},
     ]
     parquet.write_table(
@@ -298,4 +304,4 @@ def test_a_table_has_the_same_conversations(tmp_path):
     )
     errors = DataErrors("stop")
     found = list(read((*expand([str(tmp_path)], "parquet"),), errors))
-    assert errors.count == 0 and [made.messages for made in found] == [messages(row) for row in rows]
+    assert errors.count == 0 and found == [conversation(row, data()) for row in rows]
