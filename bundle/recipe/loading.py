@@ -14,6 +14,7 @@ from bundle.recipe import rules
 from bundle.recipe.document import LARGEST_TEXT, Document, Path, parse, parse_value
 from bundle.recipe.recipe import Recipe
 
+# In a checkout a link to launch/recipes; a wheel holds the files themselves.
 DIRECTORY = pathlib.Path(__file__).parent / "recipes"
 
 

@@ -1,4 +1,4 @@
-"""A wheel holds the built-in recipes, and nothing that only maintains the repository."""
+"""A wheel holds the recipes of launch/recipes, and nothing that only maintains the repository."""
 
 import shutil
 import subprocess
@@ -8,18 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from bundle.recipe import built_in, find
+from bundle.recipe import built_in, find, loading
 
 ROOT = Path(__file__).parents[2]
+
+
+def test_the_package_finds_the_files_of_launch_recipes():
+    assert loading.DIRECTORY.resolve() == ROOT / "launch" / "recipes"
+    assert built_in() == sorted(p.stem for p in (ROOT / "launch" / "recipes").glob("*.yaml"))
 
 
 def test_a_wheel_built_from_the_checkout_holds_the_same_files(tmp_path):
     pytest.importorskip("setuptools")
     source = tmp_path / "source"
     source.mkdir()
-    for name in ("bundle", "tools"):
+    for name in ("bundle", "launch", "tools"):
         ignore = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, source / name, ignore=ignore)
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignore)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     build = "from setuptools.build_meta import build_wheel; print(build_wheel(__import__('sys').argv[1]))"
@@ -29,6 +34,5 @@ def test_a_wheel_built_from_the_checkout_holds_the_same_files(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         folders = {name.partition("/")[0] for name in archive.namelist()}
         assert {folder for folder in folders if not folder.endswith(".dist-info")} == {"bundle"}
-        assert "demo" in built_in()
         for name in built_in():
             assert archive.read(f"bundle/recipe/recipes/{name}.yaml") == find(name).read_bytes()

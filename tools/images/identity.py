@@ -16,7 +16,7 @@ from bundle.files import read_bytes
 from tools.images.definition import Definition, Target
 
 # What of these goes into the wheel; and what writes the record.
-FOLDERS = ("bundle", "tools/images")
+FOLDERS = ("bundle", "launch/recipes", "tools/images")
 PACKAGE = (".py", ".json", ".yaml")
 ALWAYS = ("docker-bake.hcl", ".dockerignore", "pyproject.toml", "README.md", "LICENSE")
 LARGEST = 64 << 20
