@@ -1,12 +1,13 @@
-"""How far models whose weights are loaded as `train` loads them are from transformers' numbers.
+"""How far models whose weights are loaded as `train` loads them are from transformers' numbers, in a layout.
 
-python -m tests.families.loaded DIRECTORY (what `reference.write` left, by case) prints an object: case -> the
-largest distance of a log-probability from transformers', relative to the largest of them.
+python -m tests.families.loaded DIRECTORY LAYOUT (by `reference.write`) prints an object on rank 0:
+case -> the largest distance of a log-probability from transformers', relative to the largest of them.
 """
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,24 +18,43 @@ from tests import world
 from tests.families import reference
 from tests.families.cases import CASES, LENGTH, Case
 
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one process": {},
+    "tp2 and sequence parallel": {"tp": 2, "sequence_parallel": True},
+    "pp2": {"pp": 2},
+    "ep2": {"ep": 2},
+    "packed cp2": {"cp": 2},
+}
+# Of one pack: a sequence's first tokens have the log-probabilities that they have in the whole of it.
+LENGTHS = (LENGTH, 13)
 
-def main(directory: Path) -> None:
+
+def cases_of(layout: str) -> list[Case]:
+    """All on one process; elsewhere one of each family, Qwen2's tied one among them."""
+    if layout == "one process":
+        return list(CASES)
+    of_families = {case.family: case for case in CASES}.values()
+    return [case for case in of_families if layout != "ep2" or "num_experts_per_tok" in case.config]
+
+
+def main(directory: Path, layout: str) -> None:
     torch.set_num_threads(1)
     applying.apply(everything(decide("cpu")))
     runtime = backends.prepare("cpu")
-    world.join()
+    rank = world.join()
     with runtime.megatron():
-        cases = ((case.name, case) for case in CASES)
-        found = world.each(cases, lambda case: distance(case, directory / case.name, runtime))
-    print(json.dumps(found))
+        cases = ((case.name, case) for case in cases_of(layout))
+        found = world.each(cases, lambda case: distance(case, directory / case.name, layout, runtime))
+    if rank == 0:
+        print(json.dumps(found))
 
 
-def distance(case: Case, directory: Path, runtime) -> float:
+def distance(case: Case, directory: Path, layout: str, runtime) -> float:
     from bundle.engine import Engine
-    from bundle.engine.microbatch import from_rows
     from bundle.mcore import groups
     from bundle.recipe import from_mapping
 
+    packed = layout.startswith("packed")
     job = from_mapping(
         {
             "name": "loaded",
@@ -45,7 +65,14 @@ def distance(case: Case, directory: Path, runtime) -> float:
                 "dtype": "fp32",
                 "mtp": {"layers": 0},
             },
-            "data": {"source": "text", "path": ["none"], "sequence_length": 64, "tokenizer": "hf:none"},
+            "parallel": LAYOUTS[layout],
+            "data": {
+                "source": "text",
+                "path": ["none"],
+                "sequence_length": 64,
+                "tokenizer": "hf:none",
+                "packed": packed,
+            },
             "train": {"steps": 1, "global_batch_size": 1, "micro_batch_size": 1},
             "optimizer": {"warmup_steps": 0},
         }
@@ -53,12 +80,26 @@ def distance(case: Case, directory: Path, runtime) -> float:
     made = groups.initialize(job.parallel, seed=1, timeout_seconds=60)
     engine = Engine(job, runtime, made, torch.device("cpu"), pretrained.of_recipe(job))
     _, numbers = reference.read(directory)
-    ids, labels = numbers["tokens"][None, :-1], numbers["tokens"][None, 1:]
-    batch = from_rows(ids, labels, torch.ones(1, LENGTH), cp=1, rank=0, mtp_layers=0)
-    seen, wanted = engine.log_probs([batch])[0].log_probs[0], numbers["log-probs"]
+    lengths = LENGTHS if packed else (LENGTH,)
+    seen = engine.log_probs([_batch(engine, numbers["tokens"], lengths)])[0].log_probs.flatten()
+    wanted = torch.cat([numbers["log-probs"][:length] for length in lengths])
     groups.destroy()
     return float((seen - wanted).abs().max() / wanted.abs().max())
 
 
+def _batch(engine, tokens: torch.Tensor, lengths: tuple[int, ...]):
+    from bundle.engine.microbatch import from_packing, from_rows
+    from bundle.sequences.packing import Packing
+
+    ids = torch.cat([tokens[:length] for length in lengths])
+    labels = torch.cat([tokens[1 : length + 1] for length in lengths])
+    cp = engine.groups.cp
+    if len(lengths) == 1:
+        mask = torch.ones(1, LENGTH)
+        return from_rows(ids[None], labels[None], mask, cp=cp.size, rank=cp.rank, mtp_layers=0)
+    packing = Packing.of(lengths, engine.recipe.alignment, rank=cp.rank)
+    return from_packing(ids, labels, torch.ones(len(ids)), packing, mtp_layers=0)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])
