@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import secrets
 import shutil
 import stat
 from pathlib import Path
@@ -71,7 +72,8 @@ def read_bytes(path: Path, limit: int = 4 << 20) -> bytes | None:
 
 def write_text(path: Path, text: str) -> None:
     """Replaces `path` by a file with `text`; what was there stays until the new file is on the disk."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    # Threads, and processes of other machines and containers, may write the same path now.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)

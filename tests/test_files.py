@@ -4,6 +4,8 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,23 @@ def test_a_file_is_replaced_whole(tmp_path):
     files.write_json(path, {"a": 0.1})
     files.write_json(path, {"a": 0.1 + 0.2})
     assert '"a": 0.30000000000000004' in path.read_text()
+    assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_who_writes_a_file_at_the_same_time_as_others_writes_a_whole_one(tmp_path, monkeypatch):
+    path, sync, both = tmp_path / "state.json", os.fsync, threading.Barrier(2, timeout=30)
+    met = threading.local()
+
+    def meet(descriptor):
+        sync(descriptor)
+        if not hasattr(met, "before"):  # with the file, not with its directory
+            met.before = both.wait()
+
+    monkeypatch.setattr(os, "fsync", meet)
+    texts = ["a" * 100_000, "b" * 200_000]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda text: files.write_text(path, text), texts))
+    assert path.read_text() in texts
     assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
 
 
