@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from bundle import files
+from bundle.data import pool
 from bundle.data.pool import Encoding
 from bundle.data.sources import DataErrors
 from bundle.data.store import Progress, Store, adopt, building, open_store, write
@@ -71,7 +72,8 @@ def stored(
         facts = [recipe.architecture.vocab_size, _stats([source.path, source.path.with_suffix(".bin")])]
     else:
         room = longest if recipe.task == "sft" else 0
-        facts = [recipe.task, settings, made.identity, room, _content(directory, sources, progress)]
+        content = _content(directory, sources, progress)
+        facts = [recipe.task, settings, made.identity, room, content, pool.ROWS, pool.CHARACTERS]
     path = directory / f"tokens-{of_json([FORMAT, facts])}"
     if store := open_store(path):
         return store

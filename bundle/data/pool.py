@@ -22,7 +22,7 @@ from bundle.recipe.sections import Data
 from bundle.recipe.sources import Source
 
 # What ends a chunk: enough to occupy a fast tokenizer, little enough that those under way stay small.
-# Journals count chunks: other sizes need another FORMAT of the cache.
+# Journals count chunks, so both are part of the name of what is begun.
 ROWS, CHARACTERS = 256, 2**22
 # Below so many bytes of files a process would still be importing when all is done.
 WORTH_IT = 2**26

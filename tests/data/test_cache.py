@@ -148,6 +148,21 @@ def test_what_was_begun_and_is_cut_is_made_anew(tmp_path, encoded):
     assert len(encoded) == whole and content(tmp_path / "straight") == content(tmp_path / "killed")
 
 
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize(("size", "smaller"), [("ROWS", 8), ("CHARACTERS", 400)])
+def test_what_was_begun_in_chunks_of_another_size_is_not_gone_on_with(
+    tmp_path, monkeypatch, encoded, size, smaller
+):
+    made = recipe(write_rows(tmp_path / "rows.jsonl"))
+    prepare(made, tmp_path / "straight")
+    whole = len(encoded)
+    killed(tmp_path, "task=pretrain")
+    monkeypatch.setattr(pool, size, smaller)
+    encoded.clear()
+    prepare(made, tmp_path / "killed")
+    assert len(encoded) == whole and content(tmp_path / "straight") == content(tmp_path / "killed")
+
+
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
 def test_workers_end_with_who_started_them(tmp_path):
     write_rows(tmp_path / "rows.jsonl")
