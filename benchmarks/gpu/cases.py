@@ -23,6 +23,9 @@ _PACKED = (
     "train.micro_batch_size=1",
     "train.global_batch_size=2",
 )
+# Optimizers whose state every rank has whole.
+_UNDIVIDED = ("optimizer.use_distributed_optimizer=false",)
+_SGD = ("optimizer.name=sgd", "optimizer.sgd_momentum=0.9", "optimizer.lr=0.05")
 # Drawn wide, so that attention is sharp from the first step and the loss feels a wrong position.
 _YARN = (
     "model.config.initializer_range=0.1",
@@ -85,6 +88,10 @@ def _shared(name: str, *overrides: str) -> Case:
 CURVES = (
     Case("fp32", "demo", _DEMO, cuda=10, cpu=5),
     Case("bf16", "demo", (*_DEMO, *_BF16), cuda=60, cpu=5),
+    Case("fp32 undivided", "demo", (*_DEMO, *_UNDIVIDED), cuda=10),
+    Case("fp32 sgd", "demo", (*_DEMO, *_SGD), cuda=5, cpu=5),
+    Case("bf16 undivided", "demo", (*_DEMO, *_BF16, *_UNDIVIDED), cuda=5),
+    Case("bf16 sgd", "demo", (*_DEMO, *_BF16, *_SGD), cuda=5, cpu=5),
     Case("bf16 packed", "demo", (*_DEMO, *_BF16, *_PACKED), cuda=60, cpu=5),
     Case("fp32 yarn", "demo", (*_DEMO, *_YARN), cuda=2, cpu=2),
     Case("fp32 yarn packed", "demo", (*_DEMO, *_YARN, *_PACKED), cuda=2, cpu=2),

@@ -145,6 +145,11 @@ CLAIMS: tuple[Claim, ...] = (
     *(Falls(run, 0.6) for run in (*_TRAINED, *_QUANTISED)),
     *(Near(run, f"{run} on cpu", steps=2, nats=0.001) for run in _EXACT),
     *(SameGradient(run, f"{run} on cpu", 1e-4) for run in _EXACT),
+    Near("fp32 undivided", "fp32", steps=5, nats=0.001),
+    Near("bf16 undivided", "bf16", steps=3, nats=0.01),
+    Near("fp32 sgd", "fp32 sgd on cpu", steps=5, nats=0.001),
+    Near("bf16 sgd", "bf16 sgd on cpu", steps=3, nats=0.01),
+    Far("fp32 sgd", "fp32", steps=5, nats=0.1),
     *(Near(run, f"{run} on cpu", steps=2, nats=0.01) for run in _TRAINED),
     # Afterwards the loss falls over a ledge, a little earlier in one run than in the other.
     *(Near(run, reference, steps=15, nats=0.1) for run, reference in _QUANTISED.items()),

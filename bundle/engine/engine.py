@@ -52,7 +52,11 @@ class Engine:
         with runtime.megatron():
             mtp.clear_logged_losses()
             self.config = transformer_config(recipe, runtime.options(recipe))
-            self.models = gpt.build(recipe, self.config, runtime, groups, weights)
+            # A router's weight would come to the device in its first forward pass only, when the optimizer
+            # has taken it for what it was before.
+            self.models = [
+                model.to(device) for model in gpt.build(recipe, self.config, runtime, groups, weights)
+            ]
             self.chunks = optimization.data_parallel(recipe, self.config, self.models)
             self.optimizer = optimization.optimizer(recipe, self.chunks)
             if recipe.train.on_nan == "skip":
