@@ -180,11 +180,17 @@ def _of_text(
     """The monkey patches of one file."""
     for statement in text.statements:
         for base, name, value in _set(statement.node):
-            target = _target(base, name, statement.scope, text, megatron)
+            function = _bound(value, base)
+            if function is None:
+                target = _target(base, name, statement.scope, text, megatron)
+            else:
+                target = _of_an_object(name, statement, text, megatron)
             if target is None or (target[0], name) not in wanted:
                 continue
-            code = _code(value, statement.scope, text, package)
+            code = _code(function or value, statement.scope, text, package)
             conditions, called = _way(statement, text, texts)
+            if function is not None:
+                conditions = (*conditions, f"this {target[1].partition('.')[0]} is given to it")
             yield MonkeyPatch(
                 package.name,
                 *target,
@@ -269,6 +275,43 @@ def _target(
         return None
     classes = [node for node in defined.nodes if isinstance(node, ast.ClassDef)] if defined else []
     return (defined.module, f"{classes[0].name}.{name}") if defined and classes else None
+
+
+def _bound(value: ast.expr, owner: ast.expr) -> ast.expr | None:
+    """The function in a method of one object, `f.__get__(owner)` or `MethodType(f, owner)`; else None."""
+    if not isinstance(value, ast.Call):
+        return None
+    if isinstance(value.func, ast.Attribute) and value.func.attr == "__get__":
+        function, given = value.func.value, value.args[:1]
+    elif ast.unparse(value.func).rpartition(".")[2] == "MethodType" and len(value.args) == 2:
+        function, given = value.args[0], value.args[1:]
+    else:
+        return None
+    return function if [ast.unparse(arg) for arg in given] == [ast.unparse(owner)] else None
+
+
+def _of_an_object(
+    name: str, statement: _Statement, text: _Text, megatron: Definitions
+) -> tuple[str, str] | None:
+    """(module, name in it) of an object's method, by the class that it is asked to be of; None for none.
+
+    Who says `isinstance(model, GPTModel)`, or calls a function of the file that does, has one in hand.
+    """
+    function = _around(statement)[1]
+    if function is None:
+        return None
+    calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+    near = {function.name, *(call.id for call in calls if isinstance(call, ast.Name))}
+    asked = [
+        (call.args[1], other.scope)
+        for other in text.statements
+        if isinstance(other.node, ast.If) and getattr(_around(other)[1], "name", None) in near
+        for call in ast.walk(other.node.test)
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "isinstance" and len(call.args) == 2
+    ]
+    targets = {_target(owner, name, scope, text, megatron) for owner, scope in asked}
+    having = [target for target in targets if target and megatron[":".join(target)] is not None]
+    return having[0] if len(having) == 1 else None
 
 
 def _code(value: ast.expr, scope: _Scope, text: _Text, package: Package) -> Function | None:

@@ -67,7 +67,10 @@ READ: dict[str, dict[str, str | None]] = {
         "restricted-unpickle": "present",  # its patch puts weights_only=False back
     },
     "miles": {"mtp-without-labels": None, "mtp-packed-full-recompute": None},
-    "verl": {"mla-thd-value-padding": "mended"},  # verl/models/mcore/patch.py
+    "verl": {
+        "mla-thd-value-padding": "mended",  # verl/models/mcore/patch.py
+        "mtp-without-labels": "conditional",  # verl/models/mcore/mtp_patch.py, for the models of its actor
+    },
     "Megatron-Bridge": {"padding-mask-expert-bias": "mended"} | dict.fromkeys(OPEN),
     "mcore-bridge": {"mla-thd-value-padding": "mended", "mla-rotary-key-gradient": "mended"},
 }

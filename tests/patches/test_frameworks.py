@@ -179,6 +179,8 @@ UNMENDED = {
     "only spoken of": (f'"""{PUT}"""\nfrom {CLASS}\n{MENDED}\n', Standing.PRESENT, ""),
     "no Python": (f"from {CLASS}\n{MENDED}\n{PUT}\nthis is no Python\n", Standing.PRESENT, ""),
     "unfamiliar code": (f"from {CLASS}\n{UNFAMILIAR}\n{PUT}", Standing.UNKNOWN, "whose code is unfamiliar"),
+    "unfamiliar code at times": (f"from {CLASS}\n{UNFAMILIAR}\nif debug:\n    {PUT}", Standing.PRESENT,
+                                 "if debug), whose code is unfamiliar"),
     "code from elsewhere": (f"from {CLASS}\nfrom own import forward\n{PUT}", Standing.UNKNOWN, "unfamiliar"),
 }  # fmt: skip
 
@@ -268,3 +270,61 @@ def test_a_function_that_others_have_imported_by_value_may_not_be_replaced_for_t
     defect = standing(tmp_path, release("0.19.2"), {"a.py": text}, "padding-mask-own-count")
     assert defect is not None and defect.standing is Standing.CONDITIONAL
     assert "transformer/moe/router.py is imported later" in defect.reason
+
+
+GPT = "from megatron.core.models.gpt.gpt_model import GPTModel\n"
+OF_AN_OBJECT = """
+def unwrapped(model):
+    if isinstance(model, GPTModel):
+        return model
+    return model.language_model
+
+def patch(model):
+    model = unwrapped(model)
+    model._postprocess = ours.__get__(model, model.__class__)
+"""
+LABELS = """
+def ours(self, hidden_states, labels, mtp_in_postprocess=None):
+    if mtp_in_postprocess and labels is not None:
+        hidden_states = self.mtp(hidden_states=hidden_states)
+"""
+NO_LABELS = LABELS.replace(" and labels is not None", "")
+CALLED = "def train(config, model):\n    if config.mtp:\n        patch(model)\n"
+OBJECTS = {
+    "its function does not have it": (GPT + LABELS + OF_AN_OBJECT + CALLED, Standing.CONDITIONAL),
+    "made by types": (
+        GPT + LABELS + OF_AN_OBJECT.replace("ours.__get__(model,", "MethodType(ours, model)  # (") + CALLED,
+        Standing.CONDITIONAL,
+    ),
+    "asked in the same function": (
+        GPT + LABELS + "def patch(model):\n    if isinstance(model, GPTModel):\n"
+        "        model._postprocess = ours.__get__(model)\n" + CALLED,
+        Standing.CONDITIONAL,
+    ),
+    "its function has it as well": (GPT + NO_LABELS + OF_AN_OBJECT + CALLED, Standing.PRESENT),
+    "of another class": (
+        "from torch.nn import Module as GPTModel\n" + LABELS + OF_AN_OBJECT + CALLED,
+        Standing.PRESENT,
+    ),
+    "asked elsewhere": (GPT + LABELS + OF_AN_OBJECT.replace("unwrapped(model)\n", "model\n") + CALLED,
+                        Standing.PRESENT),
+    "bound to another": (GPT + LABELS + OF_AN_OBJECT.replace("__get__(model", "__get__(other") + CALLED,
+                         Standing.PRESENT),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", OBJECTS)
+def test_a_method_of_one_object_is_replaced_for_that_object(how: str, release: Release, tmp_path: Path):
+    """As verl does with its actor's models: the others keep what the class has."""
+    text, expected = OBJECTS[how]
+    defect = standing(tmp_path, release("0.19.2"), {"a.py": text}, "mtp-without-labels")
+    assert defect is not None and defect.standing is expected
+    if expected is Standing.CONDITIONAL:
+        assert "GPTModel._postprocess (verl/a.py:" in defect.reason
+        assert "this GPTModel is given to it" in defect.reason
+
+
+def test_a_method_of_every_object_that_an_import_has_is_still_theirs_alone(release: Release, tmp_path: Path):
+    text = GPT + LABELS + OF_AN_OBJECT + "patch(registry['model'])\n"
+    defect = standing(tmp_path, release("0.19.2"), {"a.py": text}, "mtp-without-labels")
+    assert defect is not None and defect.standing is Standing.CONDITIONAL

@@ -1,0 +1,59 @@
+"""What an audit says of a release, and of those after it, by the reviewed list and by lists made up here."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from bundle.environment.packages import Stack
+from bundle.environment.search import search_path
+from bundle.patches.audit import ENTRIES, Audit, audit
+from bundle.patches.entry import Patch
+from bundle.patches.features import parse
+from bundle.patches.subject import named
+from bundle.patches.table import Table, load
+
+ALONE = Stack(search_path([], "", Path("/")))  # no framework
+
+
+def audited(version: str, features: str = "", table: Table | None = None) -> Audit:
+    table = table or load()
+    return audit(named(version, table), table, ALONE, parse(features))
+
+
+def ids(found: Audit) -> set[str]:
+    """Everything that is named: what is there, and what later releases have."""
+    upgrades = {name for upgrade in found.upgrades for name in (*upgrade.left, *upgrade.new)}
+    return {defect.entry.id for defect in found.defects} | upgrades
+
+
+def test_what_is_of_the_cpu_alone_or_an_improvement_is_no_defect_of_a_job():
+    none = {e.id for e in ENTRIES if e.backends == ("cpu",) or (isinstance(e, Patch) and e.opt_in)}
+    assert {"cpu-moe-splits-on-host", "recompute-reclaim"} <= none
+    for version in ("0.12.3", "0.16.1", "0.19.2"):
+        assert not none & ids(audited(version))
+
+
+def test_a_newer_release_is_judged_by_what_is_silent():
+    """mtp-zero-layers came in 0.16 and is an error."""
+    found = audited("0.15.3")
+    brought = {name for upgrade in found.upgrades for name in upgrade.new}
+    assert "mtp-loss-context-parallel-normalisation" in brought and "mtp-zero-layers" not in brought
+
+
+def test_what_a_setting_avoids_speaks_against_no_release():
+    trap = "moe-tensor-without-expert-parallel"
+    assert trap in ids(audited("0.16.1", "moe,tp"))
+    avoided = audited("0.16.1", "moe,tp,ep")
+    assert avoided.upgrades and trap not in ids(avoided)
+
+
+def test_a_release_that_nobody_read_for_a_defect_is_not_said_to_be_without_it():
+    entry, table = "mtp-loss-context-parallel-count", load()
+
+    def mended_in(absent: str) -> str | None:
+        defects = {**table.defects, entry: {"present": "0.16.1", "absent": absent}}
+        found = audited("0.16.1", "mtp,cp", replace(table, defects=defects))
+        return next(defect.mended_in for defect in found.defects if defect.entry.id == entry)
+
+    assert mended_in("0.17.0 0.17.1 0.18.0 0.18.2 0.19.0 0.19.2") == "0.17"
+    assert mended_in("0.17.0 0.17.1 0.18.2 0.19.0 0.19.2") == "0.18"  # 0.18.0 was not read for it
+    assert mended_in("0.17.0 0.17.1 0.18.0 0.18.2 0.19.0") is None
