@@ -44,12 +44,15 @@ def check(
     counts, shown = asdict(inspect(job, corpus)), first_samples(job, corpus, samples)
     room = disk(job, directory)
     if as_json:
-        rows = {"skipped_rows": list(corpus.skipped), "long_rows": list(corpus.long)}
+        of_all = corpus.left_out
+        rows = {"skipped_rows": list(of_all.skipped_rows), "long_rows": list(of_all.long_rows)}
         print(json.dumps({"schema": 1, **counts, **rows, "disk": asdict(room), "samples": shown}, indent=2))
         return
     print("\n".join([*_lines(job, counts), _disk(room, directory)]))
-    for reason in (*corpus.skipped, *corpus.long):
-        print(f"  - {reason}", file=sys.stderr)
+    named = ((f"data.validation_sets.{name}: ", each) for name, each in corpus.validation_left_out.items())
+    for where, left_out in (("", corpus.left_out), *named):
+        for reason in (*left_out.skipped_rows, *left_out.long_rows):
+            print(f"  - {where}{reason}", file=sys.stderr)
     for number, text in enumerate(shown, start=1):
         print(f"\nsample {number} of step 1, ⟦learned⟧:\n{text}")
 
@@ -77,18 +80,15 @@ def _lines(job: Recipe, counts: dict[str, Any]) -> list[str]:
     kind, size = "packs" if job.data.packed else "samples", job.train.global_batch_size
     share = 100 * counts["learned"] / max(1, counts["tokens"])
     held = f", {counts['held_out']:,} held out" if counts["held_out"] else ", none held out"
-    left_out = (
-        ("skipped", "corrupt rows or files are skipped"),
-        ("deleted", "rows that are too long are deleted"),
-        ("cut", "are cut"),
-    )
-    apart = "".join(f"; {counts[key]:,} {what}" for key, what in left_out if counts[key])
     return [
-        f"documents  {counts['documents']:,}{apart}",
+        f"documents  {counts['documents']:,}{_apart(counts)}",
         f"tokens     {counts['tokens']:,}; {share:.1f} % are learned",
         f"{kind:<10} {counts['training']:,} to train on{held}; of {job.data.sequence_length:,} tokens,"
         f" filled to {100 * counts['filled']:.1f} %",
-        *(f"evaluated  {name}: {count:,} {kind}" for name, count in counts["validation_sets"].items()),
+        *(
+            f"evaluated  {name}: {count:,} {kind}{_apart(counts['validation_left_out'][name])}"
+            for name, count in counts["validation_sets"].items()
+        ),
         f"epochs     {counts['steps']:,} steps of {size} are {counts['epochs']:.2f} epochs;"
         f" one is {counts['steps_per_epoch']:.1f} steps",
         *(
@@ -97,3 +97,13 @@ def _lines(job: Recipe, counts: dict[str, Any]) -> list[str]:
             for share in counts["blend"]
         ),
     ]
+
+
+def _apart(counts: dict[str, Any]) -> str:
+    """What was left out of a data set; empty where it is nothing."""
+    left_out = (
+        ("skipped", "corrupt rows or files are skipped"),
+        ("deleted", "rows that are too long are deleted"),
+        ("cut", "are cut"),
+    )
+    return "".join(f"; {counts[key]:,} {what}" for key, what in left_out if counts[key])

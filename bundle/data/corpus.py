@@ -36,6 +36,29 @@ HELD_OUT = "validation"
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """Rows of a data set that did not become tokens as they are: how many, and the first of them with why."""
+
+    skipped: int  # corrupt rows and files that were passed over
+    deleted: int  # rows that were too long (`data.truncation`), and so those that are cut
+    cut: int
+    skipped_rows: tuple[str, ...]
+    long_rows: tuple[str, ...]  # with what became of them
+
+    @classmethod
+    def of(cls, stores: Sequence[Store]) -> "LeftOut":
+        """What was left out of some stores."""
+
+        def count(fact: str) -> int:
+            return sum(store.facts[fact] for store in stores)
+
+        def first(fact: str) -> tuple[str, ...]:
+            return tuple(place for store in stores for place in store.facts[fact])[:SHOWN]
+
+        return cls(count("skipped_count"), count("deleted"), count("cut"), first("skipped"), first("long"))
+
+
+@dataclass(frozen=True)
 class Corpus:
     """Samples to train on, in which order, samples to evaluate with, and where they come from."""
 
@@ -44,6 +67,8 @@ class Corpus:
     validation: Mapping[str, Samples]  # by what their losses are called
     identity: Mapping[str, str]  # of the tokens and how they were made: what a resume must find again
     stores: tuple[Store, ...]  # of what is trained on
+    left_out: LeftOut  # of these
+    validation_left_out: Mapping[str, LeftOut]  # of each of data.validation_sets
     tokenizer: Tokenizer
     bytes_of_text: bool  # whether every token is a byte or the end of a text
 
@@ -51,31 +76,6 @@ class Corpus:
     def tokens(self) -> int:
         """Tokens of all documents."""
         return sum(len(store.ids) for store in self.stores)
-
-    @property
-    def skipped(self) -> tuple[str, ...]:
-        """The first rows and files that were passed over, with the reason."""
-        return tuple(place for store in self.stores for place in store.facts["skipped"])[:SHOWN]
-
-    @property
-    def skipped_count(self) -> int:
-        """How many there are."""
-        return sum(store.facts["skipped_count"] for store in self.stores)
-
-    @property
-    def long(self) -> tuple[str, ...]:
-        """The first rows that were too long, with what became of them (`data.truncation`)."""
-        return tuple(place for store in self.stores for place in store.facts["long"])[:SHOWN]
-
-    @property
-    def deleted(self) -> int:
-        """How many of them were left out."""
-        return sum(store.facts["deleted"] for store in self.stores)
-
-    @property
-    def cut(self) -> int:
-        """How many of them were cut."""
-        return sum(store.facts["cut"] for store in self.stores)
 
     @functools.cached_property
     def bigram_entropy(self) -> float | None:
@@ -125,6 +125,8 @@ def prepare(recipe: Recipe, directory: Path, progress: Progress = lambda tokens:
         identity=_identity(recipe, sum(part.files for part in parts), made, stores)
         | {f"validation set {name}": _tokens(own.stores) for name, own in named.items()},
         stores=stores,
+        left_out=LeftOut.of(stores),
+        validation_left_out={name: LeftOut.of(own.stores) for name, own in named.items()},
         tokenizer=made,
         bytes_of_text=made.identity == "bytes" and data.source != MEGATRON,
     )

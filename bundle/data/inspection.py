@@ -6,7 +6,7 @@ from itertools import groupby
 
 import numpy as np
 
-from bundle.data.corpus import HELD_OUT, Corpus
+from bundle.data.corpus import HELD_OUT, Corpus, LeftOut
 from bundle.data.samples import Batch
 from bundle.data.store import Store
 from bundle.data.tokenizers import Tokenizer
@@ -39,6 +39,7 @@ class Inspection:
     training: int  # samples
     held_out: int
     validation_sets: Mapping[str, int]  # samples of each
+    validation_left_out: Mapping[str, LeftOut]  # of each
     filled: float  # share of the room of a sample that tokens take; packs and rows only
     steps: int
     steps_per_epoch: float
@@ -53,14 +54,15 @@ def inspect(recipe: Recipe, corpus: Corpus) -> Inspection:
     held_out = others.pop(HELD_OUT, 0)
     return Inspection(
         documents=sum(len(store.lengths) for store in corpus.stores),
-        skipped=corpus.skipped_count,
-        deleted=corpus.deleted,
-        cut=corpus.cut,
+        skipped=corpus.left_out.skipped,
+        deleted=corpus.left_out.deleted,
+        cut=corpus.left_out.cut,
         tokens=corpus.tokens,
         learned=sum(map(_learned, corpus.stores)),
         training=count,
         held_out=held_out,
         validation_sets={name.removeprefix(f"{HELD_OUT}/"): size for name, size in others.items()},
+        validation_left_out=corpus.validation_left_out,
         filled=min(1.0, corpus.tokens / ((count + held_out) * recipe.data.sequence_length)),
         steps=train.steps,
         steps_per_epoch=count / train.global_batch_size,

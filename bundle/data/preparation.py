@@ -2,13 +2,14 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
 
 from bundle import data
 from bundle.data import Corpus
+from bundle.data.corpus import LeftOut
 from bundle.distributed import world
 from bundle.distributed.agreement import disagreements
 from bundle.distributed.together import on_all_ranks
@@ -71,12 +72,9 @@ def prepared(recipe: Recipe, directory: Path, dog: Watchdog) -> Corpus:
     if found:
         raise EnvironmentUnfit("the ranks have different data; give every node the same files", found)
     (corpus,) = corpora
-    if corpus.skipped:
-        what = f"the data has {corpus.skipped_count:,} corrupt rows or files, which are skipped"
-        _tell(what, corpus.skipped, corpus.skipped_count)
-    if corpus.long:
-        what = f"of the rows that are too long {corpus.deleted:,} are deleted and {corpus.cut:,} cut"
-        _tell(what, corpus.long, corpus.deleted + corpus.cut)
+    _tell("the data", corpus.left_out)
+    for name, left_out in corpus.validation_left_out.items():
+        _tell(f"data.validation_sets.{name}", left_out)
     return corpus
 
 
@@ -120,7 +118,15 @@ def _progress(dog: Watchdog, readers: _Readers) -> Callable[[int], None]:
     return progress
 
 
-def _tell(what: str, first: Sequence[str], count: int) -> None:
-    """Which rows something happened to: the first few of them."""
-    more = [f"and {count - SHOWN:,} more"] if count > SHOWN else []
-    _log.info("\n  - ".join([what, *first[:SHOWN], *more]))
+def _tell(where: str, left_out: LeftOut) -> None:
+    """What was left out of a data set, with the first few rows of each kind."""
+    skipped, deleted, cut = left_out.skipped, left_out.deleted, left_out.cut
+    corrupt = f"{where} has {skipped:,} corrupt rows or files, which are skipped"
+    long = f"of the rows of {where} that are too long {deleted:,} are deleted and {cut:,} cut"
+    for what, count, first in (
+        (corrupt, skipped, left_out.skipped_rows),
+        (long, deleted + cut, left_out.long_rows),
+    ):
+        more = [f"and {count - SHOWN:,} more"] if count > SHOWN else []
+        if count:
+            _log.info("\n  - ".join([what, *first[:SHOWN], *more]))

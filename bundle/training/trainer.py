@@ -72,8 +72,8 @@ class Trainer:
             self.progress = self._restored(goes_on=goes_on)
         on_rank_0(lambda: self.directory.rewind_metrics(self.progress.step))
         self.metrics, self.speed = self._metrics(), Speed(recipe, job.backend, device)
-        if self.corpus.skipped_count and not goes_on:
-            self.metrics.write(0, {"data/skipped": self.corpus.skipped_count})
+        if not goes_on and (skipped := _skipped(self.corpus)):
+            self.metrics.write(0, skipped)
 
     def train(self, should_stop: Callable[[], bool]) -> None:
         """Trains to the last step and writes the result; raises what `loop.train` raises."""
@@ -213,6 +213,14 @@ def _state(at: Progress, engine: Engine, identity: Mapping[str, str]) -> TrainSt
     return TrainState(at.step, at.consumed_samples, of_json(identity), carried)
 
 
+def _skipped(corpus: data.Corpus) -> dict[str, float]:
+    """How many rows were corrupt, as metrics, of each data set where there are any."""
+    named = {f"data/skipped/{name}": of.skipped for name, of in corpus.validation_left_out.items()}
+    return {
+        name: count for name, count in {"data/skipped": corpus.left_out.skipped, **named}.items() if count
+    }
+
+
 def _conclude(recipe: Recipe, directory: RunDirectory, progress: Progress, corpus: data.Corpus) -> None:
     """Writes the result, which makes the run a finished one, and says it.
 
@@ -238,7 +246,8 @@ def _conclude(recipe: Recipe, directory: RunDirectory, progress: Progress, corpu
         "ended": early or "the last step",
         "early_stop": rule.dump() if rule and early else None,
         "skipped_updates": skipped,
-        "skipped_rows": corpus.skipped_count,
+        "skipped_rows": corpus.left_out.skipped,
+        "skipped_validation_rows": {name: of.skipped for name, of in corpus.validation_left_out.items()},
         "loss": losses.main,
         "mtp_losses": list(losses.mtp),
     }

@@ -70,14 +70,14 @@ def encoded(monkeypatch):
 def test_many_processes_make_what_one_makes(tmp_path, monkeypatch, encoded, task):
     made = recipe(write_rows(tmp_path / "rows.jsonl"), f"task={task}")
     before = prepare(made, tmp_path / "one")
-    assert before.skipped_count > SHOWN and encoded
+    assert before.left_out.skipped > SHOWN and encoded
     monkeypatch.setattr(pool, "WORTH_IT", 0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
     encoded.clear()
     after = prepare(made, tmp_path / "three")
     assert not encoded, "tokens were made here"
     assert content(tmp_path / "one") == content(tmp_path / "three")
-    assert before.identity == after.identity and before.skipped == after.skipped
+    assert before.identity == after.identity and before.left_out == after.left_out
 
 
 MAKING = """

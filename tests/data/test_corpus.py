@@ -222,7 +222,7 @@ def test_sequences_that_are_too_long_for_sft_are_named_not_cut(rows, tmp_path):
 
 def test_the_demo_reads_the_standard_library(tmp_path):
     corpus = prepare(load("demo"), tmp_path)
-    assert corpus.tokens > 5_000_000 and corpus.skipped == ()
+    assert corpus.tokens > 5_000_000 and corpus.left_out.skipped_rows == ()
     assert corpus.identity["stdlib"].startswith("CPython")
     assert corpus.bigram_entropy == pytest.approx(2.42, abs=0.03)
     share = len(corpus.validation["validation"]) / (
@@ -244,7 +244,7 @@ def test_gsm8k_answers_are_what_is_learned(tmp_path, packed):
     ]
     length = ["data.sequence_length=2048", f"data.packed={str(packed).lower()}", "train.micro_batch_size=1"]
     corpus = prepare(recipe(GSM8K, *overrides, *length), tmp_path)
-    assert corpus.skipped == () and len(corpus.stores[0].lengths) == 7473
+    assert corpus.left_out.skipped_rows == () and len(corpus.stores[0].lengths) == 7473
     batch = corpus.training.batch(np.asarray([0]))
     learned = bytes(i for i in batch.labels[batch.loss_mask > 0].tolist() if i < 256).decode()
     assert "#### " in learned and "### User" not in learned

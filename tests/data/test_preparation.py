@@ -43,14 +43,20 @@ def test_one_rank_of_a_node_makes_tokens_all_have_them_and_skipped_rows_are_told
 def test_rows_that_are_too_long_are_told_when_training_starts(rows):
     pairs = [{"prompt": "q" * (1 + number % 2 * 9), "response": "a" * number} for number in range(1, 9)]
     (rows / "rows.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    (rows / "own.jsonl").write_text("\n".join([*map(json.dumps, pairs[1::2]), "x", "x"]))
     keys = ("task=sft", "data.sequence_length=32", "data.validation=0", "data.truncation=right")
-    out, _ = finish(start(rows, WORKER, "same", *keys), 0, 120)
-    told, *reasons = out.splitlines()
-    assert told.endswith("INFO rank 0: of the rows that are too long 4 are deleted and 2 cut")
+    own = ("data.validation_sets.own.path=own.jsonl", "data.on_error=skip")
+    out, _ = finish(start(rows, WORKER, "same", *keys, *own), 0, 120)
+    told, *reasons, of_own, first, second, long, sixth, eighth = out.splitlines()
+    assert told.endswith("INFO rank 0: of the rows of the data that are too long 4 are deleted and 2 cut")
     assert [line.split(": ")[0] for line in reasons] == [
         *(f"  - rows.jsonl:{n}" for n in (1, 3, 5)),
         "  - and 3 more",
     ]
+    assert of_own.endswith("data.validation_sets.own has 2 corrupt rows or files, which are skipped")
+    assert first.startswith("  - own.jsonl:5: ") and second.startswith("  - own.jsonl:6: ")
+    assert "of the rows of data.validation_sets.own that are too long 0 are deleted and 2 cut" in long
+    assert sixth.startswith("  - own.jsonl:3: ") and eighth.startswith("  - own.jsonl:4: ")
 
 
 def test_ranks_that_find_different_data_are_told_so_before_they_train(rows):
@@ -83,11 +89,16 @@ def test_a_run_says_how_many_rows_it_skipped(rows):
     pytest.importorskip("megatron.core")
     with (rows / "rows.jsonl").open("a") as file:
         file.write("\nx" * 30)
+    (rows / "own.jsonl").write_text((rows / "rows.jsonl").read_text() + "\nx" * 2)
     keys = ["train.steps=4", "data.source=jsonl", f"data.path={rows}/rows.jsonl", "data.separator=null"]
+    keys += [f"data.validation_sets.own.path={rows}/own.jsonl"]
     flags = [word for key in [*keys, "data.on_error=skip"] for word in ("--set", key)]
-    assert "the data has 30 corrupt rows or files, which are skipped" in ended(train(rows / "run", *flags), 0)
-    assert json.loads((rows / "run" / "result.json").read_text())["skipped_rows"] == 30
-    assert skipped(rows / "run") == [(0, 30)]
+    said = ended(train(rows / "run", *flags), 0)
+    assert "the data has 30 corrupt rows or files, which are skipped" in said
+    assert "data.validation_sets.own has 32 corrupt rows or files, which are skipped" in said
+    result = json.loads((rows / "run" / "result.json").read_text())
+    assert (result["skipped_rows"], result["skipped_validation_rows"]) == (30, {"own": 32})
+    assert skipped(rows / "run") == [(0, 30)] and skipped(rows / "run", "data/skipped/own") == [(0, 32)]
     # A run that begins with a checkpoint tells its own; one that goes on without any does not tell it again.
     longer = [*flags, "--set", "train.steps=5", "--from", str(rows / "run")]
     ended(train(rows / "other", *longer), 0)
@@ -98,6 +109,6 @@ def test_a_run_says_how_many_rows_it_skipped(rows):
     assert skipped(rows / "other") == [(0, 30)]
 
 
-def skipped(run):
+def skipped(run, name="data/skipped"):
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [(line["step"], line["data/skipped"]) for line in lines if "data/skipped" in line]
+    return [(line["step"], line[name]) for line in lines if name in line]

@@ -89,7 +89,7 @@ def test_a_first_row_that_is_cut_does_not_condemn_the_file(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "x\n' + "\n".join([json.dumps(GOOD)] * 9))
     corpus = prepare(recipe(path, "data.on_error=skip", "data.validation=0"), tmp_path / "cache")
-    assert len(corpus.stores[0].lengths) == 9 and len(corpus.skipped) == 1
+    assert len(corpus.stores[0].lengths) == 9 and len(corpus.left_out.skipped_rows) == 1
 
 
 def test_ids_that_the_model_does_not_have_are_named_by_row(tmp_path, monkeypatch):
@@ -130,7 +130,7 @@ def test_what_a_template_refuses_is_named_by_row_and_can_be_skipped(tmp_path):
     refused = "the chat template refuses it: roles must take turns, and this one does not"
     assert corrupt(tmp_path, recipe(path, *keys)) == (f"{path}:2: {refused}", f"{path}:4: {refused}")
     corpus = prepare(recipe(path, *keys, "data.on_error=skip"), tmp_path / "cache")
-    assert len(corpus.stores[0].lengths) == 3 and len(corpus.skipped) == 2
+    assert len(corpus.stores[0].lengths) == 3 and len(corpus.left_out.skipped_rows) == 2
 
 
 def test_a_limit_keeps_the_message_short_and_counts_the_rest(tmp_path):
@@ -146,8 +146,8 @@ def test_skipping_counts_and_goes_on_also_from_the_cache(tmp_path):
     made = recipe(path, "data.on_error=skip", "data.validation=0")
     for _ in range(2):
         corpus = prepare(made, tmp_path / "cache")
-        assert corpus.skipped_count == 30 and len(corpus.skipped) == 20
-        assert all("not JSON" in reason for reason in corpus.skipped)
+        assert corpus.left_out.skipped == 30 and len(corpus.left_out.skipped_rows) == 20
+        assert all("not JSON" in reason for reason in corpus.left_out.skipped_rows)
         assert len(corpus.stores[0].lengths) == 5
 
 

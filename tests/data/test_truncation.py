@@ -61,9 +61,11 @@ def test_long_rows_can_be_left_out_and_are_counted_also_from_the_cache(rows, tmp
     for _ in range(2):
         corpus = prepare(recipe(rows, "data.truncation=delete"), tmp_path / "data")
         assert list(map(str.lower, documents(corpus))) == [whole(*sizes).lower() for sizes in SIZES[:2]]
-        assert (corpus.deleted, corpus.cut, corpus.skipped_count) == (3, 0, 0)
-        assert [line.split(": ")[0] for line in corpus.long] == [f"{rows}:{line}" for line in (3, 4, 5)]
-        assert all(line.endswith(": deleted") for line in corpus.long)
+        assert (corpus.left_out.deleted, corpus.left_out.cut, corpus.left_out.skipped) == (3, 0, 0)
+        assert [line.split(": ")[0] for line in corpus.left_out.long_rows] == [
+            f"{rows}:{line}" for line in (3, 4, 5)
+        ]
+        assert all(line.endswith(": deleted") for line in corpus.left_out.long_rows)
 
 
 @pytest.mark.parametrize(("side", "kept"), [("right", [0, 1, 2, 3]), ("left", [0, 1, 2, 3, 4])])
@@ -71,15 +73,15 @@ def test_long_rows_can_be_cut_on_either_side_with_their_mask(rows, tmp_path, sid
     corpus = prepare(recipe(rows, f"data.truncation={side}"), tmp_path / "data")
     texts = [whole(*SIZES[index]) for index in kept]
     assert documents(corpus) == [text[:LENGTH] if side == "right" else text[-LENGTH:] for text in texts]
-    assert (corpus.deleted, corpus.cut) == (5 - len(kept), len(kept) - 2)
+    assert (corpus.left_out.deleted, corpus.left_out.cut) == (5 - len(kept), len(kept) - 2)
     batch = corpus.training.batch(np.arange(len(kept)))
     assert (batch.loss_mask.sum(1) > 0).all()
 
 
 def test_a_row_of_which_nothing_learned_is_left_is_deleted_and_told(rows, tmp_path):
     corpus = prepare(recipe(rows, "data.truncation=right"), tmp_path / "data")
-    assert corpus.deleted == 1
-    (line,) = [line for line in corpus.long if "deleted" in line]
+    assert corpus.left_out.deleted == 1
+    (line,) = [line for line in corpus.left_out.long_rows if "deleted" in line]
     assert line.startswith(f"{rows}:5: ") and "what is left has nothing to learn" in line
 
 
@@ -87,7 +89,7 @@ def test_a_pack_has_room_for_what_it_holds(rows, tmp_path):
     keys = ("data.packed=true", "train.micro_batch_size=1", "data.truncation=left")
     corpus = prepare(recipe(rows, *keys, "data.sequence_length=72"), tmp_path / "data")
     room = 64  # the next multiple below
-    assert max(corpus.stores[0].lengths) == room and corpus.cut == 3
+    assert max(corpus.stores[0].lengths) == room and corpus.left_out.cut == 3
 
 
 def test_other_truncation_is_other_data(rows, tmp_path):
@@ -108,7 +110,7 @@ def test_running_text_is_never_too_long(tmp_path):
         "demo", [f"data.path={path}", "data.source=jsonl", "data.validation=0", "data.sequence_length=16"]
     )
     corpus = prepare(made, tmp_path / "data")
-    assert corpus.tokens == 1001 and corpus.long == ()
+    assert corpus.tokens == 1001 and corpus.left_out.long_rows == ()
 
 
 def test_check_counts_and_names_long_rows(rows, tmp_path):
@@ -128,3 +130,28 @@ def test_check_counts_and_names_long_rows(rows, tmp_path):
     assert [line for line in (3, 4, 5) if f"rows.jsonl:{line}: " in done.stderr] == [3, 4, 5]
     found = json.loads(check("demo", *words, "--run-directory", tmp_path / "run", "--json").stdout)
     assert (found["deleted"], found["cut"], len(found["long_rows"])) == (1, 2, 3)
+
+
+def test_check_counts_and_names_what_is_left_out_of_a_validation_set_by_the_sets_name(rows, tmp_path):
+    fits = json.dumps({"prompt": "q", "response": "a"})
+    (tmp_path / "train.jsonl").write_text("\n".join([fits] * 4))
+    rows.write_text(rows.read_text() + "\nbroken")
+    keys = ["task=sft", f"data.path={tmp_path}/train.jsonl", f"data.validation_sets.own.path={rows}"]
+    keys += ["data.source=jsonl", "data.validation=0", "data.truncation=right", "data.on_error=skip"]
+    words = [word for key in [*keys, f"data.sequence_length={LENGTH}"] for word in ("--set", key)]
+    done = check("demo", *words, "--run-directory", tmp_path / "run")
+    assert "documents  4\n" in done.stdout, done.stderr
+    left_out = "1 corrupt rows or files are skipped; 1 rows that are too long are deleted; 2 are cut"
+    assert f"evaluated  own: 4 samples; {left_out}\n" in done.stdout
+    named = [line for line in done.stderr.splitlines() if line.startswith("  - data.validation_sets.own: ")]
+    assert [number for number in (3, 4, 5, 6) for line in named if f"rows.jsonl:{number}: " in line] == [
+        3,
+        4,
+        5,
+        6,
+    ]
+    found = json.loads(check("demo", *words, "--run-directory", tmp_path / "run", "--json").stdout)
+    assert (found["skipped"], found["deleted"], found["cut"]) == (0, 0, 0)
+    own = found["validation_left_out"]["own"]
+    assert (own["skipped"], own["deleted"], own["cut"]) == (1, 1, 2)
+    assert (len(own["skipped_rows"]), len(own["long_rows"])) == (1, 3)
