@@ -3,30 +3,45 @@
 import gc
 import os
 import socket
+import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from bundle import files
 from bundle.errors import LaunchUnavailable
+from bundle.launch import outcomes
 from bundle.launch.rendezvous import LOOPBACK, Rendezvous
+
+# In the folder of a launch on one node: where its rank 0 listens.
+PORT = "port"
 
 
 def open_store(rendezvous: Rendezvous, timeout: timedelta) -> Store:
     """Returns the store of this job; torchrun's agent serves it, or else rank 0 does.
 
-    A one-node job's store listens on loopback only: whoever reaches a store can stop the job or worse.
+    A one-node job's store listens on loopback only: whoever reaches a store can stop the job or worse. Where
+    our launcher started it, on a port that rank 0 is given and tells the others: torchrun's MASTER_PORT was
+    free when it looked, and may be anybody's by now.
     Raises LaunchUnavailable when the meeting point cannot be reached within `timeout`.
     """
     assert rendezvous.is_rank and rendezvous.port is not None, "only a rank meets other ranks"
     served_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = rendezvous.rank == 0 and not served_by_agent
     address, port = rendezvous.address, rendezvous.port
+    launch = None if served_by_agent or rendezvous.nodes > 1 else outcomes.directory()
     listening = None
     try:
         if serves and address == LOOPBACK:
-            listening = _listen(port)
+            listening = _listen(0 if launch else port)
+            port = listening.getsockname()[1]
+        if launch and serves:
+            files.write_text(launch / PORT, str(port))
+        elif launch:
+            port = _told(launch / PORT, timeout)
         store = TCPStore(
             address,
             port,
@@ -74,6 +89,16 @@ def destroy() -> None:
     dist.barrier()
     gc.collect()
     dist.destroy_process_group()
+
+
+def _told(path: Path, timeout: timedelta) -> int:
+    """The port that rank 0 wrote down. Raises OSError where there is none within `timeout`."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while (port := files.read(path)) is None:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"rank 0 did not say in {path} where it listens")
+        time.sleep(0.05)
+    return int(port)
 
 
 def _listen(port: int) -> socket.socket:

@@ -2,10 +2,14 @@ import os
 import re
 import signal
 import sys
+from datetime import timedelta
 
 import pytest
 
+from bundle.distributed import world
+from bundle.errors import LaunchUnavailable
 from bundle.launch import outcomes
+from bundle.launch.rendezvous import discover
 from tests.launch.launched import Terminal, finish, gone, start, wait_for_ranks, wait_until_ready
 
 WORKER = "tests.distributed.worker"
@@ -15,6 +19,20 @@ pytestmark = pytest.mark.world
 def test_one_node_listens_on_loopback_only_and_every_rank_hears_a_request(tmp_path):
     out, _ = finish(start(tmp_path, WORKER, "collectives"), 0)
     assert out == "listeners=0100007F agreed=True\n"
+
+
+def test_ranks_meet_although_somebody_has_taken_the_port_that_torchrun_found_free(tmp_path):
+    out, _ = finish(start(tmp_path, WORKER, "crowded"), 0)
+    assert out == "2 ranks met\n"
+
+
+def test_a_rank_that_is_not_told_where_rank_0_listens_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv(outcomes.DIRECTORY, str(tmp_path))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    counted = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    me = discover({**counted, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
+    with pytest.raises(LaunchUnavailable, match=r"cannot reach .*: rank 0 did not say in .*port where"):
+        world.open_store(me, timedelta(seconds=0.2))
 
 
 def test_sigterm_to_the_launcher_stops_all_ranks_at_the_same_step(tmp_path):

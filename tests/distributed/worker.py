@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -70,9 +71,21 @@ def impatient(me: Rendezvous) -> None:
         time.sleep(60)
 
 
+def crowded(me: Rendezvous) -> None:
+    """Says how many ranks have met, although nobody could on torchrun's port."""
+    count = torch.ones(1)
+    dist.all_reduce(count)
+    if me.rank == 0:
+        print(f"{count.item():.0f} ranks met")
+
+
 def main() -> None:
     me, minute = discover(os.environ), timedelta(seconds=60)
     watchdog.show_stacks_on_request()
+    if sys.argv[1] == "crowded" and me.rank == 0:
+        assert me.port is not None
+        another = socket.create_server(("127.0.0.1", me.port))
+        another.detach()  # it stays open as long as this process lives
     world.initialize(me, world.open_store(me, minute), "gloo", minute, torch.device("cpu"))
     globals()[sys.argv[1]](me)
     world.destroy()

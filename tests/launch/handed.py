@@ -1,13 +1,12 @@
 """Commands of `mcore-bundle` for tests: as a user starts them, in a Python without torch, and as a rank."""
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.launch.launched import ROOT
+from tests.launch.launched import ROOT, reserved
 
 # One rank of a dense model, so that a run takes seconds.
 SMALL = (
@@ -45,16 +44,15 @@ def without_torch(*words: str, cwd: Path, code: int = 0) -> str:
 
 def ranks(commands: Sequence[Sequence[str]], cwd: Path, codes: Sequence[int]) -> list[str]:
     """What each of several ranks says that nobody of ours started: torchrun's variables and no launcher."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     size, started = len(commands), []
-    for rank, words in enumerate(commands):
-        told = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
-        where = {name: str(value) for name, value in told.items()}
-        where |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "bundle", *words]
-        started.append(subprocess.Popen(command, cwd=cwd, env=_environment(where), **_PIPES))  # type: ignore[call-overload]
-    return [_ended(process, code, 300) for process, code in zip(started, codes, strict=True)]
+    with reserved() as port:
+        for rank, words in enumerate(commands):
+            told = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+            where = {name: str(value) for name, value in told.items()}
+            where |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+            command = [sys.executable, "-m", "bundle", *words]
+            started.append(subprocess.Popen(command, cwd=cwd, env=_environment(where), **_PIPES))  # type: ignore[call-overload]
+        return [_ended(process, code, 300) for process, code in zip(started, codes, strict=True)]
 
 
 _PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

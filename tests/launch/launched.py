@@ -3,10 +3,13 @@
 import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 import termios
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +63,15 @@ class Terminal:
         said, _ = self.process.communicate(timeout=seconds)
         os.close(self.master)
         return self.process.returncode, said
+
+
+@contextmanager
+def reserved() -> Iterator[int]:
+    """A port that no other program is given, and that those which are told of it may listen on."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 def _hears_ctrl_c() -> None:

@@ -10,7 +10,7 @@ from bundle import log
 from bundle.launch import outcomes
 from bundle.launch.process import Waiting
 from bundle.launch.rendezvous import discover
-from tests.launch.launched import finish, gone, start
+from tests.launch.launched import finish, gone, reserved, start
 
 WORKER = "tests.launch.worker"
 
@@ -75,17 +75,16 @@ def test_the_wait_is_told_at_intervals_that_double(tmp_path, monkeypatch, capsys
 
 @pytest.mark.world
 def test_two_nodes_are_one_world_numbered_node_by_node(tmp_path, monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    monkeypatch.setenv("PET_NNODES", "2")
-    monkeypatch.setenv("PET_MASTER_ADDR", "localhost")
-    monkeypatch.setenv("PET_MASTER_PORT", str(port))
     nodes = []
-    # The second node first: nothing promises that the one where they meet is there already.
-    for node in (1, 0):
-        folder = tmp_path / str(node)
-        folder.mkdir()
-        monkeypatch.setenv("PET_NODE_RANK", str(node))
-        nodes.append(start(folder, "tests.launch.worker", "well"))
-    # What a node that waits says on stderr depends on how long the other takes to start.
-    assert [finish(node, 0)[0] for node in nodes] == ["rank 2 of 4 []\n", "rank 0 of 4 []\n"]
+    with reserved() as port:
+        monkeypatch.setenv("PET_NNODES", "2")
+        monkeypatch.setenv("PET_MASTER_ADDR", "localhost")
+        monkeypatch.setenv("PET_MASTER_PORT", str(port))
+        # The second node first: nothing promises that the one where they meet is there already.
+        for node in (1, 0):
+            folder = tmp_path / str(node)
+            folder.mkdir()
+            monkeypatch.setenv("PET_NODE_RANK", str(node))
+            nodes.append(start(folder, "tests.launch.worker", "well"))
+        # What a node that waits says on stderr depends on how long the other takes to start.
+        assert [finish(node, 0)[0] for node in nodes] == ["rank 2 of 4 []\n", "rank 0 of 4 []\n"]
