@@ -5,8 +5,10 @@ import sys
 from datetime import timedelta
 
 import pytest
+import torch
 
 from bundle.distributed import world
+from bundle.distributed.together import StopRequest
 from bundle.errors import LaunchUnavailable
 from bundle.launch import outcomes
 from bundle.launch.rendezvous import discover
@@ -41,6 +43,18 @@ def test_sigterm_to_the_launcher_stops_all_ranks_at_the_same_step(tmp_path):
     starter.send_signal(signal.SIGTERM)
     _, err = finish(starter, 75, 30)
     assert err == "saved\n"
+
+
+def test_a_request_that_the_launcher_heard_before_this_rank_could_is_heard(tmp_path, monkeypatch):
+    monkeypatch.setenv(outcomes.DIRECTORY, str(tmp_path))
+    before = [(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT)]
+    try:
+        assert not StopRequest(torch.device("cpu")).heard
+        (tmp_path / outcomes.STOP).touch()
+        assert StopRequest(torch.device("cpu")).heard
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
 
 
 def test_ctrl_c_in_the_terminal_of_somebodys_torchrun_stops_its_ranks_at_the_same_step(tmp_path):

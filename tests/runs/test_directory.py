@@ -227,6 +227,18 @@ def test_a_result_that_says_nothing_else_finishes_a_run(run, text):
     assert run.finished(recipe())
 
 
+def test_a_run_that_an_early_stop_has_ended_goes_on_under_another_or_none(run):
+    train(run)
+    rule = {"patience": 2, "min_delta": 0.1}
+    run.result.write_text(json.dumps({"step": 100, "early_stop": rule}))
+    same = "train.early_stop={patience: 2, min_delta: 0.1}"
+    assert run.finished(recipe(same)) and run.finished(recipe(same, "train.steps=400"))
+    for other in ("train.early_stop={patience: 3, min_delta: 0.1}", "train.early_stop=null"):
+        assert not run.finished(recipe(other)) and begin(run, other, resume=True)
+    with pytest.raises(UsageError, match=r"or with another train\.early_stop where that has ended it"):
+        begin(run, same)
+
+
 def test_a_run_keeps_what_it_began_with(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run.write_start(recipe(), {}, {}, Path("first"))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bundle.engine import Losses, StepResult
-from bundle.errors import JobFailed, UsageError
+from bundle.errors import JobFailed, Preempted, UsageError
 from bundle.recipe import Recipe, load
 from bundle.runs.metrics import Metrics
 from bundle.training import loop
@@ -89,7 +89,9 @@ def same(loss: float) -> float:
     return loss
 
 
-def run(engine: Slow, progress: Progress, saved: list[int] | None = None) -> list[dict[str, float]]:
+def run(
+    engine: Slow, progress: Progress, saved: list[int] | None = None, stops_at: int | None = None
+) -> list[dict[str, float]]:
     kept, either = Kept(), engine
 
     def save(now: Progress) -> None:
@@ -98,7 +100,13 @@ def run(engine: Slow, progress: Progress, saved: list[int] | None = None) -> lis
             saved.append(now.step)
 
     hooks = loop.Hooks(
-        save, lambda: False, lambda _: None, lambda _: nullcontext(), lambda: 6e12, gauges, same
+        save,
+        lambda: progress.step == stops_at,
+        lambda _: None,
+        lambda _: nullcontext(),
+        lambda: 6e12,
+        gauges,
+        same,
     )
     loop.train(either, either, progress, Metrics([kept]), hooks)  # type: ignore[arg-type]
     return kept.lines
@@ -188,6 +196,22 @@ def test_a_run_ends_when_the_validation_loss_falls_no_more(validated, ends, resu
     assert why is not None and "2 evaluations" in why
     run(Slow(asked), progress, saved := [])  # killed before it could write its result
     assert progress.step == ends and not saved
+
+
+def test_the_same_loss_again_is_not_below_itself():
+    progress, rule = Progress(), "train.early_stop={patience: 2}"
+    run(Slow(recipe("train.steps=40", rule), validated=[3.0, 3.0, 3.0, 1.0]), progress)
+    assert (progress.step, progress.lowest, progress.unimproved) == (3, 3.0, 2)
+
+
+def test_the_step_of_an_early_stop_is_the_last_it_is_saved_and_a_request_to_stop_there_is_none():
+    saved: list[int] = []
+    progress = Progress()
+    engine = Slow(recipe(*STOPPING, "checkpoint.interval=0"), validated=[3.0, 3.0, 3.0])
+    run(engine, progress, saved, stops_at=3)
+    assert progress.step == 3 and saved == [3]
+    with pytest.raises(Preempted, match="stopped at step 2"):
+        run(Slow(engine.recipe, validated=[3.0, 3.0]), Progress(), stops_at=2)
 
 
 def test_rank_0_decides_for_all_whether_the_loss_falls(monkeypatch):
