@@ -117,6 +117,11 @@ def detect() -> Stack:
     return Stack(search.current())
 
 
+def importable() -> Stack:
+    """The stack that this very process imports from, as its search path stands now."""
+    return Stack(search.own())
+
+
 def _version(path: Path | None) -> str | None:
     """The literal `__version__` of a package that is on the path without having been installed."""
     for name in ("version.py", "_version.py", "__init__.py"):

@@ -115,6 +115,11 @@ def current() -> SearchPath:
     return search_path(paths, os.environ.get("PYTHONPATH", ""), Path.cwd())
 
 
+def own() -> SearchPath:
+    """The search path of this very process, as it stands now: for whoever is no worker of ours."""
+    return search_path(sys.path, os.environ.get("PYTHONPATH", ""), Path.cwd())
+
+
 def search_path(paths: Sequence[str], python_path: str, cwd: Path) -> SearchPath:
     """The search path whose entries are `paths` ("" is `cwd`), each with its origin."""
     names = dict.fromkeys(path if path.startswith(EDITABLE) else str(cwd / path) for path in paths)

@@ -155,6 +155,11 @@ def revert() -> None:
     _start_over()
 
 
+def in_force() -> PatchPlan | None:
+    """The plan that is applied to this process."""
+    return _process.plan
+
+
 def applied() -> tuple[str, ...]:
     """The targets that are patched now, in the order of patching."""
     return tuple(applied.step.target for applied in _process.applied)
@@ -163,6 +168,19 @@ def applied() -> tuple[str, ...]:
 def waiting() -> tuple[str, ...]:
     """The modules that will be patched when they are imported."""
     return _process.hook.waiting()
+
+
+def out_of_reach(plan: PatchPlan) -> list[str]:
+    """The planned functions that modules of others imported by value already: no patch reaches them there."""
+    found = []
+    for step in plan.steps:
+        module, _, name = step.target.partition(":")
+        original = getattr(sys.modules.get(module), name, None) if step.everywhere else None
+        found += [  # one module may go by two names, as __main__ does
+            f"{step.patch}: {holder.__name__} has imported {step.target}"
+            for holder, _ in _holders(original, module, inside=False)
+        ]
+    return list(dict.fromkeys(found))
 
 
 def _topmost() -> list[_Applied]:
@@ -269,17 +287,23 @@ def _check_code(module: ModuleType, original: Any, step: Step) -> None:
 
 def _rebound(original: Any, now: Any, step: Step) -> tuple[tuple[ModuleType, str], ...]:
     """The names in modules of the same top package that held the original by value; they hold `now` now."""
-    if original is None:
-        return ()
-    top = step.target.partition(".")[0]
-    found = []
-    for module_name, module in list(sys.modules.items()):
-        if module_name.partition(".")[0] == top and isinstance(module, ModuleType):
-            for name, value in list(vars(module).items()):
-                if value is original:
-                    setattr(module, name, now)
-                    found.append((module, name))
-    return tuple(found)
+    found = _holders(original, step.target, inside=True)
+    for module, name in found:
+        setattr(module, name, now)
+    return found
+
+
+def _holders(original: Any, target: str, *, inside: bool) -> tuple[tuple[ModuleType, str], ...]:
+    """The names in modules, inside the target's top package or outside, that hold an object by value."""
+    top = target.partition(".")[0]
+    return tuple(
+        (module, name)
+        for module_name, module in list(sys.modules.items())
+        if original is not None and (module_name.partition(".")[0] == top) is inside
+        if isinstance(module, ModuleType)
+        for name, value in list(vars(module).items())
+        if value is original
+    )
 
 
 def _described(thing: Any) -> str:

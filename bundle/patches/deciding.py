@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from bundle.environment import versions
 from bundle.patches import mindspeed
-from bundle.patches.entry import Action, Decision, Patch, Presence, Replacement, Seam, Trap
+from bundle.patches.entry import NOTHING, Action, Decision, Patch, Presence, Replacement, Seam, Trap
 from bundle.patches.subject import Reading
 
 
@@ -21,10 +21,15 @@ class PatchContext:
     conflict: str | None = None  # why megatron itself is not one tree
     requested: frozenset[str] = frozenset()  # opt-in patches, by id
     allowed: frozenset[str] = frozenset()  # drifts that the user has looked at, by id
+    vouched: frozenset[str] | None = None  # ids whose `assumes` is so; None: all, as in what our engine calls
 
     def uses(self, features: frozenset[str]) -> bool:
         """Whether the job uses all of these features."""
         return self.features is None or features <= self.features
+
+    def vouches_for(self, patch: Patch) -> bool:
+        """Whether the patch's caller is known to be what it assumes."""
+        return self.vouched is None or patch.assumes in ("", NOTHING) or patch.id in self.vouched
 
     def runs_on(self, backends: Iterable[str]) -> bool:
         """Whether the job's backend is one of these."""
@@ -51,6 +56,8 @@ def decide(patch: Patch, reading: Reading, job: PatchContext) -> Decision:
     warning = verdict.action is Action.DRIFT and job.runs_on(patch.backends) and not patch.opt_in
     if unneeded and verdict.action is not Action.SKIP and not warning:
         verdict = replace(verdict, action=Action.SKIP, reason=unneeded)
+    elif verdict.action is not Action.SKIP and not job.vouches_for(patch):
+        verdict = replace(verdict, action=Action.UNVOUCHED, reason=f"nobody says that {patch.assumes}")
     blocked = verdict.action in (Action.DRIFT, Action.CONFLICT) and not unneeded
     refused = patch.id in job.requested and verdict.action is not Action.APPLY
     return Decision(

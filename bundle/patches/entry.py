@@ -155,13 +155,17 @@ class Trap:
 
 
 class Action(StrEnum):
-    """What to do about an entry; DRIFT and CONFLICT stop a job that needs the patch."""
+    """What to do about an entry; DRIFT and CONFLICT stop a job that needs the patch.
+
+    UNVOUCHED is a patch that is left out since nobody says that its caller is what it assumes.
+    """
 
     APPLY = "APPLY"
     SKIP = "SKIP"
     DRIFT = "DRIFT"
     CONFLICT = "CONFLICT"
     OWNED = "OWNED"
+    UNVOUCHED = "UNVOUCHED"
     TRAP = "TRAP"
 
 

@@ -61,14 +61,19 @@ WORDS: dict[str, str] = {
 
 
 def parse(said: str) -> frozenset[str] | None:
-    """The words of a list with commas, with what is always so; None for an empty list: everything.
+    """The words of a list with commas, as `known` gives them."""
+    return known(said.split(","))
+
+
+def known(said: Iterable[str]) -> frozenset[str] | None:
+    """The words, with what is always so; None where there are none: everything.
 
     Raises UsageError for words that no patch and no trap asks for.
     """
-    words = [word.strip().lower() for word in said.split(",") if word.strip()]
+    words = [word.strip().lower() for word in said if word.strip()]
     unknown = [f"{word[:100]}{did_you_mean(nearest(word, WORDS))}" for word in words if word not in WORDS]
     if unknown:
-        raise UsageError(f"--features: no such words; there are {', '.join(sorted(WORDS))}:", unknown)
+        raise UsageError(f"features: no such words; there are {', '.join(sorted(WORDS))}:", unknown)
     return frozenset(words) | ALWAYS if words else None
 
 

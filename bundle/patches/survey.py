@@ -46,14 +46,16 @@ def survey(
     features: frozenset[str] | None = None,
     requested: Collection[str] = (),
     allowed: Collection[str] = (),
+    vouched: Collection[str] | None = None,
 ) -> Survey:
     """The decision about every patch, trap and changed seam. Raises UsageError for unknown ids."""
     known = {patch.id: patch for patch in PATCHES}
-    _check_ids({*requested, *allowed}, known)
+    _check_ids({*requested, *allowed, *(vouched or ())}, known)
     job = replace(
         context(of, stack, backend=backend, features=features),
         requested=frozenset(requested),
         allowed=frozenset(allowed),
+        vouched=None if vouched is None else frozenset(vouched),
     )
     reader = of.reader(table)
     decisions = [deciding.decide(patch, reader.read(patch), job) for patch in PATCHES]

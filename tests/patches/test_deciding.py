@@ -5,7 +5,17 @@ from dataclasses import replace
 import pytest
 
 from bundle.patches.deciding import PatchContext, decide, decide_seam, decide_trap, exclude
-from bundle.patches.entry import Action, Decision, Patch, Presence, Replacement, Seam, Trap, reads
+from bundle.patches.entry import (
+    NOTHING,
+    Action,
+    Decision,
+    Patch,
+    Presence,
+    Replacement,
+    Seam,
+    Trap,
+    reads,
+)
 from bundle.patches.subject import NUMBER_ALONE, Reading
 
 TARGET = "megatron.core.a:f"
@@ -73,6 +83,21 @@ def test_a_tree_without_a_version_is_decided_by_its_source():
     assert decide(PATCH, REVIEWED, nameless).action is Action.APPLY
     assert decide(PATCH, Reading(A), nameless).action is Action.SKIP
     assert decide(PATCH, Reading(U), nameless).action is Action.DRIFT
+
+
+@pytest.mark.parametrize("reading", [REVIEWED, CHANGED, GONE])
+def test_what_nobody_vouches_for_is_left_out_by_name(reading: Reading):
+    assuming = replace(PATCH, assumes="the caller sums")
+    strangers = replace(IN, vouched=frozenset({"q"}))
+    decision = decide(assuming, reading, strangers)
+    assert (decision.action, decision.stops) == (Action.UNVOUCHED, False)
+    assert decision.reason == "nobody says that the caller sums"
+    own = decide(assuming, reading, IN)
+    assert decide(assuming, reading, replace(IN, vouched=frozenset({"p"}))) == own
+    assert decide(replace(PATCH, assumes=NOTHING), reading, strangers).action is own.action
+    assert decide(assuming, replace(reading, evidence=A), strangers).action is Action.SKIP
+    without = replace(strangers, features=frozenset({"mla"}))
+    assert decide(assuming, REVIEWED, without).action is Action.SKIP
 
 
 def test_what_the_job_does_not_need_is_skipped():

@@ -32,7 +32,8 @@ megatron:
 CONFLICT: two replacements of one target, or `megatron.core` and `megatron.training` from different trees.
 OWNED: MindSpeed replaces the target. TRAP: the recipe meets a defect that no narrow patch mends. DRIFT and
 CONFLICT end with exit code 4 where the job needs the patch; `--allow-drift ID` goes on. A recipe that meets a
-trap ends with 2.
+trap ends with 2. UNVOUCHED: in a program that is not ours ([enable.md](enable.md)), the patch assumes
+something of its caller, and nobody vouches for that.
 
 A target is reviewed by its code; by its signature (parameters, defaults, decorators) where the wrapper calls
 through to it, or never calls it, and does not depend on what its body does. A trap is decided by its source,

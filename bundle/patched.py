@@ -1,0 +1,69 @@
+"""`python -m bundle.patched SCRIPT ARGS...`: a program of somebody else, in which the patches are enabled.
+
+Like `python SCRIPT ARGS...`, or `python -m MODULE ARGS...` with -m: the same arguments, `__main__` and search
+path. It is no verb of `mcore-bundle`, so that nothing of a command line of ours is in the program's process.
+torchrun starts it with `torchrun ... -m bundle.patched SCRIPT ARGS...`.
+"""
+
+import argparse
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bundle.environment import hardware
+from bundle.errors import BundleError, UsageError
+from bundle.patches import enable
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Enables the patches and runs the program. Raises as `enable`, and whatever the program raises."""
+    said = _parser().parse_args(arguments)
+    sys.argv = [said.script, *said.args]
+    if not said.module:
+        script = Path(said.script)
+        if not script.is_file():
+            raise UsageError(f"there is no file {said.script}; a module is named after -m")
+        if not sys.flags.safe_path:
+            sys.path[0] = str(script.resolve().parent)
+    enable(said.features.split(","), vouched=said.vouch, allowed=said.allow_drift, backend=said.backend)
+    if said.module:
+        runpy.run_module(said.script, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(said.script, run_name="__main__")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bundle.patched",
+        description="Run a program with the patches that its megatron-core needs.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--features", default="", metavar="WORD,...", help="What it uses, like mtp,cp; without it, anything.")
+    add(
+        "--vouch",
+        action="append",
+        default=[],
+        metavar="ID",
+        help="The program is what this patch assumes of its caller.",
+    )
+    add("--allow-drift", action="append", default=[], metavar="ID", help="Go on although this patch drifted.")
+    add("--backend", default="auto", choices=hardware.CHOICES, help="auto: what the machine has.")
+    add("-m", dest="module", action="store_true", help="SCRIPT is a module, as after python -m.")
+    add("script", metavar="SCRIPT", help="A Python file.")
+    add("args", nargs=argparse.REMAINDER, metavar="ARGS", help="Its arguments.")
+    return parser
+
+
+def main() -> None:
+    """Runs the command line; ends with a code of `errors.ExitCode`, or as the program does."""
+    try:
+        run(sys.argv[1:])
+    except BundleError as error:
+        print(f"bundle.patched: {error}", file=sys.stderr)
+        sys.exit(int(error.code))
+
+
+if __name__ == "__main__":
+    main()
