@@ -17,7 +17,7 @@ from bundle import files
 from bundle.data import pool
 from bundle.data.pool import Encoding
 from bundle.data.sources import DataErrors
-from bundle.data.store import Progress, Store, adopt, building, open_store, write
+from bundle.data.store import Progress, Store, adopt, building, open_store, unwritable, write
 from bundle.data.tokenizers import Tokenizer
 from bundle.digest import of_json
 from bundle.errors import JobFailed
@@ -113,7 +113,7 @@ def _only_one(path: Path, progress: Progress) -> Iterator[None]:
                 seen = max(seen, written)
                 time.sleep(_SECONDS)
         except OSError as error:
-            raise JobFailed(f"{path}: the tokens cannot be written: {error.strerror or error}") from error
+            raise unwritable(path, error) from error
         yield  # the lock goes with the file, and with the process, however it ends
 
 

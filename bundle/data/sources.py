@@ -171,6 +171,8 @@ def _object(line: bytes) -> Values:
         raise Corrupt(f"not UTF-8: byte {line[error.start]:#04x} at {error.start + 1}") from error
     except ValueError as error:
         raise Corrupt(f"not JSON: {error}") from error
+    if isinstance(value, list):
+        raise Corrupt("must be a JSON object, is list; of a list of rows write one a line (jq -c '.[]')")
     if not isinstance(value, dict):
         raise Corrupt(f"must be a JSON object, is {type(value).__name__}")
     return value

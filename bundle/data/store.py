@@ -66,6 +66,12 @@ class Store:
     facts: dict[str, Any]  # what was wrong with the data, and "sha256" of the tokens
 
 
+def unwritable(directory: Path, error: OSError) -> JobFailed:
+    """What to raise where the store `directory` cannot be made because of `error`."""
+    why = f"the tokens cannot be written: {error.strerror or error}"
+    return JobFailed(f"{directory}: {why}; make room, or name another place in data.cache")
+
+
 def building(directory: Path) -> Path:
     """Where the store `directory` is while it is being made."""
     return directory.with_name(f".{directory.name}.building")
@@ -230,7 +236,7 @@ def _whole_or_not(directory: Path) -> Iterator[Path]:
         folder.rename(directory)
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
-        raise JobFailed(f"{directory}: the tokens cannot be written: {error.strerror or error}") from error
+        raise unwritable(directory, error) from error
     except Exception:
         shutil.rmtree(folder, ignore_errors=True)
         raise

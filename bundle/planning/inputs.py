@@ -28,13 +28,17 @@ def input_problems(recipe: Recipe, directory: Path) -> Iterator[Problem]:
 
 
 def _data(recipe: Recipe) -> Iterator[Problem]:
-    every = [recipe.data, *(recipe.validating(name).data for name in recipe.data.validation_sets)]
-    for data in every:
+    every = {"data.path": recipe.data}
+    every |= {
+        f"data.validation_sets.{name}.path": recipe.validating(name).data
+        for name in recipe.data.validation_sets
+    }
+    for key, data in every.items():
         try:
-            expand([path for path in data.path if path != STDLIB], data.source)
+            expand([path for path in data.path if path != STDLIB], data.source, key)
         except UsageError as error:
             yield from map(recipe_problem, error.violations)
-    if any(data.source == "parquet" for data in every):
+    if any(data.source == "parquet" for data in every.values()):
         yield from _package("pyarrow", "data.source: parquet")
 
 

@@ -14,6 +14,18 @@ from bundle.recipe import rules
 from bundle.recipe.document import LARGEST_TEXT, Document, Path, parse, parse_value
 from bundle.recipe.recipe import Recipe
 
+# pydantic's words in a recipe's: the key of a mapping that is no such name, and what its messages say.
+_OF_KEY = "[key]"
+_WORDS = {
+    "Input should": "must",
+    "String should": "must",
+    "Value should": "must",
+    "Tuple should": "must",
+    " after validation": "",
+    "tuple": "list",
+    "dictionary": "mapping",
+}
+
 # In a checkout a link to launch/recipes; a wheel holds the files themselves.
 DIRECTORY = pathlib.Path(__file__).parent / "recipes"
 
@@ -179,7 +191,7 @@ def _explained(error: ValidationError, document: Document) -> Iterator[str]:
     """One line for each violation that pydantic found, in the words of a recipe's user."""
     known = list(Recipe.key_paths())
     for found in error.errors(include_url=False, include_context=False):
-        path: Path = tuple(found["loc"])
+        path: Path = tuple(part for part in found["loc"] if part != _OF_KEY)
         match found["type"]:
             case "extra_forbidden":
                 reason = f"unknown key{_meant('.'.join(map(str, path)), known)}"
@@ -190,8 +202,8 @@ def _explained(error: ValidationError, document: Document) -> Iterator[str]:
             case "model_type":
                 reason = f"must be a section of keys, is {shown(found['input'])}"
             case _:
-                said = found["msg"].replace("Input should be", "must be")
-                for theirs, ours in (("Tuple", "List"), ("tuple", "list"), ("dictionary", "mapping")):
+                said = found["msg"]
+                for theirs, ours in _WORDS.items():
                     said = said.replace(theirs, ours)
                 reason = f"{said[:1].lower()}{said[1:]}, is {shown(found['input'])}"
         yield _located(document, path, reason)

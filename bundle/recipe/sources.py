@@ -25,11 +25,11 @@ class Source(NamedTuple):
     may_be_empty: bool = False
 
 
-def expand(paths: Sequence[str], kind: str) -> tuple[Source, ...]:
+def expand(paths: Sequence[str], kind: str, key: str = "data.path") -> tuple[Source, ...]:
     """The files of `paths`, each once: files, directories (recursively), globs, and `stdlib`.
 
     megatron's are named by their index, their tokens or what both begin with; here they are the index.
-    Raises UsageError naming every path that means no file.
+    Raises UsageError naming every path that means no file, and the `key` of the recipe that it stands under.
     """
     found: dict[Path, Source] = {}
     violations = []
@@ -37,10 +37,10 @@ def expand(paths: Sequence[str], kind: str) -> tuple[Source, ...]:
         sources = list(_stdlib() if path == STDLIB else _given(_index_of(path, kind), SUFFIXES[kind]))
         if kind == MEGATRON:
             alone = [source.name for source in sources if not source.path.with_suffix(".bin").is_file()]
-            violations += [f"data.path {name}: no .idx with a .bin beside it" for name in alone]
+            violations += [f"{key} {name}: no .idx with a .bin beside it" for name in alone]
         if not sources:
             ending = f" ending in {SUFFIXES[kind]}" if SUFFIXES[kind] and Path(path).is_dir() else ""
-            violations.append(f"data.path {path}: no such file, or no files{ending}")
+            violations.append(f"{key} {path}: no such file, or no files{ending}")
         for source in sources:
             found.setdefault(source.path.resolve(), source)
     if violations:

@@ -31,7 +31,7 @@ def corrupt(tmp_path, made):
 BAD_LINES = [
     ('{"text": ', "not JSON"),
     ('[{"text": "x"},', "not JSON"),
-    ("[1]", "must be a JSON object, is list"),
+    ("[1]", "must be a JSON object, is list; of a list of rows write one a line (jq -c '.[]')"),
     ('{"txt": "x"}', "field text: missing; the row has txt"),
     ('{"text": 3}', "field text: must be text, is 3"),
     ('{"text": "  "}', "field text: must be text"),

@@ -110,5 +110,5 @@ except JobFailed as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert "cannot be written: File too large" in done.stdout, done.stderr
+    assert "cannot be written: File too large; make room, or name another place" in done.stdout, done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -46,3 +46,12 @@ def test_the_highest_id_must_be_one_of_the_models(tmp_path, written):
 def test_files_that_say_nothing_of_it_are_left_to_the_ranks(tmp_path, odd):
     assert problems(tmp_path / "t", odd) == []
     assert said(tmp_path, f"hf:{tmp_path}/none") == said(tmp_path, "bytes") == []
+
+
+def test_data_that_is_not_there_is_named_by_its_key(tmp_path):
+    gone = [f"data.path={tmp_path}/a", f"data.validation_sets.own.path={tmp_path}/b"]
+    found = [problem.text for problem in input_problems(load("demo", gone), tmp_path / "run")]
+    assert [text.partition(":")[0] for text in found] == [
+        f"data.path {tmp_path}/a",
+        f"data.validation_sets.own.path {tmp_path}/b",
+    ]
