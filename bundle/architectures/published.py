@@ -58,6 +58,7 @@ class MTPNames:
 class Names:
     """What a family calls the modules of a decoder layer and, if it publishes any, of its MTP layers."""
 
+    architecture: str  # what configs name in `architectures`: the class of transformers, or of the repository
     layer: Mapping[str, str] = field(default_factory=lambda: _LAYER)
     mtp: MTPNames | None = None
 
@@ -83,7 +84,6 @@ def _spread(pattern: str) -> tuple[str, ...]:
     return tuple(f"{before}{choice}{after}" for choice in choices.split(","))
 
 
-_PLAIN = Names()
 _DEEPSEEK_MTP = MTPNames(
     at="model.layers.{layer}.",
     around={
@@ -106,14 +106,14 @@ _MIMO_MTP = MTPNames(
 )
 
 NAMES: dict[str, Names] = {
-    "llama": _PLAIN,
-    "mistral": _PLAIN,
-    "mixtral": Names(_LAYER | _MIXTRAL),
-    "qwen2": _PLAIN,
-    "mimo": Names(mtp=_MIMO_MTP),
-    "qwen3": _PLAIN,
-    "qwen3_moe": _PLAIN,
-    "deepseek_v2": Names(_LAYER | _LATENT),
-    "deepseek_v3": Names(_LAYER | _LATENT, _DEEPSEEK_MTP),
-    "glm4_moe": Names(mtp=_DEEPSEEK_MTP),
+    "llama": Names("LlamaForCausalLM"),
+    "mistral": Names("MistralForCausalLM"),
+    "mixtral": Names("MixtralForCausalLM", _LAYER | _MIXTRAL),
+    "qwen2": Names("Qwen2ForCausalLM"),
+    "mimo": Names("MiMoForCausalLM", mtp=_MIMO_MTP),
+    "qwen3": Names("Qwen3ForCausalLM"),
+    "qwen3_moe": Names("Qwen3MoeForCausalLM"),
+    "deepseek_v2": Names("DeepseekV2ForCausalLM", _LAYER | _LATENT),
+    "deepseek_v3": Names("DeepseekV3ForCausalLM", _LAYER | _LATENT, _DEEPSEEK_MTP),
+    "glm4_moe": Names("Glm4MoeForCausalLM", mtp=_DEEPSEEK_MTP),
 }

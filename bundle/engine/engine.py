@@ -111,6 +111,11 @@ class Engine:
             self.scheduler.step(increment=1)
         return StepResult(float(grad_norm), float(learning_rate), bool(updated))
 
+    def gather_weights(self) -> None:
+        """Makes `models` those of the last step on every rank; training itself needs no call of it."""
+        with self.runtime.megatron():
+            optimization.gather(self.recipe, self.chunks)
+
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Losses:
         """The losses of these micro-batches without changing anything that training reads."""
         with self._tap.apart(), self._evaluating():

@@ -61,6 +61,13 @@ def data_parallel(
     return wrapped
 
 
+def gather(recipe: Recipe, chunks: Sequence[DistributedDataParallel]) -> None:
+    """Gives every rank the weights of the last step, where that is left to the next forward pass."""
+    if recipe.distributed.overlap_param_gather:
+        for chunk in chunks:
+            chunk.start_param_sync(force_sync=True)
+
+
 def optimizer(
     recipe: Recipe, chunks: Sequence[DistributedDataParallel], **megatrons: Any
 ) -> MegatronOptimizer:

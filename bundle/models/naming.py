@@ -5,7 +5,7 @@ behind them, and the experts of a rank are one module. Names here are those of m
 expert.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +41,11 @@ class Shard:
         """This rank's part of `whole`, same dtype, not a copy where one block allows it."""
         parts = [block.chunk(self.size, self.dim)[self.rank] for block in whole.chunk(self.blocks, self.dim)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+
+    def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The whole tensor that all ranks' parts are of, in the order of the ranks."""
+        blocks = zip(*(part.chunk(self.blocks, self.dim) for part in parts), strict=True)
+        return torch.cat([part for block in blocks for part in block], self.dim)
 
 
 @dataclass(frozen=True)

@@ -396,6 +396,10 @@ class Checkpoint(Section):
     async_: bool = Field(
         default=False, alias="async", description="Write in the background while training goes on."
     )
+    export: Literal["hf"] | None = Field(
+        default=None,
+        description="hf: at the end, write the model as transformers opens it into hf/ of the run directory.",
+    )
 
     @property
     def most(self) -> int:

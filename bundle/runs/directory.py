@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -73,6 +74,11 @@ class RunDirectory:
         return self.root / "checkpoints"
 
     @property
+    def exported(self) -> Path:
+        """The trained model as Hugging Face has it, where the recipe asks for that."""
+        return self.root / "hf"
+
+    @property
     def logs(self) -> Path:
         """What the ranks of each launch said; kept by a fresh start, which is itself logged there."""
         return self.root / "logs"
@@ -93,6 +99,7 @@ class RunDirectory:
         if fresh and resume:
             raise UsageError("--fresh starts over and --resume goes on: say one of them")
         self._refuse_strangers()
+        self._refuse_own_export(recipe.model.path)
         if not self.recipe.exists():
             if resume:
                 raise UsageError(f"{self.root}: there is no run to resume")
@@ -114,9 +121,10 @@ class RunDirectory:
     def finished(self, recipe: Recipe) -> bool:
         """Whether the run has come to its result, and `recipe` asks for no more of it.
 
-        More steps or epochs do, and another early stop, or none, where that has ended it.
+        More steps or epochs do, another early stop, or none, where that has ended it, and an export that is
+        not there.
         """
-        if not self.result.exists():
+        if not self.result.exists() or (recipe.checkpoint.export and not self.exported.is_dir()):
             return False
         try:
             result = json.loads(self.result.read_text(encoding="utf-8"))
@@ -156,6 +164,8 @@ class RunDirectory:
         """
         self.result.unlink(missing_ok=True)
         CheckpointDirectory(self.checkpoints).empty()
+        if self.exported.exists():
+            shutil.rmtree(self.exported)
         for path in (
             *self.tensorboard.glob("events.out.tfevents.*"),
             self.metrics,
@@ -214,13 +224,20 @@ class RunDirectory:
         if self.recipe.exists() and self.recipe.read_bytes().startswith(_OURS.encode()):
             return
         files = (self.recipe, self.result, self.metrics, self.job, self.versions, self.origin)
-        folders = (self.checkpoints, self.tensorboard)
+        folders = (self.checkpoints, self.tensorboard, self.exported)
         present = [path.name for path in files if path.exists()]
         present += [path.name for path in folders if path.exists() and any(path.iterdir())]
         if present:
             raise UsageError(
                 f"{self.root}: holds {', '.join(present)}, but no recipe.yaml that a run has written."
                 " Name another directory with --run-directory, or put the run's recipe.yaml back"
+            )
+
+    def _refuse_own_export(self, model: str | None) -> None:
+        if model is not None and Path(model).resolve().is_relative_to(self.exported.resolve()):
+            raise UsageError(
+                f"model.path {model} is where this run would export to: name another directory with"
+                " --run-directory"
             )
 
     def _refuse_to_remove(self, start_from: Path | None) -> None:

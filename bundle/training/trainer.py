@@ -23,6 +23,7 @@ from bundle.environment import packages
 from bundle.errors import JobFailed, Preempted, UsageError
 from bundle.launch.job import Job
 from bundle.mcore import groups
+from bundle.models import exporting
 from bundle.pretrained import Pretrained
 from bundle.recipe import Recipe, with_steps
 from bundle.runs.directory import RunDirectory, starting_checkpoint
@@ -93,6 +94,7 @@ class Trainer:
                 self._complete()
                 raise
             self._complete()
+            self._export()
             on_rank_0(lambda: _conclude(self.recipe, self.directory, self.progress, self.corpus))
 
     def _save(self, at: Progress) -> None:
@@ -106,6 +108,15 @@ class Trainer:
     def _complete(self) -> None:
         with self.dog.patience("completing the last checkpoint"):
             self.checkpoints.poll(wait=True)
+
+    def _export(self) -> None:
+        if self.recipe.checkpoint.export is None:
+            return
+        place = self.directory.exported
+        self.engine.gather_weights()
+        with self.dog.patience("exporting"), self.engine.runtime.megatron():
+            exporting.export(place, self.recipe, self.engine.models, self.groups)
+        _log.info("exported to %s", place)
 
     def _metrics(self) -> Metrics:
         if dist.get_rank() != 0:

@@ -1,4 +1,4 @@
-"""Which parameters of which models are not the published ones after loading, in a layout.
+"""Which parameters are not the published ones after loading, or not after exporting, in a layout.
 
 python -m tests.models.loading DIRECTORY LAYOUT prints how many were compared, and the names of those; in
 DIRECTORY there is one for every config of the references, which write megatron's layout out by hand.
@@ -6,11 +6,14 @@ DIRECTORY there is one for every config of the references, which write megatron'
 
 import json
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 from bundle import backends, pretrained
+from bundle.architectures.tensors import Tensors
 from bundle.patches import applying
 from bundle.verification.verifying import decide, everything
 from tests import world
@@ -43,7 +46,7 @@ def main(directory: Path, layout: str) -> None:
 def compared(name: str, directory: Path, parallel: dict, runtime, *, packed: bool) -> tuple[int, list[str]]:
     from bundle.mcore import groups
     from bundle.mcore.config import transformer_config
-    from bundle.models import gpt, naming
+    from bundle.models import exporting, gpt, naming
 
     job = recipe(CONFIGS[name], parallel, packed=packed)
     job = job.model_copy(update={"model": job.model.model_copy(update={"path": str(directory)})})
@@ -54,9 +57,23 @@ def compared(name: str, directory: Path, parallel: dict, runtime, *, packed: boo
     found = [
         named for chunk in chunks for named in (*naming.parameters(chunk, made), *naming.buffers(chunk, made))
     ]
+    out = directory.parents[1] / "exported" / f"{name} {len(parallel)}"
+    exporting.export(out, job, chunks, made)
+    exported = differences(directory, out, Tensors(job.architecture).copies())
     groups.destroy()
     wrong = [n.name for n in found if not torch.equal(n.parameter, part(n, wanted[n.name]))]
-    return len(found), wrong
+    return len(found), wrong + exported
+
+
+def differences(directory: Path, out: Path, copies: Collection[str]) -> list[str]:
+    """The published tensors that an export has not, or not bit for bit; copies are written once."""
+    theirs, ours = (
+        {key: value for file in path.glob("*.safetensors") for key, value in load_file(file).items()}
+        for path in (directory, out)
+    )
+    wanted = {key: value for key, value in theirs.items() if key not in copies}
+    same = {key for key in wanted if key in ours and torch.equal(ours[key], wanted[key])}
+    return [f"exported {key}" for key in wanted.keys() ^ ours.keys() | wanted.keys() - same]
 
 
 def part(named, whole: torch.Tensor) -> torch.Tensor:

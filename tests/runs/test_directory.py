@@ -125,6 +125,7 @@ FOREIGN = (
     "job.json",
     "result.json",
     "recipe.yaml",
+    "hf/model.safetensors",
 )
 
 
@@ -325,3 +326,25 @@ def test_two_runs_cannot_use_one_directory_and_a_killed_one_lets_go(run):
         holder.communicate()
     with run.locked():
         pass
+
+
+def test_an_export_is_asked_of_a_finished_run_and_removed_by_a_fresh_one(run):
+    train(run)
+    finish(run)
+    assert begin(run, "checkpoint.export=hf")
+    run.exported.mkdir()
+    (run.exported / "config.json").write_text("{}")
+    with pytest.raises(UsageError, match="this run is finished"):
+        begin(run, "checkpoint.export=hf")
+    assert not begin(run, fresh=True)
+    run.write_start(recipe(), {}, {})
+    assert not run.exported.exists()
+
+
+@pytest.mark.parametrize("flags", [{}, {"fresh": True}, {"resume": True}])
+def test_a_run_does_not_begin_with_what_it_would_replace(run, flags):
+    train(run)
+    run.exported.mkdir()
+    (run.exported / "config.json").write_text(json.dumps(recipe().model.config))
+    with pytest.raises(UsageError, match="is where this run would export to"):
+        begin(run, f"model.path={run.exported}", **flags)

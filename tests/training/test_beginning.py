@@ -1,4 +1,4 @@
-"""What training begins with, and says: the weights of model.path, random ones, or a checkpoint."""
+"""What training begins with: the weights of model.path, random ones, or a checkpoint; what it exports."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 from tests.families import reference
 from tests.families.cases import CASES
 
-CASE = next(case for case in CASES if case.name == "llama llama3")
+CASE = next(case for case in CASES if case.name == "qwen2 yarn with a factor")
 _TEXT = "a" * 50_000  # every sample is the same: what is drawn first changes no loss
 _LENGTH = 32
 
@@ -21,7 +21,8 @@ def train(directory: Path, model: Path, *overrides: str, code: int = 0, flags: S
     text.write_text(_TEXT)
     values = (
         f"model.path={model}", "model.dtype=fp32", f"data.path=[{text}]", "data.tokenizer=bytes",
-        "model.config.vocab_size=258", "optimizer.warmup_steps=0", "checkpoint.interval=1", *overrides,
+        "model.config.vocab_size=258", "optimizer={lr: 1e-3, min_lr: 1e-3, warmup_steps: 0}",
+        "checkpoint.interval=1", "train.log_interval=1", *overrides,
     )  # fmt: skip
     recipe = directory.with_suffix(".yaml")
     recipe.write_text(
@@ -46,35 +47,75 @@ def train(directory: Path, model: Path, *overrides: str, code: int = 0, flags: S
     return done.stdout + done.stderr
 
 
-def first_loss(directory: Path) -> float:
+def noted(directory: Path, name: str) -> list[float]:
     lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
-    return next(float(line["train/loss"]) for line in lines if "train/loss" in line)
+    return [line[name] for line in lines if name in line]
 
 
-@pytest.mark.world
-def test_a_run_begins_with_the_weights_of_its_path_and_says_so(tmp_path):
-    pytest.importorskip("megatron.core")
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    model = tmp_path / "model"
-    case = CASE.__class__(CASE.name, CASE.config | {"vocab_size": 258})
-    reference.write(case, model)
-    said = train(tmp_path / "loaded", model)
-    assert f"begins with {model}: " in said and "random" not in said
+def loss(transformers, model: Path) -> float:
+    """Transformers' own, of any sample."""
+    import torch
+
     torch.set_num_threads(1)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     row = torch.full((1, _LENGTH + 1), ord("a"))
     with torch.no_grad():
-        wanted = float(theirs(row, labels=row).loss)
-    assert first_loss(tmp_path / "loaded") == pytest.approx(wanted, rel=1e-5)
+        return float(theirs(row, labels=row).loss)
+
+
+@pytest.mark.world
+def test_a_run_begins_with_the_weights_of_its_path_and_exports_what_it_trained(tmp_path):
+    pytest.importorskip("megatron.core")
+    transformers = pytest.importorskip("transformers")
+    model, held = tmp_path / "model", tmp_path / "held.txt"
+    case = CASE.__class__(CASE.name, CASE.config | {"vocab_size": 258})
+    reference.write(case, model)
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    held.write_text(_TEXT)
+    evaluated = f"data.validation_sets={{held: {{path: [{held}]}}}}"
+    export = "checkpoint.export=hf"
+    said = train(tmp_path / "loaded", model, "train.steps=2", evaluated, export)
+    exported = tmp_path / "loaded" / "hf"
+    assert f"begins with {model}: " in said and "random" not in said
+    assert f"exported to {exported}" in said
+    wanted, trained = loss(transformers, model), loss(transformers, exported)
+    assert noted(tmp_path / "loaded", "train/loss")[0] == pytest.approx(wanted, rel=1e-5)
+    assert noted(tmp_path / "loaded", "validation/held/loss")[-1] == pytest.approx(trained, rel=1e-5)
+    assert trained != pytest.approx(wanted, rel=1e-2)
+    assert (exported / "chat_template.jinja").read_text() == "{{ messages }}"
+    train(tmp_path / "again", exported)
+    assert noted(tmp_path / "again", "train/loss")[0] == pytest.approx(trained, rel=1e-5)
 
     said = train(tmp_path / "random", model, "model.weights=random")
     assert "begins with random weights: model.weights says so" in said
-    assert first_loss(tmp_path / "random") != pytest.approx(wanted, rel=1e-2)
+    assert noted(tmp_path / "random", "train/loss")[0] != pytest.approx(wanted, rel=1e-2)
+    said = train(tmp_path / "random", model, "model.weights=random", export)
+    assert "goes on after step 1" in said and "exported to" in said
+    again = train(tmp_path / "random", model, "model.weights=random", export, code=2)
+    assert "this run is finished" in again
 
     for file in model.glob("*.safetensors*"):
         file.unlink()
-    said = train(tmp_path / "loaded", model, "train.steps=2", flags=["--resume"])
-    assert "goes on after step 1" in said and "begins with" not in said
+    said = train(tmp_path / "loaded", model, "train.steps=3", evaluated, export, flags=["--resume"])
+    assert "goes on after step 2" in said and "begins with" not in said
+    assert loss(transformers, exported) != pytest.approx(trained, rel=1e-4)
     assert "random weights: " + str(model) + " holds none" in train(tmp_path / "none", model)
     assert "there are no weights" in train(tmp_path / "asked", model, "model.weights=load", code=2)
+
+
+@pytest.mark.world
+def test_weights_that_are_gathered_by_the_next_pass_are_exported_after_the_last_step(tmp_path):
+    """Each of two ranks has updated half of them; there is no evaluation that would gather the rest."""
+    pytest.importorskip("megatron.core")
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = tmp_path / "model"
+    reference.write(CASE.__class__(CASE.name, CASE.config | {"vocab_size": 258}), model)
+    values = ("devices.per_node=2", "train.micro_batch_size=1", "data.validation=0", "checkpoint.export=hf")
+    late = "distributed={overlap_grad_reduce: true, overlap_param_gather: true}"
+    train(tmp_path / "at once", model, *values)
+    train(tmp_path / "late", model, *values, late)
+    at_once, gathered = (
+        safetensors.load_file(tmp_path / name / "hf" / "model.safetensors") for name in ("at once", "late")
+    )
+    assert at_once.keys() == gathered.keys()
+    assert not [name for name in at_once if not at_once[name].equal(gathered[name])]

@@ -1,0 +1,172 @@
+"""Writes a directory as the Hub has them: safetensors of bounded size, their index, the config, and whatever
+else belongs to a model. It has its name when it is whole, and what had the name before stays until then.
+"""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bundle import files
+from bundle.architectures.published import NAMES
+from bundle.pretrained.directory import INDEX, SINGLE
+from bundle.pretrained.header import BYTES
+from bundle.recipe import Recipe
+
+LARGEST_FILE = 5 * 10**9  # bytes of tensors, as transformers divides them
+# What is copied from where the model or its tokenizer came from: no weights, nothing that names them.
+_BELONGINGS = (
+    "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "special_tokens_map.json", "*.py",
+    "added_tokens.json", "chat_template*", "generation_config.json",
+)  # fmt: skip
+_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor as it is to be stored; `dtype` as safetensors spells it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """The size of its values."""
+        return math.prod(self.shape) * BYTES[self.dtype]
+
+
+def shares(tensors: Iterable[Stored], largest: int = LARGEST_FILE) -> Iterator[list[Stored]]:
+    """The tensors of one file after the other, in their order; a larger tensor has a file of its own."""
+    share: list[Stored] = []
+    size = 0
+    for tensor in tensors:
+        if share and size + tensor.bytes > largest:
+            yield share
+            share, size = [], 0
+        share.append(tensor)
+        size += tensor.bytes
+    if share:
+        yield share
+
+
+class File:
+    """A safetensors file that is written tensor by tensor, in the order that was given.
+
+    All methods raise JobFailed where it cannot be written.
+    """
+
+    def __init__(self, path: Path, tensors: Sequence[Stored]) -> None:
+        """Writes the header."""
+        described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        for tensor in tensors:
+            offsets = [at, at + tensor.bytes]
+            described[tensor.name] = {
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "data_offsets": offsets,
+            }
+            at = offsets[1]
+        header = json.dumps(described, separators=(",", ":")).encode()
+        header += b" " * (-len(header) % 8)
+        self._left, self._path = at, path
+        with _written(path):
+            self._file = path.open("wb")
+            self._file.write(len(header).to_bytes(8, "little") + header)
+
+    def append(self, values: bytes | memoryview) -> None:
+        """The values of the next tensor."""
+        self._left -= len(values)
+        with _written(self._path):
+            self._file.write(values)
+
+    def close(self) -> None:
+        """Puts the file on the disk; all tensors must be in it."""
+        assert self._left == 0, f"{self._left} bytes of the announced tensors were not written"
+        with _written(self._path), self._file as file:
+            file.flush()
+            os.fsync(file.fileno())
+
+    def discard(self) -> None:
+        """Lets go of a file that could not be written."""
+        with suppress(OSError):
+            self._file.close()
+
+
+def names_of_files(count: int) -> list[str]:
+    """What transformers calls the files of a model of so many."""
+    if count == 1:
+        return [SINGLE]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def write_index(directory: Path, of: Mapping[str, Sequence[Stored]]) -> None:
+    """The index of these files; none where there is one alone."""
+    if len(of) > 1:
+        weight_map = {tensor.name: file for file, tensors in of.items() for tensor in tensors}
+        total = sum(tensor.bytes for tensors in of.values() for tensor in tensors)
+        files.write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def write_config(directory: Path, recipe: Recipe) -> None:
+    """The config as it was published, in the words that it had, of the model as it was trained."""
+    architecture, config = recipe.architecture, dict(recipe.model.config)
+    config.pop("quantization_config", None)  # loaders would look for scales
+    key = "dtype" if "dtype" in config else "torch_dtype"  # transformers 5 and 4
+    config[key] = _DTYPES[recipe.model.dtype]
+    names = NAMES[architecture.model_type]
+    config.setdefault("architectures", [names.architecture])
+    if names.mtp is not None:
+        config["num_nextn_predict_layers"] = architecture.mtp_layers
+    files.write_json(directory / "config.json", config)
+
+
+def copy_belongings(sources: Iterable[Path], directory: Path) -> None:
+    """Tokenizer, chat template, generation config and code of the sources; of one name the first one's."""
+    for source in sources:
+        for path in sorted({path for pattern in _BELONGINGS for path in source.glob(pattern)}):
+            if path.is_file() and not (directory / path.name).exists():
+                with _written(directory / path.name):
+                    shutil.copyfile(path, directory / path.name)
+
+
+@contextmanager
+def replacing(directory: Path) -> Iterator[Path]:
+    """An empty folder to write into, which becomes `directory` when the block ends without an error.
+
+    Whoever is killed before that leaves `.NAME.partial`, which the next one removes; between the two renames
+    at the end what was there is `.NAME.before`, and gets its name back. Raises JobFailed.
+    """
+    partial, before = (directory.with_name(f".{directory.name}.{state}") for state in ("partial", "before"))
+    with _written(directory):
+        if before.exists() and not directory.exists():
+            before.rename(directory)
+        for leftover in (partial, before):
+            shutil.rmtree(leftover, ignore_errors=True)
+        partial.mkdir(parents=True)
+    try:
+        yield partial
+        with _written(directory):
+            files.sync_directory(partial)
+            if directory.exists():
+                directory.rename(before)
+            partial.rename(directory)
+            files.sync_directory(directory.parent)
+    finally:
+        for leftover in (partial, before) if directory.exists() else (partial,):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[None]:
+    """Has what keeps `path` from being written end the job, in one message."""
+    try:
+        yield
+    except OSError as error:
+        raise files.failed(path, error) from error

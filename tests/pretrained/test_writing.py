@@ -1,0 +1,132 @@
+"""A written directory is whole or not there, reads back as it was written, and is what transformers opens."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bundle.pretrained import weights_in, writing
+from bundle.pretrained.writing import File, Stored, names_of_files, replacing, shares
+from tests.pretrained.directories import recipe, write
+
+ROOT = Path(__file__).parents[2]
+TENSORS = [
+    Stored("a", "BF16", (3, 5)),
+    Stored("b", "F32", (7,)),
+    Stored("c", "BF16", (2, 2)),
+    Stored("d", "F32", ()),
+]
+
+
+def written(directory: Path, largest: int) -> dict[str, list[Stored]]:
+    of = dict(zip(names_of_files(len(list(shares(TENSORS, largest)))), shares(TENSORS, largest), strict=True))
+    for name, share in of.items():
+        file = File(directory / name, share)
+        for tensor in share:
+            file.append(tensor.name.encode() * tensor.bytes)
+        file.close()
+    writing.write_index(directory, of)
+    return of
+
+
+@pytest.mark.parametrize(("largest", "files"), [(10**9, 1), (58, 2), (1, 4)])
+def test_what_is_written_reads_back(tmp_path, largest, files):
+    assert len(written(tmp_path, largest)) == files
+    found = weights_in(tmp_path)
+    assert found is not None
+    assert {name: (e.dtype, e.shape) for name, e in found.entries.items()} == {
+        t.name: (t.dtype, t.shape) for t in TENSORS
+    }
+    for name, entry in found.entries.items():
+        assert entry.file.read_bytes()[entry.start : entry.stop] == name.encode() * (entry.stop - entry.start)
+
+
+def test_safetensors_reads_it(tmp_path):
+    safetensors = pytest.importorskip("safetensors")
+    pytest.importorskip("torch")
+    written(tmp_path, 10**9)
+    with safetensors.safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert sorted(file.keys()) == ["a", "b", "c", "d"]
+        assert tuple(file.get_slice("a").get_shape()) == (3, 5)
+
+
+_KILLED = """
+import os, sys
+from pathlib import Path
+from bundle.pretrained.writing import replacing
+with replacing(Path(sys.argv[1])) as partial:
+    (partial / "half").write_text("a")
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_whoever_is_killed_leaves_what_was_there(tmp_path):
+    place = tmp_path / "hf"
+    with replacing(place) as partial:
+        (partial / "whole").write_text("old")
+    killed = subprocess.run([sys.executable, "-c", _KILLED, str(place)], cwd=ROOT)
+    assert killed.returncode == -signal.SIGKILL
+    assert [path.name for path in place.iterdir()] == ["whole"]
+    with pytest.raises(ZeroDivisionError), replacing(place) as partial:
+        assert not list(partial.iterdir()), "what the killed one left is gone"
+        (partial / "half").write_text("b")
+        raise ZeroDivisionError
+    assert [path.name for path in place.iterdir()] == ["whole"]
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"], "nothing half written stays"
+    place.rename(tmp_path / ".hf.before")  # killed between the two renames
+    with pytest.raises(ZeroDivisionError), replacing(place):
+        raise ZeroDivisionError
+    assert [path.name for path in place.iterdir()] == ["whole"]
+    with replacing(place) as partial:
+        (partial / "whole").write_text("new")
+    assert (place / "whole").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_the_config_is_as_it_was_published_but_for_what_changed(tmp_path):
+    write(tmp_path, "glm4_moe")
+    published = json.loads((tmp_path / "config.json").read_text())
+    stored = published | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    (tmp_path / "out").mkdir()
+    writing.write_config(tmp_path / "out", recipe(tmp_path, mtp={"layers": 3}))
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert said == published | {
+        "torch_dtype": "bfloat16",
+        "num_nextn_predict_layers": 3,
+        "architectures": ["Glm4MoeForCausalLM"],
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps(published | {"dtype": "float16", "architectures": ["Mine"]})
+    )
+    writing.write_config(tmp_path / "out", recipe(tmp_path, dtype="fp32"))
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (said["dtype"], said["architectures"], "torch_dtype" in said) == ("float32", ["Mine"], False)
+
+
+def test_what_belongs_to_a_model_comes_along_and_its_weights_do_not(tmp_path):
+    one, two, out = (tmp_path / name for name in ("one", "two", "out"))
+    for directory in (one, two, out):
+        directory.mkdir()
+    for name in (
+        "tokenizer.json",
+        "chat_template.jinja",
+        "generation_config.json",
+        "model.safetensors",
+        "x.bin",
+    ):
+        (one / name).write_text("one")
+    for name in ("tokenizer.json", "vocab.json", "merges.txt", "config.json", "model.safetensors.index.json"):
+        (two / name).write_text("two")
+    writing.copy_belongings([one, two], out)
+    assert {path.name: path.read_text() for path in out.iterdir()} == {
+        "tokenizer.json": "one",
+        "chat_template.jinja": "one",
+        "generation_config.json": "one",
+        "vocab.json": "two",
+        "merges.txt": "two",
+    }
