@@ -14,7 +14,7 @@ from bundle.errors import ExitCode, UsageError
 from bundle.launch import outcomes, torchrun
 from bundle.launch.rendezvous import LOOPBACK, Rendezvous
 from bundle.planning import Plan, plan_for, to_json, to_text
-from bundle.planning.inputs import input_problems
+from bundle.planning.inputs import input_problems, weights
 from bundle.recipe import load
 from bundle.recipe.sections import MOST_RANKS
 
@@ -66,6 +66,7 @@ def plan(
     directory = run_directory or Path("runs") / asked.name
     of = image.named(record) if record else None
     elsewhere = bool(named or of)
+    begins = None if elsewhere else weights(asked)
     made = plan_for(
         asked,
         backend=backend or None,
@@ -75,7 +76,8 @@ def plan(
         nodes=nodes,
         per_node=devices_per_node,
         others=of,
-        beside=() if elsewhere else tuple(input_problems(asked, directory)),
+        beside=() if begins is None else tuple(input_problems(asked, directory, begins)),
+        weights=begins.described if begins else "",
     )
     run = starts = ""
     if made.code is ExitCode.OK:

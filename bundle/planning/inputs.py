@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bundle import files, pretrained
 from bundle.errors import UsageError
@@ -18,12 +18,33 @@ _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 _TOKENIZER_BYTES = 2**28  # published ones have some 2**25
 
 
-def input_problems(recipe: Recipe, directory: Path) -> Iterator[Problem]:
-    """Everything that is not there or cannot be used; `directory` is where the run would live."""
+class Weights(NamedTuple):
+    """What a model begins with, for people; "" where that cannot be loaded: then there are problems."""
+
+    described: str
+    problems: tuple[Problem, ...] = ()
+
+
+def weights(recipe: Recipe) -> Weights:
+    """What the recipe's model begins with, by the headers of its files."""
+    try:
+        found = pretrained.of_recipe(recipe)
+    except UsageError as error:
+        lines = (str(error).partition("\n")[0], *error.violations)
+        return Weights("", tuple(recipe_problem(f"model.path: {line}") for line in lines))
+    missing = () if found is None else tuple(_package("safetensors", "model.path with weights"))
+    return Weights(pretrained.described(recipe, found), missing)
+
+
+def input_problems(recipe: Recipe, directory: Path, begins: Weights | None = None) -> Iterator[Problem]:
+    """Everything that is not there or cannot be used; `directory` is where the run would live.
+
+    `begins` is what the model begins with, where that has been looked at before.
+    """
     yield from _data(recipe)
     yield from _tokenizer(recipe.data.tokenizer)
     yield from _vocabulary(recipe)
-    yield from _weights(recipe)
+    yield from (begins or weights(recipe)).problems
     yield from _run_directory(directory)
 
 
@@ -76,17 +97,6 @@ def _highest_id(path: Path) -> int:
         return max((number for number in (*ids, *added) if isinstance(number, int)), default=-1)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return -1
-
-
-def _weights(recipe: Recipe) -> Iterator[Problem]:
-    try:
-        found = pretrained.of_recipe(recipe)
-    except UsageError as error:
-        for line in (str(error).partition("\n")[0], *error.violations):
-            yield recipe_problem(f"model.path: {line}")
-        return
-    if found is not None:
-        yield from _package("safetensors", "model.path with weights")
 
 
 def _package(name: str, what: str) -> Iterator[Problem]:

@@ -34,6 +34,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "active_parameters": plan.size.active,
             "mtp_parameters": plan.size.mtp,
         },
+        "weights": plan.weights or None,
         "step": {"tokens": plan.step_tokens, "flops": plan.step_flops, "peak": plain(plan.peak)},
         "checkpoint": {"bytes": plan.size.checkpoint_bytes(plan.recipe)},
         "balancing": _balancing_json(plan.recipe),
@@ -97,6 +98,7 @@ def to_text(plan: Plan, run: str, starts: str) -> str:
     sections: list[tuple[str, list[str]]] = [
         ("job", [f"{plan.recipe.name}: {plan.recipe.task} on {plan.hardware.backend}"]),
         ("model", [_model(plan.size)]),
+        ("weights", [plan.weights] if plan.weights else []),
         ("hardware", [plan.hardware.reason]),
         ("megatron", [f"megatron-core {plan.target.version} ({plan.target.origin})"]),
         ("attention", [f"{plan.attention.value}: {plan.attention.why}"]),

@@ -72,6 +72,7 @@ class Plan(NamedTuple):
     environment: tuple[Variable, ...]
     notes: tuple[str, ...]
     problems: tuple[Problem, ...]
+    weights: str = ""  # what the model begins with; "": not looked at, or not to be loaded
 
     @property
     def world(self) -> int:
@@ -135,21 +136,24 @@ def plan_for(
     nodes: int | None = None,
     per_node: int | None = None,
     beside: Sequence[Problem] = (),
+    weights: str = "",
     others: Packages | None = None,
 ) -> Plan:
     """The plan of a recipe; what is None comes from the recipe and from this machine.
 
     `named` is a machine to plan for instead of this one, `mcore` a version or a tree instead of what is
-    installed, `others` the packages of another place, `beside` problems that were found elsewhere. Raises
+    installed, `others` the packages of another place, `beside` problems and `weights` what the model begins
+    with, that were found elsewhere. Raises
     UsageError and EnvironmentUnfit where there is nothing to plan with.
     """
     hardware, notes = machine(recipe.backend, backend, named)
     kernel = capabilities.of(hardware.backend).attention(recipe, hardware.generation.value).value
     features = with_kernel(recipe.features, kernel)
     target, decided = _megatron(features, hardware, mcore, allow_drift, others)
-    return plan_on(
+    made = plan_on(
         recipe, hardware, target, decided, nodes=nodes, per_node=per_node, notes=notes, beside=beside
     )
+    return made._replace(weights=weights)
 
 
 def plan_on(

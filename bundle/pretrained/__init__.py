@@ -6,6 +6,6 @@ in pickles are refused.
 
 from bundle.pretrained.directory import Pretrained, weights_in
 from bundle.pretrained.header import Entry
-from bundle.pretrained.matching import of_recipe
+from bundle.pretrained.matching import described, of_recipe
 
-__all__ = ["Entry", "Pretrained", "of_recipe", "weights_in"]
+__all__ = ["Entry", "Pretrained", "described", "of_recipe", "weights_in"]

@@ -45,6 +45,15 @@ def of_recipe(recipe: Recipe) -> Pretrained | None:
     return found
 
 
+def described(recipe: Recipe, found: Pretrained | None) -> str:
+    """What the model begins with, for people; `found` is what `of_recipe` has returned."""
+    if found is not None:
+        return str(found)
+    path, weights = recipe.model.path, recipe.model.weights
+    why = f"{path} holds none" if path else "the recipe names no model.path"
+    return f"random weights: {'model.weights says so' if weights == 'random' else why}"
+
+
 def published(recipe: Recipe) -> Tensors:
     """The table of what the config says is published: with its own MTP layers, however many are trained."""
     return Tensors(from_config(recipe.model.config, "model.config"), recipe.parallel.tp)

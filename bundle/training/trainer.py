@@ -176,12 +176,8 @@ def agreed_weights(recipe: Recipe) -> Pretrained | None:
             [f"rank {seen.index(what)}: {what}" for what in dict.fromkeys(seen)],
         )
     if recipe.model.path is not None:
-        _log.info("begins with %s", seen[0] if found[0] else f"random weights: {_why_random(recipe)}")
+        _log.info("begins with %s", pretrained.described(recipe, found[0]))
     return found[0]
-
-
-def _why_random(recipe: Recipe) -> str:
-    return "model.weights says so" if recipe.model.weights == "random" else f"{recipe.model.path} holds none"
 
 
 def run(job: Job, runtime: Runtime, device: torch.device, dog: Watchdog) -> None:

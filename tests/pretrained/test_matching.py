@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from bundle.errors import UsageError
-from bundle.planning.inputs import input_problems
+from bundle.planning.inputs import input_problems, weights
 from bundle.pretrained import of_recipe
 from tests.pretrained.directories import header, recipe, write, write_file, write_index
 from tests.reference.configs import CONFIGS
@@ -178,3 +178,14 @@ def test_scales_fit_their_tensors(tmp_path):
     assert "_scale_inv is F32 [3, 2], must be [3, 3] numbers" in said((3, 2))
     assert "_scale_inv is I8 [3, 3], must be" in said((3, 3), "I8")
     assert f"{fp8} is F8_E4M3 without _scale_inv" in said(())
+
+
+def test_a_plan_says_what_a_model_begins_with(tmp_path):
+    write(tmp_path)
+    loaded = weights(recipe(tmp_path)).described
+    assert loaded.startswith(f"{tmp_path}: ") and loaded.endswith(" GiB") and " tensors, " in loaded
+    assert weights(recipe(tmp_path, weights="random")).described == "random weights: model.weights says so"
+    (tmp_path / "model.safetensors").unlink()
+    assert weights(recipe(tmp_path)).described == f"random weights: {tmp_path} holds none"
+    assert weights(recipe(tmp_path, path=None)).described == "random weights: the recipe names no model.path"
+    assert not weights(recipe(tmp_path, weights="load")).described
