@@ -24,6 +24,6 @@ class Disk:
 
 def disk(recipe: Recipe, directory: Path) -> Disk:
     """The disk of the run that would live in `directory`, which need not be there yet."""
-    one = model_size(recipe.architecture).checkpoint_bytes(recipe)
+    one = model_size(recipe.architecture).checkpoint_bytes(recipe.model.dtype, recipe.optimizer)
     there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     return Disk(one, one * recipe.checkpoint.most, shutil.disk_usage(there).free)

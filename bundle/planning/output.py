@@ -36,7 +36,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         },
         "weights": plan.weights or None,
         "step": {"tokens": plan.step_tokens, "flops": plan.step_flops, "peak": plain(plan.peak)},
-        "checkpoint": {"bytes": plan.size.checkpoint_bytes(plan.recipe)},
+        "checkpoint": {"bytes": plan.checkpoint_bytes},
         "balancing": _balancing_json(plan.recipe),
         "stages": [_stage(chunks, memory) for chunks, memory in _stages(plan)],
         "attention": plain(plan.attention),
@@ -148,7 +148,7 @@ def _length(plan: Plan) -> str:
 
 
 def _checkpoint(plan: Plan) -> str:
-    size, keep = plan.size.checkpoint_bytes(plan.recipe), plan.recipe.checkpoint.keep
+    size, keep = plan.checkpoint_bytes, plan.recipe.checkpoint.keep
     whole = bytes_shown(size * plan.recipe.checkpoint.most)
     return f"{bytes_shown(size)}, of which {keep} stay and one more is written: {whole} of disk"
 

@@ -97,6 +97,11 @@ class Plan(NamedTuple):
         return self.recipe.train.global_batch_size * of_one
 
     @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of one checkpoint, over all ranks."""
+        return self.size.checkpoint_bytes(self.recipe.model.dtype, self.recipe.optimizer)
+
+    @property
     def variables(self) -> dict[str, str]:
         """The environment that ranks are started with."""
         return {variable.name: variable.value for variable in self.environment}

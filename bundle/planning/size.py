@@ -21,7 +21,8 @@ from bundle.architectures import Architecture, padded_vocabulary
 from bundle.capabilities import LOCAL
 from bundle.planning.layout import whole_model
 from bundle.planning.parameters import Parameter, parameters
-from bundle.recipe import Parallel, Recipe
+from bundle.recipe import Parallel
+from bundle.recipe.sections import Optimizer
 
 # Which layers are fused changes no count.
 _TRAITS = LOCAL
@@ -50,12 +51,12 @@ class ModelSize(NamedTuple):
         """The same from the sums over the sequences: their tokens, and their pairs of query and key."""
         return 3 * (tokens * self.flops_per_token + pairs * self.flops_per_pair)
 
-    def checkpoint_bytes(self, recipe: Recipe) -> int:
-        """Bytes of a checkpoint: the weights in the model's arithmetic, an fp32 copy, the optimizer's state.
+    def checkpoint_bytes(self, dtype: str, optimizer: Optimizer) -> int:
+        """Bytes of a checkpoint: the weights in `dtype` (bf16, fp32), an fp32 copy, the optimizer's state.
 
         A copy of what is fp32 itself is there where the optimizer's state is divided between ranks.
         """
-        optimizer, bf16 = recipe.optimizer, recipe.model.dtype == "bf16"
+        bf16 = dtype == "bf16"
         in_fp32 = len(optimizer.states) + (bf16 or optimizer.use_distributed_optimizer)
         return self.stored * ((_BF16 if bf16 else _FP32) + in_fp32 * _FP32)
 

@@ -1,5 +1,6 @@
 """What transformers computes with a model of random weights: the weights, and the numbers of one sequence."""
 
+import copy
 import zlib
 from pathlib import Path
 
@@ -17,7 +18,7 @@ def write(case: Case, directory: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(zlib.crc32(case.name.encode()))
-    config = AutoConfig.for_model(**case.config)
+    config = AutoConfig.for_model(**copy.deepcopy(dict(case.config)))  # it writes into what it is given
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in (*model.named_parameters(), *model.named_buffers()):

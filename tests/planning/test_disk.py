@@ -12,7 +12,7 @@ Usage = namedtuple("Usage", "total used free")
 
 def test_checkpoints_that_stay_and_one_more_must_fit_where_the_run_will_be(tmp_path, monkeypatch):
     recipe, asked = load("demo", ["checkpoint.keep=4"]), []
-    one = model_size(recipe.architecture).checkpoint_bytes(recipe)
+    one = model_size(recipe.architecture).checkpoint_bytes(recipe.model.dtype, recipe.optimizer)
 
     def usage(path):
         asked.append(path)

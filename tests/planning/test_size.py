@@ -67,7 +67,7 @@ def test_a_checkpoint_has_the_rows_of_padding_in_every_arithmetic():
     def bytes_of(dtype: str, **optimizer: Any) -> int:
         words = {"tokenizer": "hf:none"}
         made = job(config, model={"dtype": dtype}, data=words, optimizer=optimizer)
-        return size.checkpoint_bytes(made)
+        return size.checkpoint_bytes(made.model.dtype, made.optimizer)
 
     assert bytes_of("bf16") == stored * (2 + 4 + 4 + 4)
     assert bytes_of("fp32") == stored * (4 + 4 + 4 + 4)
