@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
+from email.parser import HeaderParser
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NamedTuple
@@ -177,16 +177,14 @@ def distributions(paths: Iterable[Path]) -> dict[str, Path]:
 def distribution(directory: Path | None) -> Distribution | None:
     """What a dist-info directory says; None when it names no version.
 
-    By `importlib.metadata`, but not by its `version`: MindSpeed replaces that function, and then it answers
-    for packages that are not installed.
+    By the headers alone, which a long description follows; and not by `importlib.metadata.version`: MindSpeed
+    replaces that function, and then it answers for packages that are not installed.
     """
-    if directory is None or not any(files.is_file(directory / name) for name in ("METADATA", "PKG-INFO")):
+    if directory is None:
         return None
-    record = metadata.Distribution.at(directory)
-    try:
-        name, version = record.metadata["Name"], record.metadata["Version"]
-    except (OSError, ValueError, KeyError):
-        return None
+    text = next(filter(None, (files.read(directory / name) for name in ("METADATA", "PKG-INFO"))), "")
+    headers = HeaderParser().parsestr(text)
+    name, version = headers["Name"], headers["Version"]
     if not name or not version:
         return None
     return Distribution(name, version, _recorded(files.read(directory / "direct_url.json")))
