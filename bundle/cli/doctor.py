@@ -5,10 +5,11 @@ import json
 import typer
 
 from bundle.cli import options
-from bundle.environment import facts, image, machine, packages
+from bundle.environment import facts, image, machine, packages, sites
 from bundle.environment.doctor import examine
 from bundle.environment.facts import Finding, Level
 from bundle.errors import ExitCode
+from bundle.patches import hook
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -22,6 +23,7 @@ def doctor(
     """Examine the machine and the installed packages; ends with 3 if something must be fixed first."""
     installed = packages.detect()
     found, findings = examine(machine.local(), installed, backend)
+    findings = (*findings, *hook.findings(sites.own()))
     if as_json:
         built = image.own()
         report = {

@@ -8,6 +8,7 @@ import typer
 
 from bundle.cli import options
 from bundle.cli.patches_audit import audit
+from bundle.cli.patches_hook import disable, enable
 from bundle.environment import BACKENDS, packages
 from bundle.errors import ExitCode
 from bundle.patches import Action, Decision
@@ -57,6 +58,8 @@ def plan(
 
 
 app.command()(audit)
+app.command()(enable)
+app.command()(disable)
 
 
 @app.command()

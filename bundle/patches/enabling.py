@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from bundle import log
 from bundle.environment import hardware, packages
+from bundle.environment.packages import Stack
 from bundle.errors import EnvironmentUnfit, PatchError
 from bundle.patches import applying, plan
 from bundle.patches import features as words
@@ -38,27 +39,7 @@ def enable(
     with nothing patched, where a patch that is needed fits no more, where another patcher or another plan was
     there before, and where somebody has imported what is to be replaced by value.
     """
-    used, table, here = words.known(features or ()), load(), packages.importable()
-    if here.megatron.core is None:
-        archive = here.megatron.archive
-        raise EnvironmentUnfit(
-            f"megatron-core is in a zip, which cannot be patched: {archive}"
-            if archive
-            else "there is no megatron-core to patch: this Python imports none; install one beside "
-            "mcore-bundle, or put its tree on PYTHONPATH"
-        )
-    found = survey(
-        installed(here, table),
-        table,
-        here,
-        backend=hardware.detect(backend).backend,
-        features=used,
-        allowed=allowed,
-        vouched=vouched,
-    )
-    # A trap is a matter of what the program does, which is not ours to refuse: it is told.
-    decisions = (d if d.action is not Action.TRAP else replace(d, stops=False) for d in found.decisions)
-    made = plan.make(found._replace(decisions=tuple(decisions)))
+    found, made = planned(packages.importable(), features, vouched=vouched, allowed=allowed, backend=backend)
     if made == applying.in_force():
         return made
     if held := applying.out_of_reach(made):
@@ -68,18 +49,50 @@ def enable(
     return made
 
 
+def planned(
+    of: Stack,
+    features: Iterable[str] | None = None,
+    *,
+    vouched: Collection[str] = (),
+    allowed: Collection[str] = (),
+    backend: str = "auto",
+) -> tuple[Survey, PatchPlan]:
+    """What `enable` decides, and applies, in a program that imports from `of`; raises as it does."""
+    used, table = words.known(features or ()), load()
+    if of.megatron.core is None:
+        archive = of.megatron.archive
+        raise EnvironmentUnfit(
+            f"megatron-core is in a zip, which cannot be patched: {archive}"
+            if archive
+            else "there is no megatron-core to patch: this Python imports none; install one beside "
+            "mcore-bundle, or put its tree on PYTHONPATH"
+        )
+    found = survey(
+        installed(of, table),
+        table,
+        of,
+        backend=hardware.detect(backend).backend,
+        features=used,
+        allowed=allowed,
+        vouched=vouched,
+    )
+    # A trap is a matter of what the program does, which is not ours to refuse: it is told.
+    decisions = (d if d.action is not Action.TRAP else replace(d, stops=False) for d in found.decisions)
+    return found, plan.make(found._replace(decisions=tuple(decisions)))
+
+
 def _tell(found: Survey) -> None:
     """Logs what was decided; where nobody has set up logging, as a rank of ours does."""
     if not logging.getLogger("bundle").hasHandlers():
         rank = os.environ.get("RANK", "")
         log.start(int(rank) if rank.isdecimal() else None)
-    _log.info("%s", "\n".join(_lines(found)))
+    _log.info("%s", "\n".join(lines(found)))
     for decision in found.decisions:
         if decision.stops and decision.action is Action.TRAP:
             _log.warning("no patch mends %s", decision.problem)
 
 
-def _lines(found: Survey) -> Iterator[str]:
+def lines(found: Survey) -> Iterator[str]:
     """The plan: what is applied, what is not although the program may need it, and why."""
     left_out = [d for d in found.decisions if d.action in (Action.DRIFT, Action.OWNED, Action.UNVOUCHED)]
     yield f"{len(found.applied)} patches for {found.subject}"

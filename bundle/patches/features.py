@@ -65,6 +65,13 @@ def parse(said: str) -> frozenset[str] | None:
     return known(said.split(","))
 
 
+def named(said: str) -> tuple[str, ...]:
+    """The words of a list with commas, as they are spelled here. Raises UsageError as `known`."""
+    words = tuple(word.strip().lower() for word in said.split(",") if word.strip())
+    known(words)
+    return words
+
+
 def known(said: Iterable[str]) -> frozenset[str] | None:
     """The words, with what is always so; None where there are none: everything.
 

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bundle import backends
+from bundle.patches import hook
 from bundle.verification.check import Observation
 from bundle.verification.observing import Order, answer, read_orders
 
 
 def main(rank: int, processes: int, directory: Path, backend: str) -> None:
     """Runs this process's share of the orders."""
+    hook.leave()  # what is patched in which run is said by its order
     runtime = backends.prepare(backend)
     from bundle.verification.running import run  # imports megatron, which must meet the backend
 

@@ -1,0 +1,64 @@
+"""The program in a `.pth` of `mcore-bundle patches enable`: it waits for megatron.core to be imported.
+
+Python runs this text whenever it starts, so it imports nothing that is not there: not even `bundle`, a name
+that a program may have for a package of its own. `hook` puts the text into the file.
+"""
+
+import sys
+
+TYPE_CHECKING = False  # typing.TYPE_CHECKING, without its import
+if TYPE_CHECKING:
+    from typing import Any
+
+
+class Finder:
+    """Finder in front of all others: it lets them find, and patches when megatron.core is about to run."""
+
+    def __init__(self, said: "Any") -> None:
+        self._said = said  # what `hook.begin` takes
+
+    def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
+        """The spec of megatron.core that the finders behind this one have, its loader calling `enable`."""
+        if name != "megatron.core" or self not in sys.meta_path:
+            return None
+        for other in sys.meta_path[sys.meta_path.index(self) + 1 :]:  # type: ignore[arg-type]
+            find = getattr(other, "find_spec", None)
+            spec = find(name, path, target) if find else None
+            if spec is not None and spec.loader is not None:
+                spec.loader = _Loader(spec.loader, self)
+                return spec
+        return None
+
+    def enable(self) -> None:
+        """Enables the patches. What is against it is printed and raised: megatron.core is not imported."""
+        try:
+            try:
+                from bundle.patches.hook import begin
+            except ImportError as error:
+                raise RuntimeError(
+                    f"programs of {sys.prefix} are to be patched, and its mcore-bundle cannot be imported "
+                    f"({error}): install it again, or delete mcore-bundle-patches.pth from site-packages"
+                ) from error
+            begin(self._said)
+        except Exception as error:
+            # Who takes megatron for optional may swallow what is raised.
+            print(f"mcore-bundle: megatron.core is not imported: {error}", file=sys.stderr, flush=True)
+            raise
+
+
+class _Loader:
+    """The loader that was found. Who only looks for megatron.core sets off nothing."""
+
+    def __init__(self, loader: "Any", finder: Finder) -> None:
+        self._loader, self._finder = loader, finder
+
+    def __getattr__(self, name: str) -> "Any":
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: "Any") -> "Any":
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: "Any") -> None:
+        self._finder.enable()
+        module.__loader__ = module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
