@@ -65,7 +65,7 @@ def main() -> None:
 def arms(recipe: Recipe, runtime: Any, directory: Path) -> tuple[Callable[[], None], Callable[[], None]]:
     """One block of each kind of training: (the bundle's, the bare one)."""
     from bundle import data
-    from bundle.distributed.together import StopRequest
+    from bundle.distributed.world import StopRequest
     from bundle.engine import Engine
     from bundle.mcore import groups
     from bundle.runs.metrics import JsonLines, Metrics

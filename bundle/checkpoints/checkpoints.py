@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from bundle import files
 from bundle.checkpoints import manifest, state
 from bundle.checkpoints.directory import CheckpointDirectory
-from bundle.distributed.together import on_all_ranks, on_rank_0
+from bundle.distributed.world import on_all_ranks, on_rank_0
 from bundle.engine import Engine
 from bundle.errors import BundleError, JobFailed, UsageError
 from bundle.mcore import checkpoints as megatron_checkpoints

@@ -42,11 +42,10 @@ def check(
 
     corpus = prepare(job, place(job, directory), _progress())
     counts, shown = asdict(inspect(job, corpus)), first_samples(job, corpus, samples)
+    counts |= counts.pop("left_out")
     room = disk(job, directory)
     if as_json:
-        of_all = corpus.left_out
-        rows = {"skipped_rows": list(of_all.skipped_rows), "long_rows": list(of_all.long_rows)}
-        print(json.dumps({"schema": 1, **counts, **rows, "disk": asdict(room), "samples": shown}, indent=2))
+        print(json.dumps({"schema": 1, **counts, "disk": asdict(room), "samples": shown}, indent=2))
         return
     print("\n".join([*_lines(job, counts), _disk(room, directory)]))
     named = ((f"data.validation_sets.{name}: ", each) for name, each in corpus.validation_left_out.items())

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from bundle import files
-from bundle.data import pool
-from bundle.data.pool import Encoding
+from bundle.data import tokenization
 from bundle.data.sources import DataErrors
 from bundle.data.store import Progress, Store, adopt, building, open_store, unwritable, write
+from bundle.data.tokenization import Encoding
 from bundle.data.tokenizers import Tokenizer
 from bundle.digest import of_json
 from bundle.errors import JobFailed
@@ -29,16 +29,8 @@ _log = logging.getLogger(__name__)
 FORMAT = 4  # of the files of a store, and of what their names are made from
 NAME = ".tokens"
 # What tokens do not depend on, or by what else stands in their name.
-_APART = {
-    "path",
-    "weights",
-    "tokenizer",
-    "sequence_length",
-    "packed",
-    "validation",
-    "validation_sets",
-    "cache",
-}
+_APART = {"path", "weights", "tokenizer", "sequence_length", "packed"}
+_APART |= {"validation", "validation_sets", "cache"}
 _BLOCK = 2**24  # bytes
 _SECONDS = 1.0  # between two looks at what another process has made
 
@@ -73,7 +65,15 @@ def stored(
     else:
         room = longest if recipe.task == "sft" else 0
         content = _content(directory, sources, progress)
-        facts = [recipe.task, settings, made.identity, room, content, pool.ROWS, pool.CHARACTERS]
+        facts = [
+            recipe.task,
+            settings,
+            made.identity,
+            room,
+            content,
+            tokenization.ROWS,
+            tokenization.CHARACTERS,
+        ]
     path = directory / f"tokens-{of_json([FORMAT, facts])}"
     if store := open_store(path):
         return store

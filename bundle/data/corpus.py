@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from bundle.data.cache import stored
 from bundle.data.samplers import ORDER, Blend, held_out
-from bundle.data.samples import Ints, Packs, Rows, Samples, Spans, Windows, best_fit, joined
+from bundle.data.samples import Packs, Rows, Samples, Spans, Windows, best_fit, joined
 from bundle.data.sources import SHOWN
 from bundle.data.store import Progress, Store
 from bundle.data.tokenizers import Tokenizer, tokenizer
@@ -87,10 +87,20 @@ class Corpus:
 class _DataSet:
     """What some paths of a recipe come to: samples to learn from, and those held out of them, if any."""
 
-    stores: tuple[Store, ...]
+    stores: list[Store]
     files: int
     training: Samples
-    held_out: Samples | None
+    held_out: list[Samples]
+
+
+class _Further:
+    """The progress of several stores, one after the other."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress, self.before = progress, 0
+
+    def __call__(self, tokens: int) -> None:
+        self._progress(self.before + tokens)
 
 
 def prepare(recipe: Recipe, directory: Path, progress: Progress = lambda tokens: None) -> Corpus:
@@ -100,20 +110,15 @@ def prepare(recipe: Recipe, directory: Path, progress: Progress = lambda tokens:
     this at once on one file system. Raises UsageError for paths and tokenizers
     that are not there, JobFailed for corrupt data (`data.on_error: stop`) or too little of it.
     """
-    data, read = recipe.data, 0
+    data, further = recipe.data, _Further(progress)
     made = tokenizer(data.tokenizer, recipe.architecture.vocab_size)
-
-    def data_set(of: Recipe, paths: Sequence[str], purpose: str) -> _DataSet:
-        nonlocal read
-        found = _data_set(of, directory, paths, made, purpose, functools.partial(_further, progress, read))
-        read += sum(len(store.ids) for store in found.stores)
-        return found
-
     blend = [(path,) for path in data.path] if data.weights else [data.path]
-    parts = [data_set(recipe, paths, "to train on") for paths in blend]
-    held = [part.held_out for part in parts if part.held_out is not None]
+    parts = [_data_set(recipe, directory, paths, made, "to train on", further) for paths in blend]
+    held = [samples for part in parts for samples in part.held_out]
     named = {
-        name: data_set(recipe.validating(name), own.path, f"in data.validation_sets.{name}")
+        name: _data_set(
+            recipe.validating(name), directory, own.path, made, f"in data.validation_sets.{name}", further
+        )
         for name, own in data.validation_sets.items()
     }
     stores = tuple(store for part in parts for store in part.stores)
@@ -138,26 +143,21 @@ def _data_set(
     paths: Sequence[str],
     made: Tokenizer,
     purpose: str,
-    progress: Progress,
+    further: _Further,
 ) -> _DataSet:
     """The samples of some paths. What megatron's tools wrote is a store a file, what we write is one."""
     sources = expand(paths, recipe.data.source)
     together = [[source] for source in sources] if recipe.data.source == MEGATRON else [sources]
-    stores, training, held_out, read = [], [], [], 0
+    stores, training, held_out = [], [], []
     for each in together:
-        further = functools.partial(_further, progress, read)
         store = stored(recipe, directory, each, made, _room(recipe)[0], further)
-        read += len(store.ids)
+        further.before += len(store.ids)
         stores.append(store)
         learned_from, held = _parts(recipe, store)
         training.append(_samples(recipe, store, learned_from, made, purpose))
         if len(held):
             held_out.append(_samples(recipe, store, held, made, "held out"))
-    return _DataSet(tuple(stores), len(sources), joined(training), joined(held_out) if held_out else None)
-
-
-def _further(progress: Progress, before: int, tokens: int) -> None:
-    progress(before + tokens)
+    return _DataSet(stores, len(sources), joined(training), held_out)
 
 
 def changed(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
@@ -169,7 +169,11 @@ def changed(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 def _identity(recipe: Recipe, files: int, made: Tokenizer, stores: Sequence[Store]) -> dict[str, str]:
     identity = {"files": str(files), "tokenizer": made.identity}
     identity |= {"stdlib": interpreter()} if STDLIB in recipe.data.path else {}
-    return identity | {"tokens": _tokens(stores), "order": ORDER} | _packs(recipe)
+    identity |= {"tokens": _tokens(stores), "order": ORDER}
+    if recipe.data.packed:  # more than the recipe's data section decides how sequences are put into packs
+        room, multiple = _room(recipe)
+        identity["packs (parallel.cp decides)"] = f"{room} tokens, each sequence a multiple of {multiple}"
+    return identity
 
 
 def _tokens(stores: Sequence[Store]) -> str:
@@ -186,14 +190,6 @@ def _room(recipe: Recipe) -> tuple[int, int]:
     multiple = recipe.alignment.sequence
     even = math.lcm(multiple, ROOM_MULTIPLE)
     return (length // even * even, even) if length >= even else (length // multiple * multiple, multiple)
-
-
-def _packs(recipe: Recipe) -> dict[str, str]:
-    """How sequences are put into packs, as far as more than the recipe's data section decides it."""
-    if not recipe.data.packed:
-        return {}
-    room, multiple = _room(recipe)
-    return {"packs (parallel.cp decides)": f"{room} tokens, each sequence a multiple of {multiple}"}
 
 
 def _parts(recipe: Recipe, store: Store) -> tuple[Spans, Spans]:
@@ -213,7 +209,7 @@ def _samples(recipe: Recipe, store: Store, spans: Spans, made: Tokenizer, purpos
     samples: Samples
     if recipe.data.packed:
         room, multiple = _room(recipe)
-        samples = Packs(store, spans, best_fit(_rounded(spans.lengths, multiple), room))
+        samples = Packs(store, spans, best_fit(-(-spans.lengths // multiple) * multiple, room))
     elif recipe.task == "sft":
         samples = Rows(store, spans, length, made.end_of_text)
     else:
@@ -229,10 +225,6 @@ def _samples(recipe: Recipe, store: Store, spans: Spans, made: Tokenizer, purpos
             store.facts["skipped"] + store.facts["long"],
         )
     return samples
-
-
-def _rounded(lengths: Ints, multiple: int) -> Ints:
-    return -(-lengths // multiple) * multiple
 
 
 def _bigram_entropy(texts: Sequence[NDArray[Any]]) -> float:

@@ -31,9 +31,7 @@ class Inspection:
     """Counts of a corpus under a recipe."""
 
     documents: int
-    skipped: int
-    deleted: int  # rows that were too long, and so those that are cut
-    cut: int
+    left_out: LeftOut
     tokens: int
     learned: int  # tokens that have a loss in some sample or would, were all of them trained on
     training: int  # samples
@@ -54,9 +52,7 @@ def inspect(recipe: Recipe, corpus: Corpus) -> Inspection:
     held_out = others.pop(HELD_OUT, 0)
     return Inspection(
         documents=sum(len(store.lengths) for store in corpus.stores),
-        skipped=corpus.left_out.skipped,
-        deleted=corpus.left_out.deleted,
-        cut=corpus.left_out.cut,
+        left_out=corpus.left_out,
         tokens=corpus.tokens,
         learned=sum(map(_learned, corpus.stores)),
         training=count,

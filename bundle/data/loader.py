@@ -1,17 +1,144 @@
-"""Which samples a rank takes at which point of a run; the only state is how many samples were consumed."""
+"""What a rank is fed: the corpus, made into tokens by one rank of each node, and its share of each step."""
 
-from collections.abc import Iterator
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
+import torch.distributed as dist
 
-from bundle.data.corpus import Corpus
+from bundle.data import corpus
+from bundle.data.corpus import Corpus, LeftOut
 from bundle.data.samplers import Ints, permutation
 from bundle.data.samples import BLANK, Batch, Samples
+from bundle.distributed import world
+from bundle.distributed.agreement import disagreements
+from bundle.distributed.watchdog import PATIENCE_SECONDS, Watchdog
+from bundle.distributed.world import on_all_ranks
+from bundle.errors import EnvironmentUnfit
 from bundle.recipe import Recipe
+
+_log = logging.getLogger(__name__)
+
+# A reader that says nothing for so long hangs: one document may be as large as a file.
+PATIENCE = PATIENCE_SECONDS
+# Between two words of a reader; and between two lines on the terminal.
+SECONDS, LINE_SECONDS = 1.0, 10.0
+SHOWN = 3  # rows on the terminal, of each kind
+
+
+class _Readers:
+    """What the ranks that read have told the others: they count together, in the store where ranks met."""
+
+    def __init__(self, readers: int) -> None:
+        self._store, self._readers = dist.PrefixStore("data", world.store()), readers
+
+    def go_on(self) -> None:
+        self._store.add("said", 1)
+
+    def end(self, *, failed: bool) -> None:
+        self._store.add("failed", int(failed))
+        self._store.add("ended", 1)
+
+    def said(self) -> int:
+        return int(self._store.add("said", 0))
+
+    def have_ended(self) -> bool:
+        return int(self._store.add("ended", 0)) == self._readers
+
+    def have_failed(self) -> bool:
+        return int(self._store.add("failed", 0)) > 0
+
+
+def prepared(recipe: Recipe, directory: Path, dog: Watchdog) -> Corpus:
+    """The corpus, the same on every rank; its tokens lie under `directory`. Every rank must call it.
+
+    Raises on every rank what `corpus.prepare` raises on one, and EnvironmentUnfit when ranks found different
+    data.
+    """
+    reads = dog.local_rank == 0
+    readers = _Readers(sum(on_all_ranks(lambda: reads)))
+    corpora: list[Corpus] = []
+
+    def body() -> dict[str, str]:
+        if reads:
+            corpora.append(_read(recipe, directory, dog, readers))
+        _wait(readers, dog)
+        if not reads and not readers.have_failed():
+            corpora.append(corpus.prepare(recipe, directory))
+        return dict(corpora[0].identity) if corpora else {}
+
+    with dog.patience("reading the data", PATIENCE):
+        found = disagreements(on_all_ranks(body))
+    if found:
+        raise EnvironmentUnfit("the ranks have different data; give every node the same files", found)
+    (made,) = corpora
+    _tell("the data", made.left_out)
+    for name, left_out in made.validation_left_out.items():
+        _tell(f"data.validation_sets.{name}", left_out)
+    return made
+
+
+def _read(recipe: Recipe, directory: Path, dog: Watchdog, readers: _Readers) -> Corpus:
+    failed = True
+    try:
+        made = corpus.prepare(recipe, directory, _progress(dog, readers))
+        failed = False
+    finally:
+        readers.end(failed=failed)
+    return made
+
+
+def _wait(readers: _Readers, dog: Watchdog) -> None:
+    """Returns when every reader has ended; what they read meanwhile counts as our progress."""
+    seen, pause = 0, 0.05
+    while not readers.have_ended():
+        if (said := readers.said()) > seen:
+            seen = said
+            dog.beat("waiting for the rank that reads the data")
+        time.sleep(pause)
+        pause = min(SECONDS, 2 * pause)
+
+
+def _progress(dog: Watchdog, readers: _Readers) -> Callable[[int], None]:
+    """What to call with the number of tokens read so far: says so to the watchdog, the others, a person."""
+    said, shown = time.monotonic(), time.monotonic()
+
+    def progress(tokens: int) -> None:
+        nonlocal said, shown
+        now = time.monotonic()
+        if now - said < SECONDS:
+            return
+        dog.beat("reading the data")
+        readers.go_on()
+        said = now
+        if now - shown >= LINE_SECONDS:
+            _log.info("reading the data: %s tokens", f"{tokens:,}")
+            shown = now
+
+    return progress
+
+
+def _tell(where: str, left_out: LeftOut) -> None:
+    """What was left out of a data set, with the first few rows of each kind."""
+    skipped, deleted, cut = left_out.skipped, left_out.deleted, left_out.cut
+    corrupt = f"{where} has {skipped:,} corrupt rows or files, which are skipped"
+    long = f"of the rows of {where} that are too long {deleted:,} are deleted and {cut:,} cut"
+    for what, count, first in (
+        (corrupt, skipped, left_out.skipped_rows),
+        (long, deleted + cut, left_out.long_rows),
+    ):
+        more = [f"and {count - SHOWN:,} more"] if count > SHOWN else []
+        if count:
+            _log.info("\n  - ".join([what, *first[:SHOWN], *more]))
 
 
 class Loader:
-    """The micro-batches of one data-parallel rank; a global batch is the same for any number of ranks."""
+    """The micro-batches of one data-parallel rank; a global batch is the same for any number of ranks.
+
+    The only state is how many samples were consumed.
+    """
 
     def __init__(self, recipe: Recipe, corpus: Corpus, rank: int, dp: int) -> None:
         """`rank` of `dp` data-parallel ranks; micro_batch_size x dp must divide the global batch."""

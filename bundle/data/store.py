@@ -155,17 +155,14 @@ def _noted(folder: Path, itemsize: int) -> tuple[Ints, dict[str, Any]]:
     if not journal.exists():
         return np.zeros(0, np.int64), nothing
     noted = json.loads(journal.read_text(encoding="utf-8"))
-    kept = (
-        np.fromfile(folder / "lengths", "<i8", noted["documents"])
-        if noted["documents"]
-        else np.zeros(0, "<i8")
-    )
+    kept: Ints = np.zeros(0, np.int64)
+    if documents := noted["documents"]:
+        kept = np.fromfile(folder / "lengths", "<i8", documents)
     tokens = int(kept.sum())
-    sizes = {"lengths": 8 * noted["documents"], "tokens.bin": tokens * itemsize}
+    sizes = {"lengths": 8 * documents, "tokens.bin": tokens * itemsize}
     sizes |= {"learned.bin": tokens} if noted["masked"] else {}
-    if any(
-        not (folder / name).exists() or (folder / name).stat().st_size < size for name, size in sizes.items()
-    ):
+    paths = {folder / name: size for name, size in sizes.items()}
+    if any(not path.exists() or path.stat().st_size < size for path, size in paths.items()):
         _log.warning("%s: files are cut, all is made anew", folder)
         return np.zeros(0, np.int64), nothing
     _log.info("goes on with tokens that were begun: %s are there", f"{tokens:,}")

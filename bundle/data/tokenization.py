@@ -1,55 +1,135 @@
-"""Rows to token documents, a chunk of them at a time."""
+"""Rows to token documents by several processes, in the order of the rows, whoever was faster."""
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from multiprocessing import connection, get_context, parent_process
 from typing import Any
 
 import numpy as np
 
 from bundle.data.chat import writer
 from bundle.data.conversations import columns, conversation
-from bundle.data.sources import Corrupt, DataErrors, rows, texts
-from bundle.data.store import Document
-from bundle.data.tokenizers import Tokenizer
+from bundle.data.sources import Corrupt, DataErrors, Noted, rows, texts
+from bundle.data.store import Chunk, Document
+from bundle.data.tokenizers import Tokenizer, tokenizer
+from bundle.errors import JobFailed
 from bundle.recipe.sections import Data
 from bundle.recipe.sources import Source
 
+# What ends a chunk: enough to occupy a fast tokenizer, little enough that those under way stay small.
+# Journals count chunks, so both are part of the name of what is begun.
+ROWS, CHARACTERS = 256, 2**22
+# Below so many bytes of files a process would still be importing when all is done.
+WORTH_IT = 2**26
 
-def rows_of(data: Data, task: str, sources: Sequence[Source], errors: DataErrors) -> Iterator[Any]:
-    """What `documents` takes, of all files, after their places."""
-    if task == "sft":
-        return rows(data.source, sources, columns(data.fields), errors)
-    return texts(data, sources, errors)
+# Rows that follow each other, after their places, and what was wrong with others between them.
+_Rows = tuple[list[tuple[str, Any]], Noted]
 
 
-def documents(
-    given: Iterator[Any], data: Data, task: str, tokenizer: Tokenizer, longest: int, errors: DataErrors
-) -> Iterator[Document]:
-    """The token documents of some rows; corrupt ones go to `errors`. `longest` limits SFT conversations."""
-    drafts: Iterator[tuple[str, Any]]
-    encode: Callable[[Sequence[Any]], Iterator[Document]]
-    if task == "sft":
-        write = writer(data, tokenizer)
-        drafts = errors.passed(given, lambda values: write.draft(conversation(values, data)))
-        encode = write.encode
+@dataclass(frozen=True)
+class Encoding:
+    """What makes tokens of rows: `longest` limits SFT conversations, `vocabulary` is the model's."""
+
+    data: Data
+    task: str
+    vocabulary: int
+    longest: int
+
+    def chunks(self, sources: Iterable[Source], made: Tokenizer, first: int = 0) -> Iterator[Chunk]:
+        """The files' documents from chunk number `first` on, the same however many processes make them."""
+        sources = list(sources)
+        rows = islice(_cut(self, sources), first, None)
+        workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if workers == 1 or sum(source.path.stat().st_size for source in sources) < WORTH_IT:
+            return (_encoded(self, made, each) for each in rows)
+        return _by_workers(self, rows, workers)
+
+
+def _cut(encoding: Encoding, sources: list[Source]) -> Iterator[_Rows]:
+    data, errors = encoding.data, DataErrors(encoding.data.on_error)
+    sft = encoding.task == "sft"
+    read = rows(data.source, sources, columns(data.fields), errors) if sft else texts(data, sources, errors)
+    chunk: list[tuple[str, Any]] = []
+    size = 0
+    for place, row in read:
+        chunk.append((place, row))
+        size += len(row) if isinstance(row, str) else 0
+        if len(chunk) == ROWS or size >= CHARACTERS:
+            yield chunk, errors.taken()
+            chunk, size = [], 0
+    if chunk or errors.count:
+        yield chunk, errors.taken()
+
+
+def _encoded(encoding: Encoding, made: Tokenizer, given: _Rows) -> Chunk:
+    """The token documents of some rows; what is corrupt in them is added to what was found before."""
+    data, errors = encoding.data, DataErrors(encoding.data.on_error)
+    chunk, noted = given
+    errors.extend(noted)
+    documents: Iterable[Document]
+    if encoding.task == "sft":
+        write = writer(data, made)
+        chunk = list(errors.passed(chunk, lambda values: write.draft(conversation(values, data))))
+        documents = write.encode([draft for _, draft in chunk]) if chunk else ()
     else:
-        drafts, encode = given, lambda together: _ended(together, tokenizer)
-    found = errors.passed(_encoded(drafts, encode), lambda document: _checked(document, tokenizer.vocab_size))
-    if task == "sft":
-        found = _fitting(found, data.truncation, longest, errors)
-    return (document for _, document in found)
+        end = np.uint32(made.end_of_text)
+        encoded = made.encode([text for _, text in chunk]) if chunk else ()
+        documents = (Document(np.append(ids, end)) for ids in encoded)
+    placed = ((place, document) for (place, _), document in zip(chunk, documents, strict=True))
+    found = errors.passed(placed, lambda document: _checked(document, made.vocab_size))
+    if encoding.task == "sft":
+        found = _fitting(found, data.truncation, encoding.longest, errors)
+    return Chunk([document for _, document in found], errors.dump())
 
 
-def _encoded(
-    drafts: Iterator[tuple[str, Any]], encode: Callable[[Sequence[Any]], Iterator[Document]]
-) -> Iterator[tuple[str, Document]]:
-    if together := list(drafts):
-        places, contents = zip(*together, strict=True)
-        yield from zip(places, encode(contents), strict=True)
+def _by_workers(encoding: Encoding, given: Iterator[_Rows], workers: int) -> Iterator[Chunk]:
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin, (encoding,))
+    under_way: deque[Future[Chunk]] = deque()
+    try:
+        for rows in given:
+            under_way.append(pool.submit(_in_worker, rows))
+            if len(under_way) > 2 * workers:
+                yield under_way.popleft().result()
+        while under_way:
+            yield under_way.popleft().result()
+    except BrokenProcessPool as error:
+        raise JobFailed(
+            "a process that makes tokens was killed, perhaps for its memory; the same command goes on with"
+            " what is done"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def _ended(texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[Document]:
-    end = np.uint32(tokenizer.end_of_text)
-    return (Document(np.append(ids, end)) for ids in tokenizer.encode(texts))
+_encode: Any = None  # of a worker process: what it does with rows
+
+
+def _begin(encoding: Encoding) -> None:
+    global _encode
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us decides
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # we are the parallel ones
+    _encode = partial(_encoded, encoding, tokenizer(encoding.data.tokenizer, encoding.vocabulary))
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def _in_worker(given: _Rows) -> Chunk:
+    chunk: Chunk = _encode(given)
+    return chunk
 
 
 def _checked(document: Document, vocabulary: int) -> Document:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bundle.architectures import tensors
 from bundle.architectures.tensors import Tensors
-from bundle.distributed.together import on_all_ranks, on_rank_0
+from bundle.distributed.world import on_all_ranks, on_rank_0
 from bundle.errors import JobFailed, UsageError
 from bundle.mcore.groups import Groups
 from bundle.models import naming

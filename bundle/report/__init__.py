@@ -1,6 +1,251 @@
-"""One page about a run, or about several side by side: curves, plan, patches, versions."""
+"""One page about a run, or about several side by side: curves, plan, patches, versions.
 
-from bundle.report.page import render
-from bundle.report.run import Run, read
+It is one HTML file that needs no network, its curves drawn by plotly, its text escaped by jinja. The files of
+a run directory are data from outside: bounded, most may be missing.
+"""
 
-__all__ = ["Run", "read", "render"]
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bundle.errors import EnvironmentUnfit, UsageError, bytes_shown
+from bundle.files import content
+from bundle.patches.catalogue import PATCHES
+from bundle.recipe import flat
+
+# Points of a curve that are drawn. Of more, the lowest and highest of each stretch stay: they are looked for.
+POINTS = 2000
+_NUMBERS, _FILE = 1 << 28, 1 << 24  # bytes of metrics.jsonl (millions of reports), and of any other file
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One number over the steps of a run, in their order."""
+
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+
+    def drawn(self) -> "Curve":
+        """The curve with at most `POINTS` points."""
+        count = len(self.steps)
+        if count <= POINTS:
+            return self
+        length = -(-2 * count // POINTS)
+        stretches = (range(at, min(at + length, count)) for at in range(0, count, length))
+        kept = sorted({pick(s, key=self.values.__getitem__) for s in stretches for pick in (min, max)})
+        return Curve(tuple(self.steps[at] for at in kept), tuple(self.values[at] for at in kept))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its directory has it."""
+
+    name: str
+    curves: Mapping[str, Curve]
+    plan: Mapping[str, Any]
+    versions: Mapping[str, Any]
+    result: Mapping[str, Any]
+    unread: tuple[str, ...]  # what there was to read and could not be
+
+    def planned(self, *keys: str) -> Any:
+        """A value of the plan by its keys, None where there is none."""
+        found: Any = self.plan
+        for key in keys:
+            found = found.get(key) if isinstance(found, dict) else None
+        return found
+
+
+def read(directory: Path) -> Run:
+    """The run in `directory`. Raises UsageError where no run has reported anything."""
+    unread: list[str] = []
+    numbers = directory / "metrics.jsonl"
+    try:
+        curves = _curves(content(numbers, _NUMBERS), unread)
+    except OSError as error:
+        raise UsageError(
+            f"{numbers}: {error.strerror or error}; give the directory of a run, such as runs/NAME"
+        ) from error
+    if not curves:
+        raise UsageError(f"{numbers}: no numbers yet: a run reports every train.log_interval steps")
+    job, versions, result = (
+        _object(directory / f"{name}.json", unread) for name in ("job", "versions", "result")
+    )
+    plan = job.get("plan")
+    planned = {**(plan if isinstance(plan, dict) else {}), "recipe": job.get("recipe")} if job else {}
+    return Run(directory.resolve().name, curves, planned, versions, result, tuple(unread))
+
+
+def _curves(data: bytes, unread: list[str]) -> dict[str, Curve]:
+    """The curves of a metrics.jsonl; of a step that is there twice, after a resume, the last one counts."""
+    seen: dict[str, dict[int, float]] = {}
+    broken = 0
+    for line in data.splitlines():
+        report = _parsed(line)
+        step = report.pop("step", None) if isinstance(report, dict) else None
+        if type(step) is not int:
+            broken += bool(line.strip())
+            continue
+        for name, value in report.items():
+            if name != "time" and type(value) in (int, float):
+                seen.setdefault(name, {})[step] = float(value)
+    if broken:
+        unread.append(f"metrics.jsonl: {broken} lines are no report")
+    return {name: Curve(*zip(*sorted(values.items()), strict=True)) for name, values in seen.items()}
+
+
+def _object(path: Path, unread: list[str]) -> dict[str, Any]:
+    """The JSON object in a file; an empty one where there is no file, or no object in it."""
+    try:
+        found = _parsed(content(path, _FILE))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        unread.append(f"{path.name}: {error.strerror or error}")
+        return {}
+    if not isinstance(found, dict):
+        unread.append(f"{path.name}: no JSON object")
+        return {}
+    return found
+
+
+def _parsed(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+
+
+# Title of a chart -> beginnings of the names of the numbers on it. What fits nowhere gets a chart of its own.
+CHARTS: Mapping[str, tuple[str, ...]] = {
+    "Loss, nats per token": ("train/loss", "validation/loss"),
+    "Losses of multi-token prediction, nats per token": ("train/mtp_", "validation/mtp_"),
+    "Norm of the gradient": ("train/grad_norm",),
+    "Learning rate": ("train/learning_rate",),
+    "Tokens a second": ("train/tokens_per_second",),
+    "Time, seconds": ("train/step_seconds", "seconds/"),
+    "Model TFLOP/s of a device": ("train/tflops",),
+    "Model FLOPs utilisation (MFU)": ("train/mfu",),
+    "Time left, seconds": ("train/seconds_left",),
+    "Memory, bytes": ("memory/",),
+}
+_COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
+_DASHES = ("solid", "dash", "dot", "dashdot")
+
+
+def render(runs: Sequence[Run]) -> str:
+    """The page of these runs, side by side. Raises EnvironmentUnfit without the libraries that draw it."""
+    try:
+        import jinja2
+        from plotly.offline import get_plotlyjs
+    except ModuleNotFoundError as error:
+        raise EnvironmentUnfit(
+            f"{error.name} is not installed, which draws the page: pip install 'mcore-bundle[report]'"
+        ) from error
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    return environment.get_template("page.html").render(
+        runs=runs,
+        names=labels(runs),
+        charts=list(_charts(runs)),
+        summary=list(_summary(runs)),
+        differing=list(_differing(runs)),
+        versions=list(_rows([_versions(run) for run in runs])),
+        why={patch.id: patch.why for patch in PATCHES},
+        plotly=get_plotlyjs(),
+    )
+
+
+def labels(runs: Sequence[Run]) -> list[str]:
+    """A name for each run, by which the page tells them apart."""
+    names = [run.name for run in runs]
+    return [name if names.count(name) == 1 else f"{name} ({at + 1})" for at, name in enumerate(names)]
+
+
+def grouped(names: Iterable[str]) -> dict[str, list[str]]:
+    """The numbers on each chart, in the order of `CHARTS`; others under their own name."""
+    groups: dict[str, list[str]] = {title: [] for title in CHARTS}
+    for name in sorted(names):
+        title = next((t for t, starts in CHARTS.items() if name.startswith(starts)), name)
+        groups.setdefault(title, []).append(name)
+    return {title: found for title, found in groups.items() if found}
+
+
+def _charts(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
+    """Title and HTML of each chart. A colour is a number, a dash is a run."""
+    import plotly.graph_objects as go
+
+    for title, numbers in grouped({name for run in runs for name in run.curves}).items():
+        figure = go.Figure(layout={"height": 320, "margin": {"l": 60, "r": 10, "t": 10, "b": 40}})
+        for colour, number in enumerate(numbers):
+            for dash, (run, label) in enumerate(zip(runs, labels(runs), strict=True)):
+                if number not in run.curves:
+                    continue
+                curve = run.curves[number].drawn()
+                figure.add_scatter(
+                    x=curve.steps,
+                    y=curve.values,
+                    name=number if len(runs) == 1 else f"{number}, {label}",
+                    mode="lines" if len(curve.steps) > 1 else "markers",
+                    line={
+                        "color": _COLOURS[colour % len(_COLOURS)],
+                        "dash": _DASHES[dash % len(_DASHES)],
+                        "width": 1.5,
+                    },
+                )
+        figure.update_layout(showlegend=True, legend={"orientation": "h", "y": -0.2}, template="plotly_white")
+        figure.update_xaxes(title_text="step")
+        yield title, figure.to_html(full_html=False, include_plotlyjs=False)
+
+
+def _summary(runs: Sequence[Run]) -> Iterator[tuple[str, list[str]]]:
+    """What each run was and came to: a row per fact, a column per run."""
+    return _rows([_facts(run) for run in runs])
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    axes = run.planned("layout", "axes") or {}
+    sizes = {name: axis.get("size") for name, axis in axes.items() if isinstance(axis, dict)}
+    last = max(step for curve in run.curves.values() for step in curve.steps)
+    stages = [stage.get("bytes", {}).get("total") for stage in run.planned("stages") or []]
+    totals = [total for total in stages if total]
+    steps = run.planned("recipe", "train", "steps")
+    return {
+        "Steps": str(last) + (f" of {steps}" if steps else "") + ("" if run.result else ", not finished"),
+        "Ended by": run.result.get("ended"),
+        "Loss at the end": run.result.get("loss"),
+        "Layout": " ".join(f"{name}{size}" for name, size in sizes.items() if size and size > 1)
+        or "one rank",
+        "Ranks": run.planned("layout", "world"),
+        "Hardware": ", ".join(sorted({d.get("name", "?") for d in run.planned("hardware", "devices") or []}))
+        or run.planned("hardware", "backend"),
+        "megatron-core": run.planned("megatron", "version"),
+        "Attention": run.planned("attention", "value"),
+        "Planned memory of a device": bytes_shown(max(totals)) if totals else None,
+        "Patches applied": sum(row.get("action") == "APPLY" for row in run.planned("patches") or []),
+    }
+
+
+def _versions(run: Run) -> dict[str, Any]:
+    return {
+        name: f"{found.get('version')}" + (f" ({found['commit']})" if found.get("commit") else "")
+        for name, found in run.versions.items()
+        if isinstance(found, dict)
+    }
+
+
+def _rows(columns: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
+    for name in dict.fromkeys(name for column in columns for name in column):
+        values = [column.get(name) for column in columns]
+        yield name, ["" if value is None else str(value) for value in values]
+
+
+def _differing(runs: Sequence[Run]) -> Iterator[tuple[str, list[str]]]:
+    """The recipe's keys whose values are not the same in all runs."""
+    for name, values in _rows([dict(flat(run.planned("recipe") or {})) for run in runs]):
+        if len(set(values)) > 1:
+            yield name, values

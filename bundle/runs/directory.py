@@ -7,7 +7,6 @@ import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,71 +21,28 @@ from bundle.recipe.document import written
 _OURS = "# The recipe of the run in this directory, written by mcore-bundle.\n"
 
 
-@dataclass(frozen=True)
 class RunDirectory:
     """The names inside a run directory; nothing needs to exist."""
 
-    root: Path
-
-    @property
-    def recipe(self) -> Path:
-        """The recipe, complete: a resumed run is compared with it."""
-        return self.root / "recipe.yaml"
-
-    @property
-    def job(self) -> Path:
-        """What was decided before the run began: the job file that its ranks execute."""
-        return self.root / "job.json"
-
-    @property
-    def versions(self) -> Path:
-        """What was installed."""
-        return self.root / "versions.json"
-
-    @property
-    def origin(self) -> Path:
-        """The checkpoint that the run began with, as it was named; missing where it began with none."""
-        return self.root / "origin.json"
-
-    @property
-    def trackers(self) -> Path:
-        """What experiment trackers call this run; missing where it names none."""
-        return self.root / "trackers.json"
-
-    @property
-    def profile(self) -> Path:
-        """Traces of the steps that the recipe names."""
-        return self.root / "profile"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object per line, each with its `step`."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Event files."""
-        return self.root / "tensorboard"
-
-    @property
-    def checkpoints(self) -> Path:
-        """One folder per checkpoint."""
-        return self.root / "checkpoints"
-
-    @property
-    def exported(self) -> Path:
-        """The trained model as Hugging Face has it, where the recipe asks for that."""
-        return self.root / "hf"
-
-    @property
-    def logs(self) -> Path:
-        """What the ranks of each launch said; kept by a fresh start, which is itself logged there."""
-        return self.root / "logs"
-
-    @property
-    def result(self) -> Path:
-        """Written when the run is finished, and only then."""
-        return self.root / "result.json"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.recipe = root / "recipe.yaml"  # the recipe, complete: a resumed run is compared with it
+        # What was decided before the run began: the job file that its ranks execute.
+        self.job = root / "job.json"
+        self.versions = root / "versions.json"  # what was installed
+        # The checkpoint that the run began with, as it was named; missing where it began with none.
+        self.origin = root / "origin.json"
+        # What experiment trackers call this run; missing where it names none.
+        self.trackers = root / "trackers.json"
+        self.profile = root / "profile"  # traces of the steps that the recipe names
+        self.metrics = root / "metrics.jsonl"  # one JSON object per line, each with its `step`
+        self.tensorboard = root / "tensorboard"  # event files
+        self.checkpoints = root / "checkpoints"  # one folder per checkpoint
+        # The trained model as Hugging Face has it, where the recipe asks for that.
+        self.exported = root / "hf"
+        # What the ranks of each launch said; kept by a fresh start, which is itself logged there.
+        self.logs = root / "logs"
+        self.result = root / "result.json"  # written when the run is finished, and only then
 
     def begin(self, recipe: Recipe, *, fresh: bool, resume: bool, start_from: Path | None = None) -> bool:
         """Whether there is a run to go on with; looks only, and changes nothing.

@@ -1,14 +1,22 @@
-"""Where a run's numbers go: metrics.jsonl, TensorBoard, and the terminal."""
+"""What a run reports: its numbers, its speed and its traces; to files, TensorBoard and the terminal."""
 
 import json
 import math
+import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self, TextIO
+
+import numpy as np
+import torch
+
+from bundle import capabilities
+from bundle.planning.size import model_size
+from bundle.recipe import Recipe
 
 _LEFT = "train/seconds_left"
 _FOR_FILES = (_LEFT, "train/samples", "train/tflops_per_device", "memory/peak_bytes")
@@ -137,8 +145,90 @@ class Metrics:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for sink in self._sinks:
             sink.close()
+
+
+class Speed:
+    """Counts for one rank: what its replica was fed is shared by the ranks of the replica."""
+
+    def __init__(self, recipe: Recipe, backend: str, device: torch.device) -> None:
+        parallel = recipe.parallel
+        self._size, self._ranks = model_size(recipe.architecture), parallel.tp * parallel.cp * parallel.pp
+        self._device = device
+        self._peak: float | None = None  # FLOP/s of the arithmetic that is used, where it is known
+        if device.type == "cuda" and recipe.model.dtype == "bf16" and recipe.model.fp8 is None:
+            peak = capabilities.of(backend).peak(torch.cuda.get_device_name(device))
+            self._peak = peak.bf16 if peak else None
+
+    def flops(self, lengths: Sequence[int]) -> float:
+        """This rank's share of the model FLOPs of training on sequences of these lengths."""
+        tokens = np.asarray(lengths, np.int64)
+        pairs = int((tokens * (tokens + 1) // 2).sum())
+        return self._size.step_flops(int(tokens.sum()), pairs) / self._ranks
+
+    def gauges(self, flops: float, seconds: float) -> Mapping[str, float]:
+        """FLOP/s of a device (TFLOP/s; MFU where the peak is known) and the peak of its memory in bytes.
+
+        On the cpu that is the resident memory of this process.
+        """
+        found = {"train/tflops_per_device": flops / seconds / 1e12}
+        if self._peak is not None:
+            found["train/mfu"] = flops / seconds / self._peak
+        if self._device.type == "cuda":
+            found["memory/peak_bytes"] = torch.cuda.max_memory_allocated(self._device)
+        else:
+            found["memory/peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return found
+
+
+class Profiler:
+    """Writes one trace a rank, `profile/rank-R-steps-A-B.json.gz`, which chrome://tracing and Perfetto open.
+
+    Where a run goes on or ends inside the stretch, the trace has the steps that it made there: a context
+    manager, which writes it at the end.
+    """
+
+    def __init__(self, recipe: Recipe, directory: Path, rank: int) -> None:
+        asked = recipe.profile
+        self._first, self._last = asked.steps if asked is not None and rank in asked.ranks else (1, 0)
+        self._directory, self._rank = directory, rank
+        self._running: Any = None
+        self._begun = self._done = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._running is not None:
+            self._end()
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around a step, counted from 1."""
+        if not self._first <= number <= self._last:
+            yield
+            return
+        if self._running is None:
+            self._begin(number)
+        with torch.profiler.record_function(f"step {number}"):
+            yield
+        self._done = number
+        if number == self._last:
+            self._end()
+
+    def _begin(self, number: int) -> None:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._running = torch.profiler.profile(activities=activities, record_shapes=True)
+        self._running.start()
+        self._begun = number
+
+    def _end(self) -> None:
+        self._running.stop()
+        self._directory.mkdir(parents=True, exist_ok=True)
+        name = f"rank-{self._rank}-steps-{self._begun}-{self._done}.json.gz"
+        self._running.export_chrome_trace(str(self._directory / name))
+        self._running = None

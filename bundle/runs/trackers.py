@@ -5,7 +5,6 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from bundle import files
@@ -26,7 +25,7 @@ def trackers(recipe: Recipe, directory: RunDirectory) -> list[Sink]:
         named.append(("wandb", WeightsAndBiases))
     if recipe.metrics.mlflow is not None:
         named.append(("mlflow", MLflow))
-    runs = _known(directory.trackers)
+    runs: dict[str, str] = json.loads(files.read(directory.trackers) or "{}")
     made: list[Sink] = []
     for name, kind in named:
         try:
@@ -135,11 +134,3 @@ class Tolerated:
             self._works = False
             why = f"{type(error).__name__}: {error}"
             print(f"metrics.{self._name}: gets nothing more in this run: {why}", file=sys.stderr, flush=True)
-
-
-def _known(path: Path) -> dict[str, str]:
-    """The trackers' own names of this run, by tracker."""
-    if not path.exists():
-        return {}
-    known: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
-    return known

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bundle.capabilities import Mask
 from bundle.errors import JobFailed
 from bundle.recipe.alignment import Alignment, Layout, Padding
 from bundle.sequences.rows import Ints, Runs, pack_index, runs_of, unpack_index
@@ -239,3 +240,21 @@ def _chunks(x: Tensor, cp: int, dim: int) -> tuple[Tensor, ...]:
         )
     chunks: tuple[Tensor, ...] = x.chunk(2 * cp, dim)
     return chunks
+
+
+@dataclass(frozen=True)
+class Masks:
+    """What a micro-batch knows of its padding.
+
+    `model` goes into the model: None, or bool [b, s] over whole sequences, True = token. `valid` stays with
+    the rows that come out, for post-processing, whatever the model was given: bool, `Packing.shape`, True =
+    token. A backend that gives its models no mask must not take it from post-processing too.
+    """
+
+    model: Tensor | None
+    valid: Tensor
+
+
+def masks(packing: Packing, wanted: Mask) -> Masks:
+    """The masks of a packing for a model that takes `wanted` (Capabilities.mask)."""
+    return Masks(packing.uncut.valid if wanted.form == "valid" else None, packing.valid)

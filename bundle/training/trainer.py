@@ -13,11 +13,11 @@ from bundle.backends import Runtime
 from bundle.checkpoints.checkpoints import Checkpoints
 from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.checkpoints.state import TrainState
-from bundle.data import preparation
 from bundle.data.cache import place
+from bundle.data.loader import prepared
 from bundle.digest import of_json
-from bundle.distributed.together import StopRequest, on_all_ranks, on_rank_0
 from bundle.distributed.watchdog import Watchdog, collectives_seconds
+from bundle.distributed.world import StopRequest, on_all_ranks, on_rank_0
 from bundle.engine import Engine, Losses
 from bundle.environment import packages
 from bundle.errors import JobFailed, Preempted, UsageError
@@ -27,9 +27,7 @@ from bundle.models import exporting
 from bundle.pretrained import Pretrained
 from bundle.recipe import Recipe, with_steps
 from bundle.runs.directory import RunDirectory, starting_checkpoint
-from bundle.runs.metrics import JsonLines, Metrics, Sink, TensorBoard, finite, terminal
-from bundle.runs.profiling import Profiler
-from bundle.runs.speed import Speed
+from bundle.runs.metrics import JsonLines, Metrics, Profiler, Sink, Speed, TensorBoard, finite, terminal
 from bundle.runs.trackers import trackers
 from bundle.training import loop
 from bundle.training.batches import Batches
@@ -54,7 +52,7 @@ class Trainer:
                 seed=recipe.seed,
                 timeout_seconds=collectives_seconds(recipe.distributed.timeout_seconds),
             )
-        self.corpus = preparation.prepared(recipe, place(recipe, self.directory.root), dog)
+        self.corpus = prepared(recipe, place(recipe, self.directory.root), dog)
         recipe = self.recipe = _with_steps(recipe, self.corpus)
         feed = data.Loader(recipe, self.corpus, self.groups.dp.rank, self.groups.dp.size)
         self.batches = Batches(recipe, feed, self.groups, device)

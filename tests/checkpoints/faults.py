@@ -75,7 +75,7 @@ def run(runtime: Any, folder: Path, _plan: Any) -> dict[str, Any]:
     from bundle.checkpoints.checkpoints import Checkpoints
     from bundle.checkpoints.directory import CheckpointDirectory
     from bundle.checkpoints.state import TrainState
-    from bundle.distributed.together import on_all_ranks
+    from bundle.distributed.world import on_all_ranks
 
     engine = make_engine(CASE, runtime)
     kept = CheckpointDirectory(folder / "ours")

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from bundle import log
-from bundle.data import cache, preparation
+from bundle.data import cache, loader
 from bundle.data import store as tokens
 from bundle.data.sources import DataErrors
 from bundle.data.store import Chunk
@@ -48,8 +48,8 @@ def main() -> None:
     limit = 60.0
     seconds = 0.0
     if case in ("slow", "stuck"):
-        limit = preparation.PATIENCE = LIMIT_SECONDS  # type: ignore[assignment]
-        preparation.LINE_SECONDS = 2.0
+        limit = loader.PATIENCE = LIMIT_SECONDS  # type: ignore[assignment]
+        loader.LINE_SECONDS = 2.0
         seconds = SLOW_SECONDS if case == "slow" else 50 * 60.0
     cache.write = slowly(written, seconds)  # type: ignore[attr-defined]
     where = Path("run").absolute()
@@ -63,7 +63,7 @@ def main() -> None:
     ]
     recipe = load("demo", [*overrides, *sys.argv[2:]])
     with Watchdog(limit, where / "logs", me.rank, me.local_rank) as dog:
-        found = preparation.prepared(recipe, where / "data", dog)
+        found = loader.prepared(recipe, where / "data", dog)
     (where.parent / f"said-{me.rank}").write_text(f"{found.tokens} tokens, wrote {len(written)}")
     world.destroy()
 

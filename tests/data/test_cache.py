@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bundle.data import cache, pool, prepare, store
+from bundle.data import cache, prepare, store, tokenization
 from bundle.data.cache import place
 from bundle.data.sources import SHOWN
 from bundle.data.tokenizers import Bytes
@@ -49,7 +49,7 @@ def content(directory: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(pool, "ROWS", 16)
+    monkeypatch.setattr(tokenization, "ROWS", 16)
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_many_processes_make_what_one_makes(tmp_path, monkeypatch, encoded, task
     made = recipe(write_rows(tmp_path / "rows.jsonl"), f"task={task}")
     before = prepare(made, tmp_path / "one")
     assert before.left_out.skipped > SHOWN and encoded
-    monkeypatch.setattr(pool, "WORTH_IT", 0)
+    monkeypatch.setattr(tokenization, "WORTH_IT", 0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
     encoded.clear()
     after = prepare(made, tmp_path / "three")
@@ -83,16 +83,16 @@ def test_many_processes_make_what_one_makes(tmp_path, monkeypatch, encoded, task
 MAKING = """
 import sys, time
 from pathlib import Path
-from bundle.data import pool, prepare, store
+from bundle.data import prepare, store, tokenization
 from bundle.data.tokenizers import Bytes
 from tests.data.test_cache import recipe
 def slowly(self, texts, original=Bytes.encode):
     time.sleep(0.05)
     return original(self, texts)
 def main():
-    pool.ROWS, store.COMMIT_SECONDS, Bytes.encode = 16, 0.0, slowly
+    tokenization.ROWS, store.COMMIT_SECONDS, Bytes.encode = 16, 0.0, slowly
     if "workers" in sys.argv:
-        pool.WORTH_IT = 0
+        tokenization.WORTH_IT = 0
     prepare(recipe(Path("rows.jsonl").absolute(), sys.argv[1]), Path("killed").absolute())
 if __name__ == "__main__":
     main()
@@ -157,7 +157,7 @@ def test_what_was_begun_in_chunks_of_another_size_is_not_gone_on_with(
     prepare(made, tmp_path / "straight")
     whole = len(encoded)
     killed(tmp_path, "task=pretrain")
-    monkeypatch.setattr(pool, size, smaller)
+    monkeypatch.setattr(tokenization, size, smaller)
     encoded.clear()
     prepare(made, tmp_path / "killed")
     assert len(encoded) == whole and content(tmp_path / "straight") == content(tmp_path / "killed")

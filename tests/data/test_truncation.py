@@ -116,7 +116,7 @@ def test_running_text_is_never_too_long(tmp_path):
 def test_check_counts_and_names_long_rows(rows, tmp_path):
     made = recipe(rows, "data.truncation=right")
     counts = inspect(made, prepare(made, tmp_path / "data"))
-    assert (counts.documents, counts.deleted, counts.cut) == (4, 1, 2)
+    assert (counts.documents, counts.left_out.deleted, counts.left_out.cut) == (4, 1, 2)
     sets = [
         "task=sft",
         f"data.path={rows}",

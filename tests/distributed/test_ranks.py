@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bundle.distributed import world
-from bundle.distributed.together import StopRequest
+from bundle.distributed.world import StopRequest
 from bundle.errors import LaunchUnavailable
 from bundle.launch import outcomes
 from bundle.launch.rendezvous import discover

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from bundle.distributed import watchdog, world
-from bundle.distributed.together import StopRequest
+from bundle.distributed.world import StopRequest
 from bundle.errors import Preempted
 from bundle.launch import outcomes, process
 from bundle.launch.rendezvous import Rendezvous, discover

@@ -10,8 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from bundle.errors import EnvironmentUnfit
-from bundle.report import read, render
-from bundle.report.page import CHARTS, grouped
+from bundle.report import CHARTS, grouped, read, render
 from tests.report.runs import write
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from bundle.errors import UsageError
-from bundle.report.run import POINTS, Curve, read
+from bundle.report import POINTS, Curve, read
 from tests.report.runs import write
 
 

@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 import torch
 
 from bundle.recipe import load
-from bundle.runs.profiling import Profiler
+from bundle.runs.metrics import Profiler
 
 
 def trace(path: Path) -> list[dict[str, Any]]:

@@ -11,8 +11,7 @@ import torch
 
 from bundle.planning.size import model_size
 from bundle.recipe import load
-from bundle.runs.metrics import PlainLines
-from bundle.runs.speed import Speed
+from bundle.runs.metrics import PlainLines, Speed
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -16,8 +16,7 @@ from bundle.capabilities import ASCEND
 from bundle.errors import BundleError
 from bundle.planning import plan_for
 from bundle.recipe.alignment import Alignment
-from bundle.sequences.masks import masks
-from bundle.sequences.packing import Packing
+from bundle.sequences.packing import Packing, masks
 from bundle.training.worker import patched_runtime
 from tests import world
 from tests.backends.ascend.contract import registered

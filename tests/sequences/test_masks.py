@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from bundle.capabilities import ASCEND, CPU, CUDA
 from bundle.recipe.alignment import Alignment
-from bundle.sequences.masks import masks
-from bundle.sequences.packing import Packing
+from bundle.sequences.packing import Packing, masks
 from tests.sequences.strategies import ALIGNMENTS
 
 LENGTHS = [5, 3, 9]

@@ -9,8 +9,7 @@ import torch
 
 from bundle.capabilities import ASCEND, CUDA
 from bundle.recipe.alignment import Alignment
-from bundle.sequences.masks import masks
-from bundle.sequences.packing import Packing
+from bundle.sequences.packing import Packing, masks
 
 LENGTHS = [38, 21]
 
