@@ -13,8 +13,8 @@ import typer
 
 from bundle.cli import options
 from bundle.errors import UsageError, bytes_shown
-from bundle.planning.disk import Disk, disk
 from bundle.planning.inputs import input_problems
+from bundle.planning.size import Disk, disk
 from bundle.recipe import Recipe, load
 
 _log = logging.getLogger(__name__)

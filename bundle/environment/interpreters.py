@@ -1,6 +1,5 @@
 """Another interpreter's search path, read from its environment's files: that interpreter is not started."""
 
-import ast
 import os
 import re
 import shutil
@@ -10,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bundle import files
-from bundle.environment.search import EDITABLE, Editable, SearchPath, added_by_pth, search_path
+from bundle.environment.search import EDITABLE, Editable, SearchPath, added_by_pth, literals, search_path
 from bundle.errors import UsageError
 
 _SITES = ("lib/{0}/site-packages", "lib64/{0}/site-packages", "local/lib/{0}/dist-packages")
@@ -105,17 +104,7 @@ def _release(prefix: Path, settings: dict[str, str]) -> str:
 def _editable(site: Path) -> Iterator[Editable]:
     """The finders that editable installs of setuptools have put into a directory of packages."""
     for file in sorted(site.glob(f"{EDITABLE}*_finder.py")):
-        try:
-            body = ast.parse(files.read(file, 1 << 20) or "").body
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            continue
-        said = {
-            target.id: _literal(node.value)
-            for node in body
-            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None
-            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-            if isinstance(target, ast.Name)
-        }
+        said = literals(files.read(file, 1 << 20))
         mapping, namespaces = said.get("MAPPING"), said.get("NAMESPACES")
         yield Editable(
             {str(k): str(v) for k, v in mapping.items()} if isinstance(mapping, dict) else {},
@@ -123,10 +112,3 @@ def _editable(site: Path) -> Iterator[Editable]:
             if isinstance(namespaces, dict)
             else {},
         )
-
-
-def _literal(value: ast.expr) -> object:
-    try:
-        return ast.literal_eval(value)
-    except (ValueError, TypeError, RecursionError, MemoryError):
-        return None

@@ -4,12 +4,11 @@
 megatron.core and megatron.training may come from different trees.
 """
 
-import ast
 from dataclasses import dataclass
 from pathlib import Path
 
 from bundle import files
-from bundle.environment.search import Entry, SearchPath, commit, distribution, distributions
+from bundle.environment.search import Entry, SearchPath, commit, distribution, distributions, literals
 
 _FIELDS = ("MAJOR", "MINOR", "PATCH", "PRE_RELEASE")
 
@@ -93,17 +92,7 @@ def declared(source: str | None) -> str | None:
     `__version__` itself is not read: from 0.19 on importing the file runs git and appends whatever commit the
     surrounding directory is at, which need not be megatron's.
     """
-    try:
-        body = ast.parse(source or "").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-    values = {
-        target.id: node.value.value
-        for node in body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
+    values = literals(source)
     if not all(isinstance(values.get(name), int | str) for name in _FIELDS):
         return None
     major, minor, patch, pre = (str(values[name]) for name in _FIELDS)

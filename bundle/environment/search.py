@@ -6,16 +6,18 @@ The view is that of a worker, which is started as `python -m bundle`: the curren
 although the command that asks may be a console script, whose own first entry is its directory of scripts.
 """
 
+import ast
 import json
 import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from email.parser import HeaderParser
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from packaging.utils import canonicalize_name
 
@@ -99,6 +101,19 @@ class SearchPath:
             for place in places
             if files.is_directory(place)
         ]
+
+
+def literals(source: str | None) -> dict[str, Any]:
+    """The literals that a module's text gives to names of its own; none where it cannot be read."""
+    found: dict[str, Any] = {}
+    with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        for node in ast.parse(source or "").body:
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                with suppress(ValueError, TypeError, RecursionError, MemoryError):
+                    value = ast.literal_eval(node.value)
+                    found |= {target.id: value for target in targets if isinstance(target, ast.Name)}
+    return found
 
 
 class Location(NamedTuple):

@@ -4,12 +4,10 @@ Anything that cannot be true is refused.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from bundle.errors import UsageError
-from bundle.launch.claims import Claim, Fact, Variables, host_and_port
-from bundle.launch.starters import STARTERS
+from bundle.launch.starters import STARTERS, Claim, Fact, Variables, claim, host_and_port
 
 LOOPBACK = "127.0.0.1"
 ALONE = "nobody set a rank or a node in the environment: one node, this machine"
@@ -57,26 +55,29 @@ def discover(
     flags = _flags(env, nodes, node_rank, endpoint)
     claims: list[Claim] = []
     for starter in STARTERS:
-        if claim := starter(env):
-            claims.append(claim)
-        if claims and claims[0].rank:
+        if found := starter(env):
+            claims.append(found)
+        if claims and "rank" in claims[0].said:
             break  # one rank of torchrun: whatever started torchrun is no longer about this process
-    speaker = claims[0] if claims else Claim("none", ALONE)
+    speaker = claims[0] if claims else Claim("none", ALONE, {})
     violations = [*env.violations, *speaker.contradictions(), *flags.contradictions()]
     violations += flags.against(speaker)
     for other in claims[1:]:
         violations += speaker.against(other)
-    if not claims and env.has("RANK", "WORLD_SIZE") and flags.nodes is None:
+    if not claims and env.has("RANK", "WORLD_SIZE") and "nodes" not in flags.said:
         violations.append(
             "RANK and WORLD_SIZE are set without LOCAL_RANK, so they may count pods or processes:"
             " say --nodes, --node-rank and --rendezvous"
         )
     answer = _merge(speaker, flags, claims[1:], planned)
-    if not violations:
-        violations = _gaps(answer, environment)
+    violations = violations or _gaps(answer, environment)
     if violations:
         raise UsageError("the environment and the flags do not say where this process stands", violations)
-    return _settle(answer)
+    said = {name: fact.value for name, fact in answer.said.items()}
+    # One node needs nobody from outside: its ranks meet where only this machine can reach them.
+    inside = {"address": LOOPBACK, "port": None}
+    where = said | inside if said["nodes"] == 1 and "rank" not in said else inside | said
+    return Rendezvous(source=answer.source, reason=answer.reason, **where)
 
 
 def _flags(env: Variables, nodes: int | None, node_rank: int | None, endpoint: str | None) -> Claim:
@@ -87,7 +88,7 @@ def _flags(env: Variables, nodes: int | None, node_rank: int | None, endpoint: s
     where = host_and_port(endpoint) if endpoint is not None else None
     if endpoint is not None and where is None:
         env.violations.append(f"--rendezvous {endpoint[:80]!r} is not HOST:PORT")
-    return Claim(
+    return claim(
         "flags",
         "said on the command line",
         nodes=Fact(nodes, "--nodes") if nodes is not None else None,
@@ -99,42 +100,33 @@ def _flags(env: Variables, nodes: int | None, node_rank: int | None, endpoint: s
 
 def _merge(speaker: Claim, flags: Claim, others: list[Claim], planned: int) -> Claim:
     """The speaker's claim with its gaps filled, first by the flags, then by the other starters."""
-    answer = speaker
-    if speaker.source == "none" and flags.nodes:
-        answer = replace(speaker, source="flags", reason=f"{flags.names()}: {flags.reason}")
-    if flags.address and not answer.rank:
-        answer = replace(answer, address=None, port=None)  # an endpoint that a person chose wins
-    for claim in (flags, *others):
-        fills = {name: claim.facts().get(name) for name in ("nodes", "node_rank", "address", "port")}
-        said: dict[str, Any] = fills | answer.facts()
-        answer = replace(answer, **said)
-    if answer.nodes is None and answer.source == "none":
-        answer = replace(answer, nodes=Fact(planned, "devices.nodes"))
-    if answer.nodes and answer.nodes.value == 1 and answer.node_rank is None:
-        answer = replace(answer, node_rank=Fact(0, answer.nodes.said_by))
-    return answer
+    source, reason, said = speaker.source, speaker.reason, dict(speaker.said)
+    if source == "none" and "nodes" in flags.said:
+        names = dict.fromkeys(fact.said_by for fact in flags.said.values())
+        source, reason = "flags", f"{', '.join(names)}: {flags.reason}"
+    if "address" in flags.said and "rank" not in said:
+        said = {
+            name: fact for name, fact in said.items() if name not in ("address", "port")
+        }  # a person's wins
+    for each in (flags, *others):
+        fills = ("nodes", "node_rank", "address", "port")
+        said = {name: fact for name, fact in each.said.items() if name in fills} | said
+    if "nodes" not in said and source == "none":
+        said["nodes"] = Fact(planned, "devices.nodes")
+    if "nodes" in said and said["nodes"].value == 1:
+        said.setdefault("node_rank", Fact(0, said["nodes"].said_by))
+    return Claim(source, reason, said)
 
 
 def _gaps(answer: Claim, environment: Mapping[str, str]) -> list[str]:
-    found = list(answer.contradictions())
-    if answer.nodes is None:
-        found.append(f"how many nodes there are is not said ({answer.reason}): say --nodes")
+    found, said = answer.contradictions(), answer.said
+    if "nodes" not in said:
+        return [*found, f"how many nodes there are is not said ({answer.reason}): say --nodes"]
+    if said["nodes"].value == 1 and "rank" not in said:
         return found
-    if answer.nodes.value == 1 and not answer.rank:
-        return found
-    where = f"{answer.nodes.said_by}={answer.nodes.value}"
-    if answer.node_rank is None:
-        found.append(f"{where}, but which of them this is is not said: say --node-rank")
-    if answer.address is None or answer.port is None:
-        said = f"MASTER_ADDR={environment['MASTER_ADDR']!r} " if environment.get("MASTER_ADDR") else ""
-        found.append(f"{where}, but where they meet is not said {said}: say --rendezvous HOST:PORT")
+    if "node_rank" not in said:
+        found.append(f"{said['nodes']}, but which of them this is is not said: say --node-rank")
+    if "address" not in said or "port" not in said:
+        named = f"MASTER_ADDR={environment['MASTER_ADDR']!r} " if environment.get("MASTER_ADDR") else ""
+        found.append(f"{said['nodes']}, but where they meet is not said {named}: say --rendezvous HOST:PORT")
     return found
-
-
-def _settle(answer: Claim) -> Rendezvous:
-    assert answer.nodes and answer.node_rank, "gaps were refused above"
-    said = {name: fact.value for name, fact in answer.facts().items()}
-    # One node needs nobody from outside: its ranks meet where only this machine can reach them.
-    inside = {"address": LOOPBACK, "port": None}
-    where = said | inside if answer.nodes.value == 1 and not answer.rank else inside | said
-    return Rendezvous(source=answer.source, reason=answer.reason, **where)

@@ -31,12 +31,6 @@ class Shard:
     size: int
     blocks: int = 1
 
-    def whole_shape(self, local: torch.Size) -> list[int]:
-        """The shape of the whole tensor whose local part has shape `local`."""
-        shape = list(local)
-        shape[self.dim] *= self.size
-        return shape
-
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of `whole`, same dtype, not a copy where one block allows it."""
         parts = [block.chunk(self.size, self.dim)[self.rank] for block in whole.chunk(self.blocks, self.dim)]
@@ -58,8 +52,10 @@ class Named:
 
     def whole_shape(self) -> list[int]:
         """The shape of the whole tensor."""
-        local = self.parameter.shape
-        return list(local) if self.shard is None else self.shard.whole_shape(local)
+        shape = list(self.parameter.shape)
+        if self.shard is not None:
+            shape[self.shard.dim] *= self.shard.size
+        return shape
 
 
 def parameters(chunk: torch.nn.Module, groups: Groups) -> Iterator[Named]:

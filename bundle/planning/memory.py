@@ -23,7 +23,7 @@ from bundle.errors import bytes_shown
 from bundle.planning.activations import ActivationBytes, activations
 from bundle.planning.code import EXPERT_GROUPS_BY_ETP, MegatronCode
 from bundle.planning.layout import Chunk, RankLayout
-from bundle.planning.parameters import Parameter, parameters
+from bundle.planning.size import Parameter, parameters
 from bundle.recipe import Recipe
 from bundle.recipe.sections import Optimizer
 

@@ -12,7 +12,7 @@ from bundle.patches import Action, Decision
 from bundle.planning.code import DISCARD_ASKS_FP8, SHARED_EXPERTS_AGAIN, MegatronCode
 from bundle.planning.layout import RankLayout
 from bundle.planning.memory import MemoryEstimate, splits_shared_embedding
-from bundle.planning.parameters import parameters
+from bundle.planning.size import parameters
 from bundle.recipe import Recipe
 from bundle.recipe.sections import MOST_PER_NODE
 

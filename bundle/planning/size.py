@@ -1,5 +1,8 @@
-"""The size of a model, from its list of parameters: how many, active ones, floating-point operations (FLOPs)
-of training, bytes of a checkpoint.
+"""The size of a model: its parameters as one rank holds them, how many there are, active ones, floating-point
+operations (FLOPs) of training, bytes of checkpoints and the disk for them.
+
+Parameters are read from the table of the model's tensors (`bundle.architectures.tensors`), which tests hold
+against what megatron-core creates, and against Transformer Engine's layers on an H200.
 
 FLOPs of a forward pass are those of the model's matrix products, 2 for each multiply-add:
 
@@ -14,15 +17,78 @@ FLOPs utilisation (MFU) is computed from (Chowdhery et al., "PaLM", 2022, append
 which that leaves out.
 """
 
-from collections.abc import Iterable
+import math
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
-from bundle.architectures import Architecture, padded_vocabulary
-from bundle.capabilities import LOCAL
-from bundle.planning.layout import whole_model
-from bundle.planning.parameters import Parameter, parameters
-from bundle.recipe import Parallel
+from bundle.architectures import Architecture, padded_vocabulary, transformer_engine
+from bundle.architectures.tensors import Cut, Tensor, Tensors, cut, is_buffer, is_expert
+from bundle.capabilities import LOCAL, LayerTraits
+from bundle.planning.layout import Chunk, whole_model
+from bundle.recipe import Parallel, Recipe
 from bundle.recipe.sections import Optimizer
+
+
+class Parameter(NamedTuple):
+    """One tensor of one rank. `shape` is local; `cut` says of what part."""
+
+    name: str
+    shape: tuple[int, ...]
+    cut: Cut | None = None
+    expert: bool = False
+    shared_embedding: bool = False  # of the first and the last stage, hence in a bucket of its own
+
+    @property
+    def elements(self) -> int:
+        """The number of values that this rank holds."""
+        return math.prod(self.shape)
+
+
+def parameters(
+    architecture: Architecture, parallel: Parallel, chunk: Chunk, traits: LayerTraits
+) -> tuple[Parameter, ...]:
+    """The parameters of one rank's model chunk, in the order in which megatron-core registers them.
+
+    Layers count over all stages; experts are those of a rank that holds the first ones.
+    """
+    table = Tensors(architecture, parallel.tp)
+    local = range(architecture.moe.num_experts // parallel.ep) if architecture.moe else ()
+    tied = architecture.tied_embeddings
+    found: list[Parameter] = []
+
+    def held(tensor: Tensor, name: str = "") -> Parameter:
+        shape, how = list(tensor.shape), cut(tensor.name)
+        if how is not None:
+            shape[how.dim] //= parallel.tp if how.axis == "tp" else parallel.etp
+        return Parameter(name or tensor.name, tuple(shape), how, is_expert(tensor.name))
+
+    def layer(at: str, tensors: Iterator[Tensor]) -> None:
+        own = [tensor for tensor in tensors if not is_buffer(tensor.name)]
+        named = [(tensor.name, tensor) for tensor in own]
+        if traits.fused_norms:
+            named = list(transformer_engine.with_folded_norms(at, own))
+        if traits.grouped_experts:
+            named = list(transformer_engine.with_grouped_experts(named))
+        found.extend(held(tensor, name) for name, tensor in named)
+
+    # The first stage owns the embedding; a later one holds a copy for MTP, or as a tied head.
+    travels = parallel.pp > 1 and (tied or architecture.mtp_layers > 0)
+    if chunk.embedding or chunk.embedding_copy:
+        found.append(held(table.embedding())._replace(shared_embedding=travels))
+    for number in chunk.layers:
+        layer(f"decoder.layers.{number}.", table.layer(number, local))
+    if chunk.head:
+        found.append(held(table.final_norm()))
+    for depth in range(chunk.mtp_layers):
+        layer(f"mtp.layers.{depth}.transformer_layer.", table.mtp_layer(depth, local))
+    if chunk.head and not (chunk.embedding and tied):
+        alone = tied and not chunk.embedding_copy
+        found.append(held(table.head())._replace(shared_embedding=travels and alone))
+    return tuple(found)
+
 
 # Which layers are fused changes no count.
 _TRAITS = LOCAL
@@ -86,3 +152,24 @@ def model_size(architecture: Architecture) -> ModelSize:
 def _count(tensors: Iterable[Parameter], experts: int) -> int:
     """The values of these tensors, each expert's in as many experts."""
     return sum(tensor.elements * (experts if tensor.expert else 1) for tensor in tensors)
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Bytes of the checkpoints of a run, and those that are free where it lives."""
+
+    checkpoint: int
+    checkpoints: int  # of those that stay and one more, which is being written
+    free: int
+
+    @property
+    def suffices(self) -> bool:
+        """Whether they fit."""
+        return self.checkpoints <= self.free
+
+
+def disk(recipe: Recipe, directory: Path) -> Disk:
+    """The disk of the run that would live in `directory`, which need not be there yet."""
+    one = model_size(recipe.architecture).checkpoint_bytes(recipe.model.dtype, recipe.optimizer)
+    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    return Disk(one, one * recipe.checkpoint.most, shutil.disk_usage(there).free)

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from math import gcd, lcm
 from typing import Literal
 
-from bundle.errors import JobFailed, UsageError
+from bundle.errors import JobFailed
 from bundle.fp8 import SCALINGS, Scaling
 
 Layout = Literal["thd", "bshd"]
-CPLayout = Literal["zigzag", "contiguous"]
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,7 @@ class Alignment:
     """The multiples that padded lengths keep on one parallel layout.
 
     `cp` is the size of the group that shares these sequences: with dynamic context parallelism, a new one
-    for each micro-batch. `bucket` rounds the extent (thd: the total, bshd: every sequence) up further, so
-    that fewer different shapes occur. FP8 rows hold on every rank by itself: measured on one device, assumed
-    over several.
+    for each micro-batch. FP8 rows hold on every rank by itself: measured on one device, assumed over several.
     """
 
     layout: Layout = "thd"
@@ -56,24 +53,6 @@ class Alignment:
     cp: int = 1
     sequence_parallel: bool = False
     scaling: Scaling | None = None
-    cp_layout: CPLayout = "zigzag"
-    bucket: int = 1
-
-    def __post_init__(self) -> None:
-        violations = [
-            f"{name} is {size!r}: give a whole number from 1"
-            for name, size in (("tp", self.tp), ("cp", self.cp), ("bucket", self.bucket))
-            if not isinstance(size, int) or size < 1
-        ]
-        for name, value, known in (
-            ("layout", self.layout, ("thd", "bshd")),
-            ("cp_layout", self.cp_layout, ("zigzag", "contiguous")),
-            ("FP8 scaling", self.scaling, (None, *SCALINGS)),
-        ):
-            if value not in known:
-                violations.append(f"{name} is {value!r}: known are {', '.join(map(str, known))}")
-        if violations:
-            raise UsageError("Sequences cannot be aligned to this layout:", violations)
 
     @property
     def sequence(self) -> int:
@@ -82,10 +61,8 @@ class Alignment:
         Zigzag gives each rank two of 2·cp equal chunks of every sequence. A bshd sequence is split over the
         sequence-parallel ranks too; a thd pack is split there as a whole, so that is a matter of its total.
         """
-        chunks = 1 if self.cp == 1 else 2 * self.cp if self.cp_layout == "zigzag" else self.cp
-        if self.layout == "bshd":
-            return lcm(chunks, self._shares, self.bucket)
-        return 1 if self.cp_layout == "contiguous" else chunks
+        chunks = 1 if self.cp == 1 else 2 * self.cp
+        return lcm(chunks, self._shares) if self.layout == "bshd" else chunks
 
     @property
     def length(self) -> int:
@@ -98,7 +75,7 @@ class Alignment:
     def total(self) -> int:
         """The multiple of all rows together, over all ranks."""
         rows = self._shares * (SCALINGS[self.scaling].rows if self.scaling else 1)
-        return lcm(self.sequence, rows, self.bucket if self.layout == "thd" else 1)
+        return lcm(self.sequence, rows)
 
     def pad(self, lengths: Sequence[int], *, length: int | None = None) -> Padding:
         """The least padding of these sequences; `length` forces the extent (thd: the total, bshd: each).

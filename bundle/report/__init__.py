@@ -152,7 +152,7 @@ def render(runs: Sequence[Run]) -> str:
         runs=runs,
         names=labels(runs),
         charts=list(_charts(runs)),
-        summary=list(_summary(runs)),
+        summary=list(_rows([_facts(run) for run in runs])),
         differing=list(_differing(runs)),
         versions=list(_rows([_versions(run) for run in runs])),
         why={patch.id: patch.why for patch in PATCHES},
@@ -202,12 +202,8 @@ def _charts(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
         yield title, figure.to_html(full_html=False, include_plotlyjs=False)
 
 
-def _summary(runs: Sequence[Run]) -> Iterator[tuple[str, list[str]]]:
-    """What each run was and came to: a row per fact, a column per run."""
-    return _rows([_facts(run) for run in runs])
-
-
 def _facts(run: Run) -> dict[str, Any]:
+    """What a run was and came to."""
     axes = run.planned("layout", "axes") or {}
     sizes = {name: axis.get("size") for name, axis in axes.items() if isinstance(axis, dict)}
     last = max(step for curve in run.curves.values() for step in curve.steps)
@@ -239,6 +235,7 @@ def _versions(run: Run) -> dict[str, Any]:
 
 
 def _rows(columns: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
+    """A row per fact, a column per run."""
     for name in dict.fromkeys(name for column in columns for name in column):
         values = [column.get(name) for column in columns]
         yield name, ["" if value is None else str(value) for value in values]

@@ -103,11 +103,6 @@ class Packing:
         """The concatenated tensor [tokens, ...] of one value for each sequence [b, ...]."""
         return values.index_select(0, self._owner)
 
-    def jagged(self, x: Tensor) -> Tensor:
-        """A concatenated tensor as one nested tensor, jagged in its sequences."""
-        offsets = self._tensor(np.cumsum((0, *self.padding.lengths)))
-        return torch.nested.nested_tensor_from_jagged(x, offsets)
-
     @property
     def layout(self) -> Layout:
         """thd or bshd."""
@@ -161,12 +156,7 @@ class Packing:
         return self._runs_of(self.rank)
 
     def _runs_of(self, rank: int) -> Runs:
-        return runs_of(self._rows, self.alignment, rank)
-
-    @cached_property
-    def _rows(self) -> Ints:
-        """Padded rows of each sequence, then of the tail if there is one."""
-        return np.asarray(self.padding.rows)
+        return runs_of(np.asarray(self.padding.rows), self.alignment.cp, rank)
 
     @cached_property
     def _lengths(self) -> Ints:

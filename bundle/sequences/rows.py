@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bundle.recipe.alignment import Alignment
-
 Ints = NDArray[np.int64]
 
 
@@ -46,23 +44,14 @@ def interleave(first: Ints, second: Ints) -> Ints:
     return np.ravel((first, second), order="F")
 
 
-def runs_of(padded: Ints, alignment: Alignment, rank: int) -> Runs:
-    """The runs of `rank`; `padded`: the rows of every sequence, the tail included."""
-    cp, sequence = alignment.cp, np.arange(len(padded), dtype=np.int64)
+def runs_of(padded: Ints, cp: int, rank: int) -> Runs:
+    """The runs of `rank` of `cp`; `padded`: the rows of every sequence, the tail included."""
+    sequence = np.arange(len(padded), dtype=np.int64)
     if cp == 1:
         return Runs(sequence, np.zeros_like(padded), padded)
-    if alignment.cp_layout == "zigzag":
-        chunk = padded // (2 * cp)
-        start = interleave(rank * chunk, (2 * cp - 1 - rank) * chunk)
-        return Runs(np.repeat(sequence, 2), start, np.repeat(chunk, 2))
-    if alignment.layout == "bshd":
-        share = padded // cp
-        return Runs(sequence, rank * share, share)
-    # Contiguous thd: a window of the whole pack, which may cut sequences anywhere or miss them.
-    begin, window = starts(padded), int(padded.sum()) // cp
-    first = np.maximum(begin, rank * window)
-    last = np.minimum(begin + padded, (rank + 1) * window)
-    return Runs(sequence, first - begin, np.maximum(last - first, 0))
+    chunk = padded // (2 * cp)
+    start = interleave(rank * chunk, (2 * cp - 1 - rank) * chunk)
+    return Runs(np.repeat(sequence, 2), start, np.repeat(chunk, 2))
 
 
 def pack_index(runs: Runs, lengths: Ints, roll: int) -> tuple[Ints, NDArray[np.bool_] | None]:

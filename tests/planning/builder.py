@@ -20,7 +20,7 @@ from bundle.capabilities import LOCAL
 from bundle.planning.code import MegatronCode
 from bundle.planning.layout import Chunk, RankLayout, rank_layout
 from bundle.planning.memory import StateBuffers, StateBytes, splits_shared_embedding
-from bundle.planning.parameters import parameters
+from bundle.planning.size import parameters
 from bundle.recipe import Recipe
 from tests.planning.jobs import DEEPSEEK, QWEN2_TIED, QWEN3, job
 from tests.planning.megatron import ready

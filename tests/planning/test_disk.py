@@ -3,8 +3,7 @@
 import shutil
 from collections import namedtuple
 
-from bundle.planning.disk import disk
-from bundle.planning.size import model_size
+from bundle.planning.size import disk, model_size
 from bundle.recipe import load
 
 Usage = namedtuple("Usage", "total used free")

@@ -11,7 +11,7 @@ from bundle.planning.activations import activations
 from bundle.planning.code import MegatronCode
 from bundle.planning.layout import rank_layout
 from bundle.planning.memory import StateBuffers
-from bundle.planning.parameters import parameters
+from bundle.planning.size import parameters
 from tests.planning.jobs import job
 
 RECORDED = json.loads((Path(__file__).parent / "fixtures/h200.json").read_text())

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bundle.planning.memory import Buffer, splits_shared_embedding
-from bundle.planning.parameters import Parameter
+from bundle.planning.size import Parameter
 
 parameters = st.lists(
     st.builds(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from bundle.architectures import padded_vocabulary
 from bundle.capabilities import LOCAL, TRANSFORMER_ENGINE
 from bundle.planning.layout import rank_layout
-from bundle.planning.parameters import parameters
+from bundle.planning.size import parameters
 from tests.planning.jobs import DEEPSEEK, QWEN2_TIED, QWEN3, job
 
 configs = st.sampled_from([QWEN3, QWEN2_TIED, DEEPSEEK, DEEPSEEK | {"q_lora_rank": None}])

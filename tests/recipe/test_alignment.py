@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bundle.errors import JobFailed, UsageError
+from bundle.errors import JobFailed
 from bundle.fp8 import SCALINGS
 from bundle.recipe.alignment import Alignment, Padding
 from tests.sequences.strategies import ALIGNMENTS, LENGTHS
@@ -14,9 +14,7 @@ from tests.sequences.strategies import ALIGNMENTS, LENGTHS
 
 def divides(alignment, rows):
     """Whether a sequence of so many rows can be shared by the context-parallel ranks."""
-    if alignment.cp == 1:
-        return True
-    return rows % (2 * alignment.cp if alignment.cp_layout == "zigzag" else alignment.cp) == 0
+    return alignment.cp == 1 or rows % (2 * alignment.cp) == 0
 
 
 def fits_every_rank(alignment, total):
@@ -37,28 +35,17 @@ def least(numbers, condition):
 
 def least_padding(alignment, lengths):
     """(padded, tail) found by trying one number after the other."""
-    bucket = alignment.bucket
     if alignment.layout == "thd":
-        whole = alignment.cp_layout == "contiguous"  # of which only the whole pack is divided
-        padded = [least(range(n, 10**6), lambda rows: whole or divides(alignment, rows)) for n in lengths]
+        padded = [least(range(n, 10**6), lambda rows: divides(alignment, rows)) for n in lengths]
         tail = least(
             range(10**6),
-            lambda tail: (
-                (whole or divides(alignment, tail))
-                and (sum(padded) + tail) % bucket == 0
-                and fits_every_rank(alignment, sum(padded) + tail)
-            ),
+            lambda tail: divides(alignment, tail) and fits_every_rank(alignment, sum(padded) + tail),
         )
         return tuple(padded), tail
     shared = alignment.cp * (alignment.tp if alignment.sequence_parallel else 1)
     s = least(
         range(max(lengths), 10**6),
-        lambda s: (
-            divides(alignment, s)
-            and s % shared == 0
-            and s % bucket == 0
-            and fits_every_rank(alignment, s * len(lengths))
-        ),
+        lambda s: divides(alignment, s) and s % shared == 0 and fits_every_rank(alignment, s * len(lengths)),
     )
     return (s,) * len(lengths), 0
 
@@ -79,7 +66,6 @@ def test_padding_is_the_least_that_every_rank_accepts(lengths, alignment):
     [
         (Alignment(), 1, 1),
         (Alignment(cp=4), 8, 8),
-        (Alignment(cp=4, cp_layout="contiguous"), 1, 4),
         (Alignment(tp=4), 1, 1),
         (Alignment(tp=4, sequence_parallel=True), 1, 4),
         (Alignment(tp=2, cp=2, sequence_parallel=True), 4, 4),
@@ -90,7 +76,6 @@ def test_padding_is_the_least_that_every_rank_accepts(lengths, alignment):
         (Alignment(cp=2, scaling="mxfp8"), 4, 64),
         (Alignment("bshd", tp=2, cp=2, sequence_parallel=True), 4, 4),
         (Alignment("bshd", tp=8, cp=2, sequence_parallel=True, scaling="delayed"), 16, 256),
-        (Alignment(bucket=512, cp=8), 16, 512),
     ],
 )
 def test_multiples(alignment, sequence, total):
@@ -128,13 +113,6 @@ def test_a_longer_forced_length_never_gives_a_shorter_extent(lengths, alignment,
     forced = alignment.pad(lengths, length=extent + extra)
     assert extent + extra <= (forced.total if alignment.layout == "thd" else forced.longest)
     assert fits_every_rank(alignment, forced.total)
-
-
-def test_all_that_is_wrong_with_a_layout_is_said_at_once():
-    with pytest.raises(UsageError) as error:
-        Alignment("sbhd", tp=0, cp=2.0, scaling="int8", cp_layout="ring", bucket=-1)  # type: ignore[arg-type]
-    assert len(error.value.violations) == 6
-    assert "FP8 scaling is 'int8': known are None, delayed, tensorwise, blockwise, mxfp8" in str(error.value)
 
 
 @pytest.mark.parametrize("wrong", [0, -3, 2.5, True, "7", None])

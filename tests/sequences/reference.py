@@ -18,13 +18,13 @@ def padded_buffer(x, padding, layout, *, roll, fill):
 def shard_of(buffer, padding, alignment, rank):
     """What one context-parallel rank holds of a padded buffer."""
     cp = alignment.cp
-    if alignment.layout == "thd" and alignment.cp_layout == "zigzag":
-        return torch.cat([divided(s, cp, rank, "zigzag") for s in buffer.split(padding.rows, dim=1)], dim=1)
-    return divided(buffer, cp, rank, alignment.cp_layout)
+    if alignment.layout == "thd":
+        return torch.cat([divided(s, cp, rank) for s in buffer.split(padding.rows, dim=1)], dim=1)
+    return divided(buffer, cp, rank)
 
 
-def divided(x, cp, rank, cp_layout):
-    if cp == 1 or cp_layout == "contiguous":
-        return x.chunk(cp, dim=1)[rank]
+def divided(x, cp, rank):
+    if cp == 1:
+        return x
     chunks = x.chunk(2 * cp, dim=1)
     return torch.cat((chunks[rank], chunks[2 * cp - 1 - rank]), dim=1)

@@ -15,8 +15,6 @@ ALIGNMENTS = st.builds(
     cp=SIZES,
     sequence_parallel=st.booleans(),
     scaling=st.sampled_from((None, *SCALINGS)),
-    cp_layout=st.sampled_from(("zigzag", "contiguous")),
-    bucket=st.sampled_from((1, 1, 24, 512)),
 )
 
 

@@ -39,9 +39,8 @@ def test_ranks_hold_their_shards_of_the_padded_buffer_and_unpacking_restores_it(
 
 
 @pytest.mark.parametrize("layout", ["thd", "bshd"])
-@pytest.mark.parametrize("cp_layout", ["zigzag", "contiguous"])
-def test_the_largest_micro_batch(layout, cp_layout):
-    alignment = Alignment(layout, 2, 4, True, "mxfp8", cp_layout)
+def test_the_largest_micro_batch(layout):
+    alignment = Alignment(layout, 2, 4, True, "mxfp8")
     lengths = drawn(512, 4096 if layout == "thd" else 512, seed=1)
     packings = packings_of(lengths, alignment)
     x = torch.arange(sum(lengths))
@@ -110,11 +109,10 @@ def test_a_fill_may_differ_from_row_to_row():
     assert not packed[0, :8].any()
 
 
-def test_jagged_and_split_are_the_sequences():
+def test_split_gives_the_sequences():
     packing = Packing.of([3, 1, 5], Alignment())
     x = torch.arange(18).view(9, 2)
     views = packing.split(x)
-    assert [v.tolist() for v in packing.jagged(x).unbind()] == [v.tolist() for v in views]
     assert [len(v) for v in views] == [3, 1, 5]
     assert views[1].data_ptr() == x[3].data_ptr()
 
@@ -122,14 +120,6 @@ def test_jagged_and_split_are_the_sequences():
 def test_labels_of_a_zigzag_pair():
     ranks = packings_of([7], Alignment(cp=2))
     assert [p.pack(torch.arange(1, 8), roll=1).tolist() for p in ranks] == [[[2, 3, 0, 0]], [[4, 5, 6, 7]]]
-
-
-def test_a_contiguous_window_may_cut_a_sequence():
-    ranks = packings_of([5, 3], Alignment(cp=2, cp_layout="contiguous"))
-    x = torch.tensor([10, 11, 12, 13, 14, 20, 21, 22])
-    assert [p.pack(x).tolist() for p in ranks] == [[[10, 11, 12, 13]], [[14, 20, 21, 22]]]
-    assert [p.pack(x, roll=1).tolist() for p in ranks] == [[[11, 12, 13, 14]], [[0, 21, 22, 0]]]
-    assert [p.positions.tolist() for p in ranks] == [[[0, 1, 2, 3]], [[4, 0, 1, 2]]]
 
 
 def test_what_does_not_fit_is_refused_by_shape():

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bundle.errors import JobFailed
-from bundle.recipe.alignment import Alignment
 from bundle.sequences.rows import ramp, runs_of, starts
 
 
@@ -49,7 +48,7 @@ def layout_of(
     """
     _check(lengths, padded, rows=rows, cp=cp)
     sizes = np.asarray(padded)
-    shards = [runs_of(sizes, Alignment(cp=cp), each) for each in range(cp)]
+    shards = [runs_of(sizes, cp, each) for each in range(cp)]
     blocks = []
     for sequence, start, size in zip(
         shards[rank].sequence, shards[rank].start, shards[rank].rows, strict=True
