@@ -17,11 +17,11 @@ RUN     := $(VENV)/.run
 DEVELOP := $(VENV)/.develop
 NPU     := $(NPU_VENV)/.run
 NPU_PIP := $(NPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
-# The tests that need neither other releases, nor containers, nor torch-npu.
-HERE    := not matrix and not releases and not images and not npu
+# The tests that need neither other releases, nor containers, nor torch-npu, nor a scheduler.
+HERE    := not matrix and not releases and not images and not npu and not clusters
 export BUNDLE_RELEASES = $(abspath $(RELEASES))
 
-.PHONY: demo lint test matrix matrix-new releases foreign npu-contract bench images locks clean
+.PHONY: demo lint test matrix matrix-new releases foreign clusters npu-contract bench images locks clean
 
 # Exactly what is locked, with its hash; then torch, whose build, and what that needs, differs by machine.
 $(RUN): pyproject.toml images/locks/cpu.demo.txt images/locks/cpu.torch.txt
@@ -72,6 +72,9 @@ releases: $(DEVELOP)  ## every supported minor: packing, MTP, replay, FP8, check
 
 foreign: $(DEVELOP)  ## audits of what frameworks pin, beside their own code; TREE=FOLDER of their clones
 	TREE='$(abspath $(TREE))' $(VENV)/bin/python -m pytest -m releases -rs tests/history/test_foreign.py
+
+clusters: $(DEVELOP)  ## a real Slurm of two nodes; as root, after apt-get install slurmctld slurmd slurm-client
+	$(VENV)/bin/python -m pytest -m clusters -rs
 
 npu-contract: $(NPU)  ## the real torch-npu over stand-ins for CANN: what can be told without an NPU
 	$(NPU_VENV)/bin/python -m tests.npu

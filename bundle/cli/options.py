@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from bundle import log
-from bundle.environment import BACKENDS
+from bundle.environment import BACKENDS, hardware
+from bundle.recipe.sections import MOST_RANKS
 
 # Values of --backend; auto: what the machine has.
 _BACKENDS = ("auto", *BACKENDS)
@@ -27,6 +28,15 @@ DevicesPerNode = Annotated[
     int | None,
     typer.Option(min=1, help="Devices of each machine; without it, the recipe's."),
 ]
+Nodes = Annotated[int | None, typer.Option(min=1, max=MOST_RANKS, help="Machines; without it, the recipe's.")]
+ImageRecord = Annotated[
+    Path | None,
+    typer.Option(
+        "--image-record",
+        metavar="FILE",
+        help="The packages of an image: its build-info.json, or what its `doctor --json` said.",
+    ),
+]
 Mcore = Annotated[str, typer.Option(metavar="VERSION|PATH", help="Instead of the installed megatron-core.")]
 AllowDrift = Annotated[
     list[str] | None, typer.Option(metavar="ID", help="Go on although this patch drifted.")
@@ -45,6 +55,13 @@ def one_of(names: Collection[str]) -> Callable[[str], str]:
     return check
 
 
+Hardware = Annotated[
+    str,
+    typer.Option(
+        callback=one_of(hardware.NAMES),
+        help=f"Instead of this machine: {', '.join(hardware.NAMES)}.",
+    ),
+]
 Backend = Annotated[
     str,
     typer.Option(

@@ -9,18 +9,17 @@ import typer
 
 from bundle import files
 from bundle.cli import options
-from bundle.environment import hardware, image
-from bundle.errors import ExitCode, UsageError
+from bundle.environment import image
+from bundle.errors import ExitCode
 from bundle.launch import outcomes, torchrun
 from bundle.launch.rendezvous import LOOPBACK, Rendezvous
 from bundle.planning import Plan, plan_for, to_json, to_text
 from bundle.planning.inputs import input_problems, weights
 from bundle.recipe import load
-from bundle.recipe.sections import MOST_RANKS
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 # What `train` does not know, or is told beside its node's rank.
-_PLANS_ONLY = {"named", "record", "job", "as_json", "nodes"}
+_PLANS_ONLY = {"hardware", "record", "job", "as_json", "nodes"}
 
 
 @app.command()
@@ -36,25 +35,9 @@ def plan(
     mcore: options.Mcore = "",
     allow_drift: options.AllowDrift = None,
     devices_per_node: options.DevicesPerNode = None,
-    nodes: Annotated[
-        int | None, typer.Option(min=1, max=MOST_RANKS, help="Machines; without it, the recipe's.")
-    ] = None,
-    named: Annotated[
-        str,
-        typer.Option(
-            "--hardware",
-            callback=options.one_of(hardware.NAMES),
-            help=f"Instead of this machine: {', '.join(hardware.NAMES)}.",
-        ),
-    ] = "",
-    record: Annotated[
-        Path | None,
-        typer.Option(
-            "--image-record",
-            metavar="FILE",
-            help="The packages of an image: its build-info.json, or what its `doctor --json` said.",
-        ),
-    ] = None,
+    nodes: options.Nodes = None,
+    hardware: options.Hardware = "",
+    record: options.ImageRecord = None,
     job: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the job to this file, for `train --job FILE`.")
     ] = None,
@@ -65,13 +48,13 @@ def plan(
     asked = load(recipe, overrides or ())
     directory = run_directory or Path("runs") / asked.name
     of = image.named(record) if record else None
-    elsewhere = bool(named or of)
+    elsewhere = bool(hardware or of)
     begins = None if elsewhere else weights(asked)
     made = plan_for(
         asked,
         backend=backend or None,
-        named=named or None,
-        mcore=mcore or (_megatron(of) if of else ""),
+        named=hardware or None,
+        mcore=mcore or (of.megatron if of else ""),
         allow_drift=allow_drift or (),
         nodes=nodes,
         per_node=devices_per_node,
@@ -92,7 +75,7 @@ def plan(
             words = ["train", f"--job={job}"]
         else:
             # A machine was named that has another backend than a command there would take.
-            chosen = ["--backend", made.hardware.backend] if named and not backend else []
+            chosen = ["--backend", made.hardware.backend] if hardware and not backend else []
             words = ["train", *options.words_of(context, _PLANS_ONLY), *chosen]
         run, starts = _run(made, words, told=bool(job)), _starts(made, words, directory)
     if as_json:
@@ -100,13 +83,6 @@ def plan(
     else:
         print(to_text(made, run, starts))
     raise typer.Exit(int(made.code))
-
-
-def _megatron(of: image.BuildInfo) -> str:
-    package = of.package("megatron-core")
-    if package is None or package.version is None:
-        raise UsageError("--image-record: there is no megatron-core in that image")
-    return package.version
 
 
 def _run(made: Plan, words: list[str], *, told: bool) -> str:

@@ -41,6 +41,14 @@ class BuildInfo(BaseModel):
         version, _, commit = (said or "").partition(" at ")
         return Package(name, version, commit or None, None) if said else None
 
+    @property
+    def megatron(self) -> str:
+        """The version of its megatron-core. Raises UsageError where there is none."""
+        package = self.package("megatron-core")
+        if package is None or package.version is None:
+            raise UsageError("--image-record: there is no megatron-core in that image")
+        return package.version
+
     def text(self) -> str:
         """The JSON that `parse` reads."""
         return json.dumps(self.model_dump(by_alias=True), indent=2, sort_keys=True) + "\n"

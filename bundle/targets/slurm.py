@@ -1,0 +1,261 @@
+"""Slurm: the batch script of a job, and what sbatch, scontrol and scancel are asked.
+
+One task stands for each node and executes the job file, which lies beside the script in the run directory:
+the nodes must see that directory under the same path.
+
+Containers are those of pyxis (github.com/NVIDIA/pyxis/wiki/Usage) and of Apptainer; both were read, not run.
+"""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from bundle import files
+from bundle.digest import of_json
+from bundle.errors import ExitCode, LaunchUnavailable, UsageError, shown
+from bundle.launch.job import NAME, Job
+
+CONTAINERS = ("pyxis", "apptainer")
+SCRIPT = "job.sh"
+# How long before its time limit a job is told to save, and for how long one client of Slurm may take.
+GRACE_SECONDS, CLIENT_SECONDS = 180, 60
+_DEVICES = {"cuda": "--gpus-per-node={}", "ascend": "--gres=npu:{}", "cpu": ""}
+_OPTION = re.compile(r"[a-z][a-z-]*(=.*)?")
+_IMAGE = re.compile(r"(?P<host>[^/#]+\.[^/#]+|[^/#]+:[0-9]+|localhost)/(?P<name>.+)")
+# What the job decides; another number would start something else than what was checked.
+_DECIDED = {"nodes", "ntasks", "ntasks-per-node", "array", "wrap"}
+_RUNNING = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED", "RESIZING")
+_ENDS = {
+    "CANCELLED": ExitCode.TERMINATED,
+    "TIMEOUT": ExitCode.TERMINATED,
+    "PREEMPTED": ExitCode.TERMINATED,
+    "DEADLINE": ExitCode.TERMINATED,
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the cluster wants to know, beside the job: how the job is asked for, and what it runs in.
+
+    `sbatch`: further options of sbatch, "partition=gpu" or "exclusive", which win over ours; `mounts`: what a
+    container sees of the host, "SRC" or "SRC:DST", beside the working and the run directory.
+    """
+
+    sbatch: tuple[str, ...] = ()
+    image: str = ""
+    container: str = CONTAINERS[0]
+    mounts: tuple[str, ...] = ()
+    python: str = sys.executable
+
+    def violations(self) -> Iterator[str]:
+        """All that cannot be written into a batch script."""
+        for option in self.sbatch:
+            if not _OPTION.fullmatch(option):
+                yield f"--sbatch {shown(option)}: no option of sbatch, such as partition=gpu"
+            elif _named(option)[0] in _DECIDED:
+                yield f"--sbatch {shown(option)}: the job says that (--nodes, --devices-per-node)"
+        if self.container not in CONTAINERS:
+            yield f"--container {shown(self.container)}: one of {', '.join(CONTAINERS)}"
+        if self.mounts and not self.image:
+            yield "--mount: only a container has mounts: say --image as well"
+        yield from (f"--mount {shown(text)}: holds a comma" for text in self.mounts if "," in text)
+
+
+class Placed(NamedTuple):
+    """Where the files of a submission lie: named after what the job is, so that no other changes them."""
+
+    directory: Path
+
+    @property
+    def job(self) -> Path:
+        return self.directory / NAME
+
+    @property
+    def script(self) -> Path:
+        return self.directory / SCRIPT
+
+
+class State(NamedTuple):
+    """What Slurm says of a job: its state, why it waits, where its output goes, its exit code once ended."""
+
+    name: str
+    reason: str
+    output: Path | None
+    code: int | None
+
+    @property
+    def ended(self) -> bool:
+        return self.code is not None
+
+
+def placed(job: Job) -> Placed:
+    """Where a job's files belong in its run directory; a fresh start of the run leaves them."""
+    return Placed(job.directory.absolute() / "logs" / f"slurm-{of_json(job.dump())}")
+
+
+def script(job: Job, options: Options, workdir: Path) -> str:
+    """The batch script. Raises UsageError with everything that it cannot hold.
+
+    `workdir` is where the ranks run: relative paths of the recipe are looked for there.
+    """
+    where = placed(job)
+    texts = (*options.sbatch, options.image, *options.mounts, str(workdir), str(where.directory))
+    controls = [f"{shown(text)}: holds a control character" for text in texts if not text.isprintable()]
+    if wrong := [*options.violations(), *controls]:
+        raise UsageError("no batch script can be written", wrong)
+    ours = {
+        "job-name": job.recipe.name,
+        "nodes": str(job.nodes),
+        "ntasks-per-node": "1",
+        "exclusive": "",
+        "mem": "0",
+        "chdir": str(workdir),
+        "output": str(where.directory).replace("%", "%%") + "/slurm-%j.log",
+        "open-mode": "append",
+        "requeue": "",
+        "signal": f"TERM@{GRACE_SECONDS}",
+    }
+    if devices := _DEVICES[job.backend].format(job.per_node):
+        name, _, value = devices.removeprefix("--").partition("=")
+        ours[name] = value
+    theirs = dict(_named(option) for option in options.sbatch)
+    directives = "\n".join(f"#SBATCH {_option(name, value)}" for name, value in (ours | theirs).items())
+    # Tasks that are left alone end by themselves, with a code that says why; ended by Slurm, with none.
+    step = ["srun", "--label", "--cpu-bind=none", "--kill-on-bad-exit=0", *_inside(job, options, workdir)]
+    stopped = shlex.quote(f"{where.directory}/stopped-")
+    return f"""#!/bin/bash
+{directives}
+# Written by `mcore-bundle launch slurm`; what every node executes is {NAME} beside it.
+{shlex.join([*step, "train", f"--job={where.job}"])}
+code=$?
+# Told to save, by its time limit or for another job: it goes on from its checkpoint, unless it was to stop.
+if [ $code -eq {ExitCode.PREEMPTED.value} ] && [ ! -e {stopped}"$SLURM_JOB_ID" ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit $code
+"""
+
+
+def submit(job: Job, options: Options, workdir: Path) -> str:
+    """Hands a job to Slurm; returns its number. Raises LaunchUnavailable where Slurm will not have it."""
+    text, where = script(job, options, workdir), placed(job)
+    where.directory.mkdir(parents=True, exist_ok=True)
+    files.write_text(where.job, job.text())
+    files.write_text(where.script, text)
+    number = _asked("sbatch", "--parsable", str(where.script)).strip().partition(";")[0]
+    if not number.isdigit():
+        raise LaunchUnavailable(f"sbatch answered {shown(number)}, which is no number of a job")
+    return number
+
+
+def state(number: str) -> State:
+    """What Slurm says of a job. Raises LaunchUnavailable where it knows of none, or no longer."""
+    said = _fields(_asked("scontrol", "--oneliner", "show", "job", number))
+    name, output = said.get("JobState", "UNKNOWN"), said.get("StdOut")
+    code = None
+    if name not in _RUNNING:
+        status, _, signal = said.get("ExitCode", "1:0").partition(":")
+        code = int(_ENDS.get(name, int(status) or (128 + int(signal) if signal != "0" else 0)))
+        if name in ("NODE_FAIL", "BOOT_FAIL"):
+            code = int(ExitCode.LAUNCH_UNAVAILABLE)
+    return State(name, said.get("Reason", ""), Path(output) if output else None, code)
+
+
+def stop(number: str) -> None:
+    """Has a job save and end, one that waits not begin."""
+    now = state(number)
+    if now.ended:
+        return
+    if now.name == "RUNNING" and now.output is not None:
+        (now.output.parent / f"stopped-{number}").touch()
+        _asked("scancel", "--signal=TERM", number)  # the step alone: its batch script says how it ended
+    else:
+        _asked("scancel", number)
+
+
+def follow(number: str, seconds: float = 2.0) -> Iterator[str]:
+    """What a job writes, as it comes, until it has ended; a job that is requeued has not."""
+    read = 0
+    while True:
+        now = state(number)
+        if now.output is not None and files.is_file(now.output):
+            with now.output.open("rb") as file:
+                file.seek(read)
+                new = file.read()
+            read += len(new)
+            if new:
+                yield new.decode("utf-8", errors="replace")
+        if now.ended:
+            return
+        time.sleep(seconds)
+
+
+def _inside(job: Job, options: Options, workdir: Path) -> Sequence[str]:
+    """The words of srun and of the container that come before the verb."""
+    mounts = [f"{path}:{path}" for path in dict.fromkeys((workdir, job.directory.absolute()))]
+    mounts += [mount if ":" in mount else f"{mount}:{mount}" for mount in options.mounts]
+    if not options.image:
+        return ["--", options.python, "-m", "bundle"]
+    if options.container == "apptainer":
+        binds = [word for mount in mounts for word in ("--bind", mount)]
+        gpus = ["--nv"] if job.backend == "cuda" else []
+        inner = ["apptainer", "exec", *gpus, "--no-home", "--pwd", str(workdir), *binds, options.image]
+        return ["--", *inner, "mcore-bundle"]
+    match = _IMAGE.fullmatch(options.image)
+    # pyxis parts the registry from the name by "#"; a path, and a name without a registry, are as they are.
+    image = f"{match['host']}#{match['name']}" if match else options.image
+    return [
+        f"--container-image={image}",
+        f"--container-mounts={','.join(mounts)}",
+        f"--container-workdir={workdir}",
+        "--no-container-mount-home",
+        "--",
+        "mcore-bundle",
+    ]
+
+
+def _named(option: str) -> tuple[str, str]:
+    name, _, value = option.partition("=")
+    return name, value
+
+
+def _option(name: str, value: str) -> str:
+    """One option as sbatch reads it in a script: it knows the quotes of a shell, and nothing else of it."""
+    return f"--{name}={_quoted(value)}" if value else f"--{name}"
+
+
+def _quoted(value: str) -> str:
+    plain = re.fullmatch(r"[\w@%+=:,./-]*", value, re.ASCII)
+    return value if plain else '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
+
+
+def _fields(line: str) -> Mapping[str, str]:
+    """The NAME=VALUE of scontrol's one line; a value goes on until the next name."""
+    return dict(re.findall(r"(?:^|\s)([A-Z]\w*)=(.*?)(?=\s[A-Z][\w:/]*=|\s*$)", line))
+
+
+def _asked(*command: str) -> str:
+    """What a client of Slurm prints. Raises LaunchUnavailable with what it says against it."""
+    if shutil.which(command[0]) is None:
+        raise LaunchUnavailable(f"{command[0]} is not on the PATH: run this where Slurm's clients are")
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=CLIENT_SECONDS,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired:
+        raise LaunchUnavailable(f"{command[0]} did not answer within {CLIENT_SECONDS} s") from None
+    if done.returncode:
+        raise LaunchUnavailable(f"{command[0]}: {files.printable(done.stderr.strip())[:2000]}")
+    return done.stdout

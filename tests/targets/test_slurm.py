@@ -1,0 +1,138 @@
+"""The batch script, as Slurm and bash read it. What a scheduler does with it: test_slurm_runs.py."""
+
+import shlex
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bundle.errors import LaunchUnavailable, UsageError
+from bundle.launch.job import Job, of_plan
+from bundle.planning import plan_for
+from bundle.recipe import load
+from bundle.targets import slurm
+from bundle.targets.slurm import Options
+
+GOLDEN = Path(__file__).parent / "golden"
+# Whatever a path or a name may hold, but control characters, which are refused.
+WORDS = st.text(st.characters(exclude_categories=("C", "Z"), exclude_characters=","), min_size=1, max_size=20)
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    recipe = load("demo", ["parallel.tp=2", "parallel.sequence_parallel=true", "train.global_batch_size=64"])
+    made = plan_for(recipe, backend="cuda", named="h200", mcore="0.16.1", nodes=2, per_node=8)
+    made.refuse()
+    return of_plan(made, Path("/runs/demo"))
+
+
+def in_bash(script: str, srun: str = "exit 0") -> list[str]:
+    """The words that srun gets when bash runs a batch script."""
+    recorder = (
+        f"srun() {{ printf '%s\\0' \"$@\" >&3; ({srun}); }}\nscontrol() {{ printf '%s\\0' \"$@\" >&3; }}\n"
+    )
+    command = f"exec 3>&1 >/dev/null\n{recorder}{script}"
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, env={"SLURM_JOB_ID": "7"}, text=True, check=False
+    )
+    assert not done.stderr, done.stderr
+    return done.stdout.split("\0")[:-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("bare", Options(python="/venv/bin/python")),
+        ("pyxis", Options(image="registry.example:5000/us/bundle:1", mounts=("/data", "/models:/m:ro"))),
+        ("apptainer", Options(image="/images/bundle.sif", container="apptainer", sbatch=("time=4:00:00",))),
+    ],
+)
+def test_the_scripts_are_the_golden_ones(job, name, options):
+    found = slurm.script(job, options, Path("/work"))
+    golden = GOLDEN / f"slurm-{name}.sh"
+    # The name of the folder is a digest of the whole job, which changes with the package.
+    assert found.replace(slurm.placed(job).directory.name, "slurm-DIGEST") == golden.read_text()
+
+
+@settings(max_examples=40)
+@given(image=WORDS, mount=WORDS, workdir=WORDS, directory=WORDS, container=st.sampled_from(slurm.CONTAINERS))
+def test_hostile_names_reach_srun_as_they_are(job, image, mount, workdir, directory, container):
+    job = replace(job, directory=Path("/runs") / directory)
+    options = Options(image=f"/images/{image}", container=container, mounts=(f"/data/{mount}",))
+    words = in_bash(slurm.script(job, options, Path("/w") / workdir))
+    assert words[-1] == f"--job={slurm.placed(job).job}"
+    assert any(word.endswith(f"/images/{image}") for word in words)
+    both = f"/data/{mount}" if ":" in mount else f"/data/{mount}:/data/{mount}"
+    assert any(both in word for word in words)
+    assert any(str(Path("/w") / workdir) in word for word in words)
+
+
+def test_a_job_that_was_told_to_save_is_queued_again_and_no_other(job, tmp_path):
+    job = replace(job, directory=tmp_path / "it's $HOME")
+    text = slurm.script(job, Options(), Path("/work"))
+    assert in_bash(text, "exit 75")[-2:] == ["requeue", "7"]
+    for code in (0, 1, 2, 6, 143):
+        assert "requeue" not in in_bash(text, f"exit {code}")
+    where = slurm.placed(job).directory
+    where.mkdir(parents=True)
+    (where / "stopped-7").touch()
+    assert "requeue" not in in_bash(text, "exit 75")
+
+
+def test_all_that_cannot_be_written_is_refused_at_once(job):
+    options = Options(
+        sbatch=("--time=1", "comment=a\nb", "x=1", "nodes=4"), mounts=("/a,b", "/c"), container="docker"
+    )
+    with pytest.raises(UsageError) as refused:
+        slurm.script(job, options, Path("/work"))
+    text = str(refused.value)
+    for part in (
+        "'--time=1'",
+        "'comment=a\\nb'",
+        "holds a comma",
+        "'docker'",
+        "say --image",
+        "'nodes=4': the job says",
+    ):
+        assert part in text, text
+    assert "'x=1'" not in text
+
+
+def test_an_own_option_wins_and_no_option_is_said_twice(job):
+    text = slurm.script(job, Options(sbatch=("gpus-per-node=4", "exclusive=user")), Path("/w"))
+    lines = [line for line in text.splitlines() if line.startswith("#SBATCH")]
+    assert {"#SBATCH --nodes=2", "#SBATCH --gpus-per-node=4", "#SBATCH --exclusive=user"} <= set(lines)
+    names = [shlex.split(line, comments=False)[1].partition("=")[0] for line in lines]
+    assert len(names) == len(set(names))
+
+
+def test_without_slurm_it_is_said_and_no_job_is_submitted(job, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchUnavailable, match="sbatch is not on the PATH"):
+        slurm.submit(replace(job, directory=tmp_path / "run"), Options(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [
+        ("JobState=RUNNING Reason=None ExitCode=0:0", None),
+        ("JobState=PENDING Reason=BeginTime ExitCode=75:0", None),
+        ("JobState=COMPLETED Reason=None ExitCode=0:0", 0),
+        ("JobState=FAILED Reason=NonZeroExitCode ExitCode=4:0", 4),
+        ("JobState=FAILED Reason=RaisedSignal:9(Killed) ExitCode=0:9", 137),
+        ("JobState=CANCELLED Reason=None ExitCode=0:15", 143),
+        ("JobState=TIMEOUT Reason=TimeLimit ExitCode=0:0", 143),
+        ("JobState=NODE_FAIL Reason=NodeDown ExitCode=0:0", 5),
+    ],
+)
+def test_a_job_ends_with_its_own_code(tmp_path, monkeypatch, said, code):
+    tool = tmp_path / "scontrol"
+    tool.write_text(f"#!/bin/sh\necho 'JobId=7 JobName=a b=c {said} StdOut=/runs/my run/x.log'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    state = slurm.state("7")
+    assert (state.code, state.output) == (code, Path("/runs/my run/x.log"))
+    assert state.name == said.split()[0].removeprefix("JobState=")
