@@ -14,8 +14,8 @@ from bundle.architectures.architecture import (
     contradictions,
     padded_vocabulary,
 )
+from bundle.architectures.config import Keys
 from bundle.architectures.families import FAMILIES
-from bundle.architectures.keys import Keys
 from bundle.errors import UsageError, did_you_mean, nearest
 
 __all__ = [

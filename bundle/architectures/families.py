@@ -4,9 +4,8 @@ classes default to the numbers of one particular model, the key is required here
 from collections.abc import Callable
 from typing import Any
 
-from bundle.architectures import rope
 from bundle.architectures.architecture import MLA, Architecture, MoE
-from bundle.architectures.keys import REQUIRED, Keys
+from bundle.architectures.config import REQUIRED, Keys, Rope, read_rope
 
 MOST_LAYERS = 4096
 FULL = "full_attention"
@@ -45,11 +44,11 @@ def _decoder(keys: Keys, *, num_key_value_heads: Any = REQUIRED, head_dim: Any =
         "initializer_range": keys.number("initializer_range", 0.02, most=10.0),
     }
     if "rotary_base" not in chosen:
-        chosen |= _rotary(rope.read(keys))
+        chosen |= _rotary(read_rope(keys))
     return common | chosen
 
 
-def _rotary(read: rope.Rope) -> dict[str, Any]:
+def _rotary(read: Rope) -> dict[str, Any]:
     return {"rotary_base": read.base, "rotary_fraction": read.fraction, "rope_scaling": read.scaling}
 
 
@@ -86,7 +85,7 @@ def mixtral(keys: Keys) -> Architecture:
     """Mixtral: every layer is experts of the feed-forward's width."""
     _no_window(keys)
     keys.only("router_jitter_noise", 0.0, 0, why="noise on the router's input is not computed")
-    rotary = _rotary(rope.read(keys, default_base=1e6))
+    rotary = _rotary(read_rope(keys, default_base=1e6))
     base = _decoder(keys, norm_epsilon=keys.number("rms_norm_eps", 1e-5, most=1.0), **rotary)
     moe = MoE(
         num_experts=keys.integer("num_local_experts"),
@@ -170,7 +169,7 @@ def glm4_moe(keys: Keys) -> Architecture:
         qkv_bias=keys.flag("attention_bias", False),
         qk_layernorm=keys.flag("use_qk_norm", False),
         mtp_layers=_mtp(keys),
-        **_rotary(rope.read(keys, default_fraction=0.5)),
+        **_rotary(read_rope(keys, default_fraction=0.5)),
     )
     return Architecture("glm4_moe", **base, moe=_shared_experts(keys, base["num_layers"], **_sigmoid(keys)))
 

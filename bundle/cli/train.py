@@ -11,10 +11,11 @@ import typer
 
 from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.cli import options, output
-from bundle.environment import hardware, image, machine, packages, versions
+from bundle.environment import hardware, image, machine, packages
 from bundle.environment.ascend import cann
 from bundle.environment.doctor import package_findings
 from bundle.environment.facts import Level
+from bundle.environment.packages import parse_version
 from bundle.errors import EnvironmentUnfit, UsageError
 from bundle.launch import job as job_file
 from bundle.launch import process, torchrun
@@ -130,7 +131,7 @@ def _import_from(mcore: str) -> None:
         if core is None or core.root != asked.root:
             first = f": {core.root} comes before it ({core.origin})" if core else ""
             raise UsageError(f"--mcore {mcore}: a rank would not import it{first}")
-    elif core is None or versions.parse(core.version or "") != versions.parse(asked.version or ""):
+    elif core is None or parse_version(core.version or "") != parse_version(asked.version or ""):
         here = f"megatron-core {core.version} in {core.root}" if core else "no megatron-core"
         raise UsageError(f"--mcore {mcore}: installed is {here}; give the directory of its source instead")
 

@@ -25,9 +25,9 @@ from pydantic.dataclasses import dataclass
 
 from bundle import capabilities, files
 from bundle.digest import of_json
-from bundle.environment import image, packages, versions
+from bundle.environment import image, packages
 from bundle.environment.image import BuildInfo
-from bundle.environment.megatron import Megatron
+from bundle.environment.packages import Megatron, base_version
 from bundle.errors import BundleError, EnvironmentUnfit, UsageError, by_key, shown
 from bundle.launch import outcomes, torchrun
 from bundle.launch.rendezvous import Rendezvous
@@ -211,7 +211,7 @@ def misfits(job: Job, installed: Megatron, record: BuildInfo | None) -> Iterator
         yield f"megatron-core: {job.megatron} in the job, none here"
     elif job.patches is not None:
         yield from job.patches.misfits(core)
-    elif (here := versions.base(core.version or "") or subject.DEFAULT) != versions.base(job.megatron):
+    elif (here := base_version(core.version or "") or subject.DEFAULT) != base_version(job.megatron):
         yield f"megatron-core: {job.megatron} in the job, {here} here"
 
 

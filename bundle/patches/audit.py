@@ -4,8 +4,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from bundle.environment import versions
-from bundle.environment.packages import Package, Stack
+from bundle.environment.packages import Package, Stack, minor_version
 from bundle.patches import deciding, frameworks, survey
 from bundle.patches.catalogue import PATCHES, TRAPS
 from bundle.patches.deciding import PatchContext
@@ -225,16 +224,16 @@ def _mended_in(entry: Entry, of: Subject, table: Table) -> str | None:
 
 def _later(of: Subject, table: Table) -> list[str]:
     """The reviewed releases of later minors than this megatron's own, oldest first."""
-    own = versions.minor(of.version) if of.version else None
+    own = minor_version(of.version) if of.version else None
     releases = [reference for reference in table.references if "+" not in reference]
-    return [release for release in releases if own and (versions.minor(release) or own) > own]
+    return [release for release in releases if own and (minor_version(release) or own) > own]
 
 
 def _upgrades(
     reaching: Collection[str], entries: Collection[Entry], of: Subject, table: Table
 ) -> Iterator[Upgrade]:
     """What later releases come to for the same job; nothing where it has nothing to gain."""
-    newest = {versions.minor(release): release for release in _later(of, table)}
+    newest = {minor_version(release): release for release in _later(of, table)}
     for release in newest.values() if reaching else ():
         there = [
             entry.id

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from bundle.environment import versions
+from bundle.environment import packages
 from bundle.patches import mindspeed
 from bundle.patches.entry import NOTHING, Action, Decision, Patch, Presence, Replacement, Seam, Trap
 from bundle.patches.subject import Reading
@@ -83,7 +83,7 @@ def decide_trap(trap: Trap, reading: Reading, job: PatchContext) -> Decision | N
         return None
     proven = reading.evidence is Presence.PRESENT
     # A number that cannot be placed is no reason to let a job go wrong silently.
-    met = proven or versions.within(job.version or "", trap.range) is not False
+    met = proven or packages.within(job.version or "", trap.range) is not False
     reason = f"{trap.why} {trap.instead}" if met else ""
     return Decision(
         id=trap.id,
@@ -104,7 +104,7 @@ def _by_what(reading: Reading, job: PatchContext) -> str:
 
 def decide_seam(seam: Seam, reading: Reading | None, job: PatchContext) -> Decision | None:
     """A warning that what the bundle relies on is not as reviewed; None where it is."""
-    if reading is None or not job.uses(seam.when) or versions.within(job.version or "", seam.range) is False:
+    if reading is None or not job.uses(seam.when) or packages.within(job.version or "", seam.range) is False:
         return None
     changed = [target for target in reading.fingerprints if not reading.reviewed.get(target)]
     if reading.fingerprints and not changed and not reading.trouble:
@@ -157,14 +157,14 @@ def _unneeded(patch: Patch, job: PatchContext) -> str | None:
     if not job.uses(patch.when):
         return f"the recipe does not use {', '.join(sorted(patch.when - (job.features or frozenset())))}"
     for name, specifier in patch.requires:
-        if name in job.packages and versions.within(job.packages[name], specifier) is False:
+        if name in job.packages and packages.within(job.packages[name], specifier) is False:
             return f"only with {name}{specifier}; {name} {job.packages[name]} is installed"
     return None
 
 
 def _by_source(patch: Patch, reading: Reading, job: PatchContext) -> _Verdict:
     """The decision where source was read, now or when the list was made."""
-    inside = versions.within(job.version, patch.range) if job.version else None
+    inside = packages.within(job.version, patch.range) if job.version else None
     known = reading.evidence is not Presence.UNKNOWN
     if reading.evidence is Presence.ABSENT:
         return _Verdict(Action.SKIP, "fixed here, or not yet introduced")
@@ -197,7 +197,7 @@ def _by_source(patch: Patch, reading: Reading, job: PatchContext) -> _Verdict:
 
 def _by_number(patch: Patch, job: PatchContext) -> _Verdict:
     """The decision where there is nothing but a version that was not reviewed."""
-    inside = job.version is not None and versions.within(job.version, patch.range)
+    inside = job.version is not None and packages.within(job.version, patch.range)
     reason = (
         f"{job.version} is no released version and {'inside' if inside else 'outside'} "
         f"{patch.range or 'every range'} by its number alone: give --mcore PATH to have its source read"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bundle.digest import of_json
-from bundle.environment.megatron import Copy
+from bundle.environment.packages import Copy
 from bundle.errors import PatchError
 from bundle.patches import source
 from bundle.patches.catalogue import PATCHES

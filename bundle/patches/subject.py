@@ -8,9 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bundle import files
-from bundle.environment import megatron, versions
-from bundle.environment.megatron import Copy
-from bundle.environment.packages import Stack
+from bundle.environment import packages
+from bundle.environment.packages import Copy, Stack
 from bundle.errors import UsageError
 from bundle.patches import source
 from bundle.patches.definitions import Definitions, Evidence
@@ -44,7 +43,7 @@ class Subject:
         """The same, as plain JSON values."""
         return {
             "version": self.version,
-            "base_version": versions.base(self.version) if self.version else None,
+            "base_version": packages.base_version(self.version) if self.version else None,
             "commit": self.commit,
             "path": str(self.root) if self.root else None,
             "origin": self.origin,
@@ -165,15 +164,15 @@ def installed(stack: Stack, table: Table) -> Subject:
 def named(name: str, table: Table) -> Subject:
     """The megatron-core that `--mcore` names: a tree where there is one, else a version."""
     path = Path(name)
-    copy = megatron.at(path.absolute())
+    copy = packages.megatron_at(path.absolute())
     if copy is not None:
         return _of_copy(copy, table, None)
     number = name.removeprefix("core_v")  # as Megatron-LM's tags have it
-    version = versions.parse(number)
+    version = packages.parse_version(number)
     if version is None:
         no_tree = "holds no megatron/core" if files.is_directory(path) else "is no directory"
         raise UsageError(f"--mcore {files.printable(name[:200])}: no version, and it {no_tree}")
-    known = next((ref for ref in table.references if versions.parse(ref) == version), None)
+    known = next((ref for ref in table.references if packages.parse_version(ref) == version), None)
     return Subject(number, version.local, None, "--mcore", known)
 
 

@@ -7,7 +7,7 @@ from packaging.version import Version
 
 from bundle import capabilities
 from bundle.capabilities import Choice, Peak, Variable
-from bundle.environment import packages, versions
+from bundle.environment import packages
 from bundle.environment.facts import Hardware
 from bundle.environment.hardware import NAMES, detect, preset
 from bundle.environment.packages import Packages
@@ -254,15 +254,15 @@ def _megatron(
     decided = survey.survey(
         of, reviewed, others or here, backend=on.backend, features=features, allowed=allowed
     )
-    known = of.version is not None and versions.base(of.version) is not None
+    known = of.version is not None and packages.base_version(of.version) is not None
     unread = "" if known else f"; its version cannot be read, taken for {DEFAULT}"
     return Target(of.version if known and of.version else DEFAULT, origin + unread), decided
 
 
 def _check_minor(of: Subject, reviewed: Table) -> None:
     """Raises UsageError for a mere version of a minor that nobody has reviewed: there may be none such."""
-    known = [minor for reference in reviewed.references if (minor := versions.minor(reference))]
-    if of.root is None and of.version is not None and versions.minor(of.version) not in known:
+    known = [minor for reference in reviewed.references if (minor := packages.minor_version(reference))]
+    if of.root is None and of.version is not None and packages.minor_version(of.version) not in known:
         first, last = (".".join(map(str, minor)) for minor in (known[0], known[-1]))
         raise UsageError(
             f"--mcore {of.version}: no megatron-core of that number is known, only {first} to {last}; for "

@@ -7,7 +7,7 @@ import megatron.core
 import torch
 
 from bundle.engine import Engine
-from bundle.environment import versions
+from bundle.environment import packages
 from bundle.models import naming
 from bundle.models.naming import Named
 from bundle.recipe import Recipe, from_mapping
@@ -136,8 +136,8 @@ def _possible(name: str, layout: str) -> bool:
         return True
     release = megatron.core.__version__
     packed, over_tensor_ranks = form == "thd", "tp" in parallel
-    return not (packed and versions.within(release, "<0.16")) and not (
-        over_tensor_ranks and versions.within(release, "<0.13")
+    return not (packed and packages.within(release, "<0.16")) and not (
+        over_tensor_ranks and packages.within(release, "<0.13")
     )
 
 

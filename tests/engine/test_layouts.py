@@ -2,7 +2,7 @@
 
 import pytest
 
-from bundle.environment import versions
+from bundle.environment import packages
 from bundle.patches.catalogue import PATCHES
 from bundle.patches.entry import LEFT_TO_MEGATRON
 from bundle.verification.check import Observation
@@ -58,8 +58,8 @@ def wrong(seen: dict[str, list[Observation]], agrees: float = AGREES) -> dict[st
 def possible(names: tuple[str, ...], release: str) -> tuple[str, ...]:
     """Without what the release cannot do, by its known traps: prediction in packs, or over tensor ranks."""
     left_out = {
-        *(PACKED_PREDICTION if versions.within(release, "<0.16") else ()),
-        *(PREDICTION_OVER_TENSOR_RANKS if versions.within(release, "<0.13") else ()),
+        *(PACKED_PREDICTION if packages.within(release, "<0.16") else ()),
+        *(PREDICTION_OVER_TENSOR_RANKS if packages.within(release, "<0.13") else ()),
     }
     return tuple(name for name in names if name.partition(":")[2] not in left_out)
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from bundle.environment import interpreters, megatron
+from bundle.environment import interpreters
 from bundle.environment.interpreters import search_path_of
+from bundle.environment.packages import find_megatron
 from bundle.errors import UsageError
 from tests.environment.test_megatron import ASK, CASES, answer, case, tree
 
@@ -62,7 +63,7 @@ def test_the_winner_is_the_one_that_python_imports_there(
     (packages / "site-packages").symlink_to(paths[-1])
     (tmp_path / "env/pyvenv.cfg").write_text(f"home = {sys.base_prefix}/bin\nversion = {RELEASE}.1\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths[:-1])))
-    found = megatron.find(search_path_of(str(tmp_path / "env")))
+    found = find_megatron(search_path_of(str(tmp_path / "env")))
     halves = [str(half.package) if half else None for half in (found.core, found.training)]
     assert [half and os.path.realpath(half) for half in halves] == [
         half and os.path.realpath(half) for half in answer(ASK, paths, cwd)
@@ -80,7 +81,7 @@ def test_the_finders_of_this_interpreter_are_not_asked_about_another(
     Finder.__module__ = "__editable___megatron_core_finder"
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder()])
     monkeypatch.setenv("PYTHONPATH", "")
-    assert megatron.find(search_path_of(str(environment(tmp_path / "env")))).core is None
+    assert find_megatron(search_path_of(str(environment(tmp_path / "env")))).core is None
 
 
 @pytest.mark.parametrize("named", ["nowhere", "x" * 5000, "\0", "empty"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import InvalidSpecifier
 
-from bundle.environment import versions
+from bundle.environment import packages
 from bundle.environment.packages import Stack, detect
 from bundle.environment.search import search_path
 
@@ -117,10 +117,10 @@ def test_a_lie_through_importlib_metadata_is_not_believed(tmp_path: Path, monkey
     ],
 )
 def test_ranges_are_read_on_the_base_version(version: str, specifier: str, inside: bool | None):
-    assert versions.within(version, specifier) is inside
+    assert packages.within(version, specifier) is inside
 
 
 @pytest.mark.parametrize("specifier", ["0.17", ">=new"])
 def test_a_range_that_is_none_is_not_passed_over(specifier: str):
     with pytest.raises(InvalidSpecifier):
-        versions.within("0.17.0", specifier)
+        packages.within("0.17.0", specifier)

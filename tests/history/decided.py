@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from bundle.environment import megatron
+from bundle.environment import packages
 from bundle.patches import deciding
 from bundle.patches.catalogue import PATCHES, TRAPS
 from bundle.patches.deciding import PatchContext
@@ -44,7 +44,7 @@ class Decided:
 
     def _version(self, commit: str) -> str | None:
         blob = self.repository.blob(commit, "megatron/core/package_info.py")
-        return megatron.declared(self.repository.text(blob).decode()) if blob else None
+        return packages.declared_version(self.repository.text(blob).decode()) if blob else None
 
 
 def decisions(definitions: Definitions, version: str | None) -> Iterator[tuple[str, Action | None]]:

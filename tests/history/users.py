@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from bundle.environment import megatron
+from bundle.environment import packages
 from bundle.patches.definitions import Definitions
 from bundle.patches.source import Module, parsed
 from tests.history.decided import decisions
@@ -92,6 +92,6 @@ def changed(repository: Repository, commit: str, diff: bytes) -> ChangedTree:
 
 def judged(tree: ChangedTree) -> Iterator[Row]:
     """Every decision about a tree that no commit has."""
-    for entry, action in decisions(Definitions(tree), megatron.declared(tree.text(NUMBER))):
+    for entry, action in decisions(Definitions(tree), packages.declared_version(tree.text(NUMBER))):
         there = PRESENT[entry](lambda module: tree.text(f"megatron/core/{module.replace('.', '/')}.py"))
         yield Row(tree.commit, entry, action, there)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bundle.digest import of_json
 from bundle.environment import image, packages
 from bundle.environment.image import BuildInfo
-from bundle.environment.megatron import Copy, Megatron
+from bundle.environment.packages import Copy, Megatron
 from bundle.errors import EnvironmentUnfit, ExitCode, UsageError
 from bundle.launch import job as job_file
 from bundle.launch.job import Job, Start, load, misfits, of_plan, parse

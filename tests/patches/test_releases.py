@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from bundle.environment import versions
+from bundle.environment import packages
 from bundle.patches.catalogue import PATCHES, TRAPS
 from bundle.patches.entry import Presence
 from bundle.patches.subject import named
@@ -106,7 +106,7 @@ def test_each_defect_is_where_it_is_known_to_be(entry):
 @pytest.mark.parametrize("entry", review.ENTRIES, ids=lambda entry: entry.id)
 def test_the_numbers_say_the_same_of_released_versions(entry):
     for release in RELEASES:
-        assert versions.within(release, entry.range) == has(entry.id, release), release
+        assert packages.within(release, entry.range) == has(entry.id, release), release
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.id)

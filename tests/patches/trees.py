@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bundle.environment import megatron
+from bundle.environment import packages
 from bundle.patches.definitions import Definitions
 from bundle.patches.source import Module, SourceTree, module_file, parsed
 
@@ -61,7 +61,7 @@ def copied(release: Path, root: Path, edits: Mapping[str, tuple[str, str]]) -> P
 
 def renumbered(release: Path, root: Path, version: str) -> Path:
     """A copy of a release that calls itself another version."""
-    copy = megatron.at(release)
+    copy = packages.megatron_at(release)
     assert copy is not None and copy.version is not None
     _, minor, patch = copy.version.split(".")
     _, new_minor, new_patch = version.split(".")

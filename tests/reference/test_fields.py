@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from bundle.architectures import SUPPORTED, from_config, rope
+from bundle.architectures import SUPPORTED, from_config
+from bundle.architectures.config import ROPE_KINDS, Keys
 from bundle.architectures.families import FAMILIES
-from bundle.architectures.keys import Keys
 from bundle.errors import UsageError
 from tests.reference import model, rotary
 from tests.reference.configs import CONFIGS, Config
@@ -152,7 +152,7 @@ def test_every_field_is_held(family):
     assert forgotten <= {"rope_scaling", "rope_parameters"}
 
 
-@pytest.mark.parametrize("kind", [kind for kind in rope.KINDS if kind != "default"])
+@pytest.mark.parametrize("kind", [kind for kind in ROPE_KINDS if kind != "default"])
 def test_every_field_of_stretched_positions_is_held(monkeypatch, kind):
     sections = {
         name: "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
@@ -166,7 +166,7 @@ def test_every_field_of_stretched_positions_is_held(monkeypatch, kind):
         return readers[-1]
 
     with monkeypatch.context() as patched:
-        patched.setattr(rope, "Keys", reader)
+        patched.setattr("bundle.architectures.config.Keys", reader)
         for name in sections:
             from_config(CONFIGS[name])
     fields = set[str]().union(*(keys._taken for keys in readers)) - {"rope_type", "type"}

@@ -6,7 +6,7 @@ own patch off from 0.16.2, a number that says nothing about it.
 
 import pytest
 
-from bundle.environment import versions
+from bundle.environment import packages
 from bundle.verification.observing import Order
 from bundle.verification.verifying import decide, everything
 
@@ -30,7 +30,7 @@ def seen(core):
 @pytest.mark.world
 def test_unpatched_fails_and_patched_equals_the_unpacked_run(core):
     applied, without, with_it = seen(core)
-    needed = versions.within(core.version, "<0.18")
+    needed = packages.within(core.version, "<0.18")
     assert applied is needed
     if needed:
         assert without.raised and "flash attention wants thd heads of one size" in without.message, without

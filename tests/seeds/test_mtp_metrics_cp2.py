@@ -6,7 +6,7 @@ it. The engine's sums are reduced by every rank, and are right where the tracker
 
 import pytest
 
-from bundle.environment import versions
+from bundle.environment import packages
 from bundle.verification.observing import Order
 from bundle.verification.verifying import decide, everything
 
@@ -15,7 +15,7 @@ HERE, ENGINE = "tests.seeds.prediction", "tests.engine.experiments:means"
 
 @pytest.mark.world
 def test_two_context_parallel_ranks(core):
-    if not versions.within(core.version, "<0.19"):
+    if not packages.within(core.version, "<0.19"):
         pytest.skip("the tracker is called otherwise from 0.19 on")
     found = decide("cpu", core.tree)
     applied = tuple(decision.id for decision in found.applied)

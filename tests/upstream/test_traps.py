@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bundle.environment import versions
+from bundle.environment import packages
 from bundle.patches.catalogue import TRAPS
 from bundle.verification.check import Gap, Observation, Raises, matches
 from bundle.verification.observing import Order, observe
@@ -87,7 +87,7 @@ def _seen(tree: Path | None) -> dict[Case, list[Observation]]:
 def _check(case: Case, version: str, tree: Path | None) -> None:
     seen = _seen(tree)[case]
     trap = next((trap for trap in TRAPS if trap.id == case.trap), None)
-    if trap is not None and versions.within(version, trap.range):
+    if trap is not None and packages.within(version, trap.range):
         assert any(matches(one, other) for one in case.expected for other in seen), seen
     else:
         assert all(one.gap is not None and one.gap <= AGREES for one in seen), seen

@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from bundle.environment import megatron, versions
-from bundle.environment.megatron import Copy
+from bundle.environment import packages
+from bundle.environment.packages import Copy
 from bundle.environment.search import distribution, distributions
 from bundle.errors import UsageError
 from bundle.patches import source, table
@@ -93,7 +93,7 @@ def combined(before: Table, new: Table) -> Table:
 
 
 def _age(reference: str) -> tuple[object, str]:
-    return versions.parse(reference), reference
+    return packages.parse_version(reference), reference
 
 
 def changes(before: Table, new: Table) -> list[str]:
@@ -119,7 +119,7 @@ def main(
     """Fingerprint trees and compare them with the reviewed list."""
     trees = {}
     for path in paths:
-        copy = megatron.at(path.absolute())
+        copy = packages.megatron_at(path.absolute())
         reference = reference_of(copy) if copy else None
         if copy is None or reference is None:
             raise UsageError(
