@@ -6,4 +6,4 @@ backends.prepare("cpu")
 
 import bundle.engine  # noqa: E402
 import bundle.models.gpt  # noqa: E402
-import bundle.verification.running  # noqa: E402, F401
+import bundle.verification.numbers  # noqa: E402, F401

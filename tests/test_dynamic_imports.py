@@ -16,7 +16,7 @@ PLACES = {
     "cli/__init__.py",  # a verb
     "backends/__init__.py",  # a backend
     "patches/applying.py",  # a patch's replacement
-    "verification/running.py",  # a patch's check
+    "verification/rank.py",  # a patch's check
     "mcore/unpickling.py",  # not ours: the classes that a checkpoint may name
 }
 NAMES = [

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from bundle.patches.plan import PatchPlan
 from bundle.verification.check import Observation
-from bundle.verification.observing import Order, observe
+from bundle.verification.observing import Order, Start, observed
 
 ROOT = Path(__file__).parents[1]
 RANK, SIZE, STORE = "TEST_WORLD_RANK", "TEST_WORLD_SIZE", "TEST_WORLD_STORE"
@@ -75,7 +75,7 @@ class World:
             return [(directory / f"{rank}.out").read_text() for rank in range(size)]
 
     def observe(self, orders: Sequence[Order], plan: PatchPlan) -> list[list[Observation]]:
-        """What verification's `observe` returns, whose processes are ranks of this world."""
+        """What `observe` returns, whose processes are ranks of this world."""
 
         def start(
             directory: Path, arguments: Sequence[Sequence[str]], environ: dict[str, str], seconds: float
@@ -138,6 +138,15 @@ class Core:
     version: str
     tree: Path | None
     world: World
+
+
+def observe(
+    orders: Sequence[Order], plan: PatchPlan, *, backend: str, root: Path | None, start: Start | None = None
+) -> list[list[Observation]]:
+    """What the ranks of each order saw, when all have been carried out; see verification's `observed`."""
+    found = observed(orders, plan, backend=backend, root=root, start=start)
+    seen = {order.number: answers for order, answers in found}
+    return [seen[order.number] for order in orders]
 
 
 def join(seconds: float = 60) -> int:

@@ -45,6 +45,10 @@ class Status(StrEnum):
     FAILED = "failed"
 
 
+class NotProvable(Exception):
+    """This machine or this release cannot show the defect; the message says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class Observation:
     """What one rank saw: a distance, an exception, or why this machine cannot tell."""
@@ -135,13 +139,13 @@ CHECKS: dict[str, Check] = {  # by the patch's id
         "attention:query_norm", Gap(0.5), world=2, needs=("mla-rotary-key-gradient",)
     ),
     "packed-rotary-host-reads": measured(
-        "packed:rotary_positions",
+        "attention:rotary_positions",
         Raises("RuntimeError", "meta"),
         Raises("NotImplementedError", "meta tensor"),
         world=2,
     ),
     "cuda-attention-host-reads": measured(  # bf16
-        "packed:attention", Raises("RuntimeError", "synchronizing CUDA operation"), agreement=1e-2
+        "attention:host_reads", Raises("RuntimeError", "synchronizing CUDA operation"), agreement=1e-2
     ),
     "mtp-context-parallel-roll": measured("mtp:context_parallel", Gap(1e-2), world=2),
     "mtp-loss-context-parallel-count": measured("mtp:context_parallel", Gap(1e-2), world=2),
@@ -163,17 +167,17 @@ CHECKS: dict[str, Check] = {  # by the patch's id
         agreement=0.0,
     ),
     "mtp-packed-full-recompute": measured(
-        "packed:prediction_layers",
+        "mtp:recomputed",
         Raises("TypeError", "save_for_backward can only save variables"),
         agreement=0.0,
     ),
     "mtp-full-recompute": measured(
-        "packed:prediction_layers",
+        "mtp:recomputed",
         Raises("TypeError", "unexpected keyword argument 'padding_mask'"),
         agreement=0.0,
     ),
     "recompute-reclaim": measured(  # layers whose input is still there
-        "packed:inputs_alive", Gap(1.0), agreement=0.0
+        "experts:inputs_alive", Gap(1.0), agreement=0.0
     ),
     "router-replay": measured("experts:replay", Gap(0.1), agreement=0.0),  # of the tokens go elsewhere
     "router-replay-by-layer": measured("experts:replay", Gap(0.1), agreement=0.0),
@@ -185,10 +189,10 @@ CHECKS: dict[str, Check] = {  # by the patch's id
         world=2,
         agreement=1e-4,
     ),
-    "cpu-moe-splits-on-host": measured("cpu:experts_over_ranks", Raises("TypeError", "all_to_all"), world=2),
-    "cpu-router-without-te-gemm": measured("cpu:router_in_fp32", Raises("NameError", "te_general_gemm")),
+    "cpu-moe-splits-on-host": measured("experts:over_ranks", Raises("TypeError", "all_to_all"), world=2),
+    "cpu-router-without-te-gemm": measured("experts:router_in_fp32", Raises("NameError", "te_general_gemm")),
     "cpu-optimizer-without-fp8-quantize": measured(
-        "cpu:optimizer_step", Raises("RuntimeError", "Invalid Transformer Engine version")
+        "gradients:optimizer_step", Raises("RuntimeError", "Invalid Transformer Engine version")
     ),
     "per-token-loss-context-parallel": measured("gradients:per_token", Gap(0.5), world=2),  # twice as large
     "balancing-per-token-ranks": measured(

@@ -18,10 +18,7 @@ from bundle.models import gpt, naming
 from bundle.recipe import Parallel, Recipe, from_mapping
 from bundle.recipe.alignment import Alignment, Padding
 from bundle.sequences.packing import Packing, shard
-
-
-class NotProvable(Exception):
-    """This machine or this release cannot show the defect; the message says why."""
+from bundle.verification.check import NotProvable
 
 
 @dataclass(frozen=True)
@@ -154,6 +151,11 @@ def rows(bench: Bench, groups: Groups, tokens: torch.Tensor, mask: torch.Tensor)
     return Batch(*(shard(x, groups.cp.size, groups.cp.rank).to(bench.device) for x in whole))
 
 
+def two_rows(bench: Bench, groups: Groups, length: int = 16) -> Batch:
+    """Two unpacked rows of so many tokens, all of which are learned."""
+    return rows(bench, groups, torch.stack(texts((length, length))), torch.ones(2, length))
+
+
 def single(bench: Bench, groups: Groups, texts: Sequence[torch.Tensor]) -> list[Batch]:
     """Each sequence as unpacked input of its own: the reference of everything packed."""
     return [rows(bench, groups, text[None], torch.ones(1, len(text) - 1)) for text in texts]
@@ -237,10 +239,7 @@ def norm_gap(
     bench: Bench, config: Mapping[str, Any], options: Mapping[str, Any] | None = None, **sizes: int
 ) -> float:
     """The gradient norm in a layout of these parallel sizes, against that of one rank."""
-    with bench.layout() as groups:
-        reference = gradient_norm(bench, groups, config, options)
-    with bench.layout(**sizes) as groups:
-        return gap(gradient_norm(bench, groups, config, options), reference)
+    return gap_to_one_rank(bench, lambda groups: gradient_norm(bench, groups, config, options), **sizes)
 
 
 def stepped(
@@ -265,6 +264,14 @@ def stepped(
     optimization.forward_backward(step, parts, wrapped, sequence_length=32, micro_batch_size=rows_at_once)
     _, norm, _ = optimizer.step()
     return torch.tensor(norm)
+
+
+def gap_to_one_rank(bench: Bench, compute: Callable[[Groups], Numbers], **sizes: int) -> float:
+    """How far what is computed in a layout of these parallel sizes is from what one rank computes."""
+    with bench.layout() as groups:
+        reference = compute(groups)
+    with bench.layout(**sizes) as groups:
+        return gap(compute(groups), reference)
 
 
 def gap(seen: Numbers, reference: Numbers) -> float:

@@ -81,15 +81,6 @@ def _file(directory: Path, order: Order, rank: int) -> Path:
     return directory / f"{order.number}.{rank}.json"
 
 
-def observe(
-    orders: Sequence[Order], plan: PatchPlan, *, backend: str, root: Path | None, start: Start | None = None
-) -> list[list[Observation]]:
-    """What the ranks of each order saw, when all have been carried out; see `observed`."""
-    found = observed(orders, plan, backend=backend, root=root, start=start)
-    seen = {order.number: answers for order, answers in found}
-    return [seen[order.number] for order in orders]
-
-
 def observed(
     orders: Sequence[Order], plan: PatchPlan, *, backend: str, root: Path | None, start: Start | None = None
 ) -> Iterator[tuple[Order, list[Observation]]]:

@@ -3,24 +3,33 @@
 python -m bundle.verification.rank RANK PROCESSES DIRECTORY BACKEND
 """
 
+import importlib
 import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
 from bundle import backends
-from bundle.patches import hook
-from bundle.verification.check import Observation
-from bundle.verification.observing import Order, answer, read_orders
+from bundle.backends import Runtime
+from bundle.patches import applying, hook
+from bundle.verification.check import NotProvable, Observation
+from bundle.verification.observing import Order, answer, read_orders, read_plan, scratch
+
+_COLLECTIVES = 20  # seconds until a rank gives up on another one
 
 
 def main(rank: int, processes: int, directory: Path, backend: str) -> None:
     """Runs this process's share of the orders."""
     hook.leave()  # what is patched in which run is said by its order
     runtime = backends.prepare(backend)
-    from bundle.verification.running import run  # imports megatron, which must meet the backend
+    import bundle.verification.numbers  # noqa: F401  imports megatron, which must meet the backend
 
     for order in read_orders(directory):
         ranks = order.ranks(processes)
@@ -59,6 +68,38 @@ def _in_fork(work: Callable[[], None], seconds: float) -> Observation | None:
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return Observation(raised="TimeoutError", message=f"the run took more than {seconds:.0f} s")
+
+
+def run(order: Order, rank: int, directory: Path, runtime: Runtime) -> Observation:
+    """What this rank saw."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    try:
+        return Observation(gap=_measure(order, rank, directory, runtime))
+    except NotProvable as reason:
+        return Observation(unprovable=str(reason))
+    except Exception as error:  # noqa: BLE001  whatever megatron raises is the observation
+        kinds = " ".join(kind.__name__ for kind in type(error).__mro__)
+        return Observation(raised=kinds, message=" ".join(str(error).split())[:300])
+
+
+def _measure(order: Order, rank: int, directory: Path, runtime: Runtime) -> float:
+    from bundle.verification.numbers import Bench
+
+    files = scratch(directory, order)
+    device = runtime.device(rank)
+    dist.init_process_group(
+        runtime.collectives,
+        store=dist.FileStore(str(files / "store"), order.world),
+        rank=rank,
+        world_size=order.world,
+        timeout=timedelta(seconds=_COLLECTIVES),
+    )
+    applying.apply(read_plan(directory, order))
+    module, name = order.measurement.split(":")
+    measure = getattr(importlib.import_module(module), name)
+    with runtime.megatron():
+        return float(measure(Bench(runtime, device, files, _COLLECTIVES)))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch
 
 from bundle import backends, pretrained
 from bundle.patches import applying
-from bundle.verification.verifying import decide, everything
+from bundle.verification import decide, everything
 from tests import world
 from tests.families import reference
 from tests.families.cases import CASES, LENGTH, Case

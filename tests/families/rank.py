@@ -12,7 +12,7 @@ import torch
 
 from bundle import backends
 from bundle.patches import applying
-from bundle.verification.verifying import decide, everything
+from bundle.verification import decide, everything
 from tests import world
 from tests.families import reference, weights
 from tests.families.cases import CASES, Case

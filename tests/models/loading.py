@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from bundle import backends, pretrained
 from bundle.architectures.tensors import Tensors
 from bundle.patches import applying
-from bundle.verification.verifying import decide, everything
+from bundle.verification import decide, everything
 from tests import world
 from tests.engine.oracle import LAYOUTS, SEED, recipe
 from tests.reference import experts, weights

@@ -9,7 +9,7 @@ from typing import Any
 
 from bundle import backends
 from bundle.patches import applying
-from bundle.verification.verifying import decide, everything
+from bundle.verification import decide, everything
 
 TARGET = "megatron.core.models.gpt.gpt_model:GPTModel.forward"
 

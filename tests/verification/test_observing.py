@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bundle.verification.observing import Order, observe, observed
-from bundle.verification.verifying import decide, everything
+from bundle.verification import decide, everything
+from bundle.verification.observing import Order, observed
+from tests.world import observe
 
 
 def running(process: int) -> bool:

@@ -9,8 +9,7 @@ import pytest
 
 from bundle.errors import UsageError
 from bundle.patches.catalogue import PATCHES
-from bundle.verification import CHECKS, Status, verify
-from bundle.verification.verifying import decide, needed
+from bundle.verification import CHECKS, Status, decide, needed, verify
 
 
 def not_proven(results):

@@ -1,12 +1,14 @@
-"""Attention over ranks: sinks, gates, given groups, latent attention, and the gated delta net beside it."""
+"""Attention over ranks: sinks, gates, given groups, latent and packed, and the gated delta net beside it."""
 
+from itertools import accumulate
 from typing import Any
 
 import torch
 
-from bundle.mcore import attention
-from bundle.mcore.attention import cross_attention, gated_delta_net
+from bundle.mcore import rotary
+from bundle.mcore.gpt import cross_attention, gated_delta_net, with_sinks
 from bundle.mcore.groups import Groups
+from bundle.verification.check import NotProvable
 from bundle.verification.numbers import (
     DENSE,
     LATENT,
@@ -15,14 +17,15 @@ from bundle.verification.numbers import (
     Numbers,
     chunk,
     gap,
+    gap_to_one_rank,
     packed,
     recipe,
-    rows,
     run,
     single,
     stepped,
     texts,
     trained,
+    two_rows,
     worst,
 )
 
@@ -31,33 +34,37 @@ _HEADS = 4  # of DENSE
 
 def sinks(bench: Bench) -> float:
     """The gradient norm of a model with learned sinks, each with a gradient of its own."""
-    norms = []
-    for sizes in ({}, {"tp": 2}):
-        with bench.layout(**sizes) as groups:
-            model = chunk(bench, groups, DENSE)
-            offsets = attention.with_sinks(model.config).to(bench.device)
-            model.sinks = offsets
-            weights = torch.arange(3.0, 3.0 + _HEADS, device=bench.device).chunk(groups.tp.size)[
-                groups.tp.rank
-            ]
 
-            def add(
-                _module: Any, _given: Any, losses: torch.Tensor, of: Any = offsets, by: Any = weights
-            ) -> Any:
-                return losses + (of.softmax_offset * by).sum()
+    def norm(groups: Groups) -> Numbers:
+        model = chunk(bench, groups, DENSE)
+        offsets = with_sinks(model.config).to(bench.device)
+        model.sinks = offsets
+        heads = torch.arange(3.0, 3.0 + _HEADS, device=bench.device)
+        weights = heads.chunk(groups.tp.size)[groups.tp.rank]
 
-            torch.nn.init.zeros_(offsets.softmax_offset)
-            model.register_forward_hook(add)
-            norms.append({"norm": stepped(bench, groups, recipe(DENSE, groups), model)})
-    return gap(norms[1], norms[0])
+        def add(_module: Any, _given: Any, losses: torch.Tensor) -> torch.Tensor:
+            return losses + (offsets.softmax_offset * weights).sum()
+
+        torch.nn.init.zeros_(offsets.softmax_offset)
+        model.register_forward_hook(add)
+        return {"norm": stepped(bench, groups, recipe(DENSE, groups), model)}
+
+    return gap_to_one_rank(bench, norm, tp=2)
 
 
 def gated_output(bench: Bench) -> float:
     """The loss and the gradients of whole weights of gated attention whose ranks share a group of heads."""
-    with bench.layout() as groups:
-        reference = _gated(bench, groups)
-    with bench.layout(tp=2) as groups:
-        return gap(_gated(bench, groups), reference)
+
+    def numbers(groups: Groups) -> Numbers:
+        options = {"attention_output_gate": True, "num_query_groups": 1, "sequence_parallel": False}
+        model = chunk(bench, groups, DENSE, options)
+        loss = run(model, two_rows(bench, groups))
+        loss.backward()
+        norms = ("input_layernorm.weight", "pre_mlp_layernorm.weight", "final_layernorm.weight")
+        whole = {name: x.grad for name, x in model.named_parameters() if name.endswith(norms)}
+        return {"loss": loss.detach(), **whole}
+
+    return gap_to_one_rank(bench, numbers, tp=2)
 
 
 def given_ranks(bench: Bench) -> float:
@@ -70,22 +77,12 @@ def given_ranks(bench: Bench) -> float:
         return gap({"rows": torch.tensor(seen).float()}, {"rows": torch.tensor([half, 2 * half]).float()})
 
 
-def _gated(bench: Bench, groups: Groups) -> Numbers:
-    options = {"attention_output_gate": True, "num_query_groups": 1, "sequence_parallel": False}
-    model = chunk(bench, groups, DENSE, options)
-    loss = run(model, rows(bench, groups, torch.stack(texts((16, 16))), torch.ones(2, 16)))
-    loss.backward()
-    norms = ("input_layernorm.weight", "pre_mlp_layernorm.weight", "final_layernorm.weight")
-    whole = {name: x.grad for name, x in model.named_parameters() if name.endswith(norms)}
-    return {"loss": loss.detach(), **whole}
-
-
 def packed_over_ranks(bench: Bench) -> float:
     """Three padded sequences on two context-parallel ranks, with both classes of rotary embedding."""
     sequences = texts((12, 24, 6))
     gaps = []
-    for config, rotary in ((LATENT, "rope"), (LATENT | YARN, "yarn")):
-        embedding = {"rope_type": rotary}
+    for config, kind in ((LATENT, "rope"), (LATENT | YARN, "yarn")):
+        embedding = {"rope_type": kind}
         with bench.layout() as groups:
             model = chunk(bench, groups, config, embedding)
             reference = trained(model, groups, single(bench, groups, sequences))
@@ -122,28 +119,25 @@ _BELOW = ("linear_kv_down_proj.weight", "linear_q_down_proj.weight", "input_laye
 
 def rotary_key(bench: Bench) -> float:
     """The gradients of the down projections and of the norm below."""
-    with bench.layout() as groups:
-        reference = _gradients(bench, groups)
-    with bench.layout(tp=2) as groups:
-        return gap(_gradients(bench, groups), reference)
+
+    def gradients(groups: Groups) -> Numbers:
+        model = chunk(bench, groups, LATENT, _WHOLE)
+        run(model, two_rows(bench, groups)).backward()
+        return {name: x.grad for name, x in model.named_parameters() if name.endswith(_BELOW)}
+
+    return gap_to_one_rank(bench, gradients, tp=2)
 
 
 def query_norm(bench: Bench) -> float:
     """The norm of the gradients of the norms of compressed queries, where nothing else learns."""
-    norms = []
-    for sizes in ({}, {"tp": 2}):
-        with bench.layout(**sizes) as groups:
-            model = chunk(bench, groups, LATENT, _WHOLE)
-            for name, parameter in model.named_parameters():
-                parameter.requires_grad_(name.endswith("q_layernorm.weight"))
-            norms.append({"norm": stepped(bench, groups, recipe(LATENT, groups), model)})
-    return gap(norms[1], norms[0])
 
+    def norm(groups: Groups) -> Numbers:
+        model = chunk(bench, groups, LATENT, _WHOLE)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.endswith("q_layernorm.weight"))
+        return {"norm": stepped(bench, groups, recipe(LATENT, groups), model)}
 
-def _gradients(bench: Bench, groups: Groups) -> Numbers:
-    model = chunk(bench, groups, LATENT, _WHOLE)
-    run(model, rows(bench, groups, torch.stack(texts((16, 16))), torch.ones(2, 16))).backward()
-    return {name: x.grad for name, x in model.named_parameters() if name.endswith(_BELOW)}
+    return gap_to_one_rank(bench, norm, tp=2)
 
 
 def output_norm(bench: Bench) -> float:
@@ -169,3 +163,66 @@ def output_norm(bench: Bench) -> float:
         reference = (arrived * given * scale).sum(0)
         torch.distributed.all_reduce(reference, group=groups.tp.group)
         return gap({"weight": layer.out_norm.weight.grad}, {"weight": reference})
+
+
+_LENGTHS = (8, 4, 20, 12)  # of packed sequences; multiples of 4: both chunks of two ranks are even
+_ROTATED, _WIDTH = 3, 16  # heads and their width
+
+
+def rotary_positions(bench: Bench) -> float:
+    """Rows of two context-parallel ranks, by a table of the longest sequence, against plain trigonometry."""
+    with bench.layout(cp=2) as groups:
+        group = groups.cp.group
+        rank, ranks = group.rank(), group.size()
+        whole = [torch.randn(length, _ROTATED, _WIDTH, device=bench.device) for length in _LENGTHS]
+        for sequence in whole:
+            torch.distributed.broadcast(sequence, torch.distributed.get_process_group_ranks(group)[0], group)
+        mine = torch.cat([_cut(sequence, rank, ranks) for sequence in whole])
+        reference = torch.cat([_cut(_rotated(sequence), rank, ranks) for sequence in whole])
+        boundaries = torch.tensor([0, *accumulate(_LENGTHS)], dtype=torch.int32, device=bench.device)
+        seen = rotary.turned(mine, boundaries, _table(max(_LENGTHS), bench.device), group)
+        # Tensors of the meta device have no values: any look at one raises.
+        rotary.turned(mine.to("meta"), boundaries.to("meta"), _table(max(_LENGTHS), "meta"), group)
+    return float((seen - reference).abs().max() / reference.abs().max())
+
+
+def _cut(sequence: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    chunks = sequence.chunk(2 * ranks)
+    return torch.cat((chunks[rank], chunks[2 * ranks - 1 - rank]))
+
+
+def _angles(positions: int, device: Any) -> torch.Tensor:
+    frequencies = 10.0 ** -torch.arange(0, _WIDTH // 2, device=device)
+    return torch.outer(torch.arange(positions, device=device), frequencies)
+
+
+def _table(positions: int, device: Any) -> torch.Tensor:
+    angles = _angles(positions, device)
+    return torch.cat((angles, angles), -1)[:, None, None, :]
+
+
+def _rotated(sequence: torch.Tensor) -> torch.Tensor:
+    """Halves of a head's width turned by the angle of their position: [s, n, d]."""
+    angles = _angles(sequence.shape[0], sequence.device)[:, None, :].double()
+    first, second = sequence.double().chunk(2, -1)
+    turned = (first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin())
+    return torch.cat(turned, -1).float()
+
+
+def host_reads(bench: Bench) -> float:
+    """A padded pack through a dense model in bf16, where torch refuses every operation that waits."""
+    if bench.device.type != "cuda":
+        raise NotProvable("only a GPU makes the host wait")
+    sequences = texts((12, 24, 6))
+    with bench.layout() as groups:
+        model = chunk(bench, groups, DENSE, dtype="bf16")
+        reference = trained(model, groups, single(bench, groups, sequences))
+        batch = packed(bench, groups, sequences, multiple=8)
+        trained(model, groups, [batch])  # kernels are chosen and loaded
+        model.zero_grad()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            seen = trained(model, groups, [batch])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return gap({"loss": seen["loss"]}, {"loss": reference["loss"]})

@@ -1,5 +1,6 @@
-"""Routers: losses that balance experts, what their bias counts, padding, and replayed choices."""
+"""Experts over ranks and their routers: losses that balance, what is counted, padding, replayed choices."""
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,8 @@ from bundle.verification.numbers import (
     rows,
     run,
     texts,
+    trained,
+    two_rows,
     worst,
 )
 
@@ -30,6 +33,27 @@ _BALANCED = {
     "moe_z_loss_coeff": 0.5,
 }
 _STEERED = LATENT | {"first_k_dense_replace": 1}
+
+
+def over_ranks(bench: Bench) -> float:
+    """Experts on two ranks, each with all the tokens, against all experts on one."""
+    with bench.layout() as groups:
+        reference = trained(chunk(bench, groups, EXPERTS), groups, [two_rows(bench, groups)])
+    with bench.layout(ep=2) as groups:
+        seen = trained(chunk(bench, groups, EXPERTS), groups, [two_rows(bench, groups)])
+    # A rank has half of the experts, and they see the same tokens twice: its own and the other's.
+    mine = {name: x / 2 if ".experts." in name else x for name, x in seen.items()}
+    return gap(mine, {name: reference[name] for name in mine})
+
+
+def router_in_fp32(bench: Bench) -> float:
+    """A router that is told to compute in fp32 in a model of fp32, against one that is not told."""
+    seen: list[Numbers] = []
+    with bench.layout() as groups:
+        for dtype in (None, "fp32"):
+            model = chunk(bench, groups, EXPERTS, {"moe_router_dtype": dtype})
+            seen.append(trained(model, groups, [two_rows(bench, groups)]))
+    return gap(seen[1], seen[0])
 
 
 def per_token(bench: Bench) -> float:
@@ -131,6 +155,24 @@ _FULL = {"granularity": "full"}
 _TOKENS, _TOPK, _MICRO_BATCHES = 32, 2, 2
 
 
+def inputs_alive(bench: Bench) -> float:
+    """How many layers' recomputed inputs are still in memory after the backward pass."""
+    inputs: list[weakref.ref[torch.Tensor]] = []
+
+    def remember(_module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if context.in_backward():
+            inputs.extend(weakref.ref(x) for x in (*args, kwargs.get("hidden_states")) if torch.is_tensor(x))
+
+    with bench.layout() as groups:
+        model = chunk(bench, groups, EXPERTS, recompute=_FULL)
+        for layer in model.decoder.layers:
+            layer.register_forward_pre_hook(remember, with_kwargs=True)
+        run(model, two_rows(bench, groups)).backward()
+        if not inputs:
+            return float("inf")
+        return float(sum(reference() is not None for reference in inputs))
+
+
 def replay(bench: Bench) -> float:
     """The share of tokens whose experts are not those asked for; then full recomputation against none."""
     with bench.layout() as groups:
@@ -161,7 +203,7 @@ def _replayed(bench: Bench, groups: Groups, how: dict[str, str] | None) -> tuple
     choices = context.Choices(layers, torch.uint8, backward=True)
     with context.choices.set(choices):
         with choices.of_forward(context.Forced(wanted, given)):
-            loss = run(model, rows(bench, groups, torch.stack(texts((16, 16))), torch.ones(2, 16)))
+            loss = run(model, two_rows(bench, groups))
         loss.backward()
     return {"loss": loss.detach(), **gradients(model, groups)}, max(shares)
 

@@ -13,19 +13,30 @@ from bundle.verification.numbers import (
     Numbers,
     chunk,
     gap,
+    gradient_norm,
     gradients,
     norm_gap,
     recipe,
-    rows,
     run,
     stepped,
-    texts,
+    trained,
+    two_rows,
 )
 
 
 def per_token(bench: Bench) -> float:
     """The gradient norm of a loss per token: the same rows shared by two ranks, and on each of them."""
     return norm_gap(bench, DENSE, cp=2)
+
+
+def optimizer_step(bench: Bench) -> float:
+    """The gradient norm that the optimizer finds, against that of the gradients themselves."""
+    with bench.layout() as groups:
+        batch = two_rows(bench, groups, 32)
+        numbers = trained(chunk(bench, groups, DENSE), groups, [batch])
+        squares = sum(x.square().sum() for name, x in numbers.items() if name != "loss")
+        reference = torch.as_tensor(squares).sqrt() / batch.mask.sum()
+        return gap(gradient_norm(bench, groups, DENSE), {"norm": reference})
 
 
 def shared_embedding(bench: Bench) -> float:
@@ -130,7 +141,7 @@ def label_smoothing(bench: Bench) -> float:
 def gathered_logits(bench: Bench) -> float:
     """Loss and gradients of a model that gathers its logits, against those of one that does not."""
     with bench.layout(tp=2) as groups:
-        batch = rows(bench, groups, torch.stack(texts((16, 16))), torch.ones(2, 16))
+        batch = two_rows(bench, groups)
         seen = []
         for gather in (True, None):
             # 0.12 gathers nothing where ranks share the sequence

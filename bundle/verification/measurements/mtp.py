@@ -13,6 +13,7 @@ from bundle.verification.numbers import (
     Numbers,
     chunk,
     gap,
+    gap_to_one_rank,
     gradients,
     packed,
     rows,
@@ -21,6 +22,7 @@ from bundle.verification.numbers import (
     summed,
     texts,
     trained,
+    two_rows,
     worst,
 )
 
@@ -29,10 +31,7 @@ _TWO_DEPTHS = {"layers": 2}
 
 def context_parallel(bench: Bench) -> float:
     """Gradients of a per-token and of a mean loss, and the logged losses: two ranks against one."""
-    with bench.layout() as groups:
-        reference = _seen(bench, groups)
-    with bench.layout(cp=2) as groups:
-        return gap(_seen(bench, groups), reference)
+    return gap_to_one_rank(bench, lambda groups: _seen(bench, groups), cp=2)
 
 
 def _seen(bench: Bench, groups: Groups) -> Numbers:
@@ -88,10 +87,24 @@ def padded_packing(bench: Bench) -> float:
         return gap(trained(model, groups, [packed(bench, groups, sequences, multiple=8)]), reference)
 
 
+def recomputed(bench: Bench) -> float:
+    """Layers that are computed again, on packed and on unpacked input, against layers that are kept."""
+    sequences = texts((12, 24, 6))
+    gaps = []
+    with bench.layout() as groups:
+        for batches in ([packed(bench, groups, sequences, multiple=1)], single(bench, groups, sequences)):
+            kept, again = (
+                trained(chunk(bench, groups, DENSE, mtp={"layers": 1}, recompute=how), groups, batches)
+                for how in (None, {"granularity": "full"})
+            )
+            gaps.append(gap(again, kept))
+    return worst(gaps)
+
+
 def zero_layers(bench: Bench) -> float:
     """Logits of a model that is configured with 0 layers, against one that is configured with none."""
     with bench.layout() as groups:
-        batch = _batch(bench, groups)
+        batch = two_rows(bench, groups)
         reference = _logits(chunk(bench, groups, DENSE), batch)
         zero = chunk(bench, groups, DENSE, {"mtp_num_layers": 0})
         return gap({"logits": _logits(zero, batch)}, {"logits": reference})
@@ -103,7 +116,7 @@ def without_labels(bench: Bench) -> float:
     In training and in evaluation, with its gradients, which there must not be.
     """
     with bench.layout() as groups:
-        batch = _batch(bench, groups)
+        batch = two_rows(bench, groups)
         reference = {"logits": _logits(chunk(bench, groups, DENSE), batch)}
         model = chunk(bench, groups, DENSE, mtp={"layers": 1})
         ran: list[float] = []
@@ -119,10 +132,6 @@ def without_labels(bench: Bench) -> float:
         return worst([*gaps, sum(ran[:-1]), sum(trained_for_nothing)]) if ran else float("inf")
 
 
-def _batch(bench: Bench, groups: Groups) -> Batch:
-    return rows(bench, groups, torch.stack(texts((16, 16))), torch.ones(2, 16))
-
-
 def _logits(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     logits: torch.Tensor = model(batch.ids, batch.positions, None, loss_mask=batch.mask)
     return logits
@@ -131,7 +140,7 @@ def _logits(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 def whole_embeddings(bench: Bench) -> float:
     """Prediction layers behind an embedding that shares nothing out, against one that does, on two ranks."""
     with bench.layout(tp=2) as groups:
-        batch = rows(bench, groups, torch.stack(texts((16, 16))), torch.ones(2, 16))
+        batch = two_rows(bench, groups)
         seen = []
         for whole in (True, False):
             model = chunk(bench, groups, DENSE, mtp={"layers": 2})
