@@ -25,9 +25,8 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from bundle.mcore import unpickling
+from bundle.mcore import known, unpickling
 from bundle.mcore.groups import data_parallel_with_context
-from bundle.mcore.signatures import known
 
 # Of the forms that any layout can load, the newest that a release writes: 0.15 came with the first.
 _SHARDINGS = ("fully_reshardable", "fully_sharded_model_space")

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from bundle.architectures import MLA, Architecture, MoE
-from bundle.mcore.signatures import known
+from bundle.mcore import known
 from bundle.recipe import Recipe
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

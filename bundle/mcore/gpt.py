@@ -21,9 +21,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bundle.architectures import Architecture, padded_vocabulary
 from bundle.errors import EnvironmentUnfit
-from bundle.mcore import rotary
+from bundle.mcore import known, rotary
 from bundle.mcore.groups import Groups
-from bundle.mcore.signatures import known
 
 # Each norm, and the projection behind it, into which Transformer Engine folds it.
 _NORMS = (("q_layernorm", "linear_q_up_proj"), ("kv_layernorm", "linear_kv_up_proj"))

@@ -14,9 +14,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from bundle.mcore import context
+from bundle.mcore import context, known
 from bundle.mcore.config import DTYPES
-from bundle.mcore.signatures import known
 from bundle.recipe import Recipe
 
 ForwardStep = Callable[[Iterator[Any], torch.nn.Module], tuple[torch.Tensor, Callable[..., Any]]]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bundle.architectures import Architecture, RopeScaling
 from bundle.errors import EnvironmentUnfit
-from bundle.mcore.signatures import known
+from bundle.mcore import known
 
 
 def stretch(chunk: torch.nn.Module, architecture: Architecture) -> None:

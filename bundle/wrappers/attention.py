@@ -1,15 +1,22 @@
-"""Attention over tensor-parallel ranks: sinks, its output's gate and norm, and whose ranks they are."""
+"""Attention: over tensor-parallel ranks, of packed input, and where rotary positions say its rows are.
+
+Sinks, the output's gate and norm, whose ranks they are; packs without a look at the device, of text and more.
+"""
 
 import dataclasses
 import functools
+import sys
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.spec_utils import ModuleSpec
 
+from bundle.mcore import accepts, packed
 from bundle.wrappers import Function, around, given
-from bundle.wrappers.mla import summed
+from bundle.wrappers.mla import summed, tables_stay_whole
 
 
 @around
@@ -72,3 +79,67 @@ def sum_output_norm(original: Function, self: Any, *args: Any, **kwargs: Any) ->
     if not self.config.sequence_parallel and group.size() > 1:
         for parameter in self.out_norm.parameters():
             parameter.register_hook(functools.partial(summed, group=group))
+
+
+@around
+def packed_by_one_gather(original: Function, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Returns `_apply_rotary_pos_emb_thd` that takes the angles of all rows from the table by one gather.
+
+    Megatron's cuts the rows [t / cp, n, d] into sequences, by lengths that it reads back from the device in
+    every layer, and slices the table for each. From 0.15 on a table may have a row for every token of the
+    pack, and is then read from where the sequence begins.
+    """
+    rope_utils = sys.modules[original.__module__]
+    how = dict(given(original, *args, **kwargs).arguments)
+    t, boundaries, table = (how.pop(name) for name in ("t", "cu_seqlens", "freqs"))
+    group = how.pop("cp_group", None) or parallel_state.get_context_parallel_group()
+    position, begin = packed.positions(boundaries, t.shape[0], group)
+    knows_whole_packs = accepts(rope_utils._get_thd_freqs_on_this_cp_rank, "offset")
+    if knows_whole_packs and table.shape[0] == t.shape[0] * group.size():
+        position = position + begin
+    angles = table.index_select(0, position)
+    rotated: torch.Tensor = rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), angles, **how)
+    return rotated.squeeze(1)
+
+
+def say_whether_padded(original: Function) -> Function:
+    """Returns TEDotProductAttention's `__init__` for packs that say whether padding lies between sequences.
+
+    As from 0.19 on: what is None, as in the packs of others, Transformer Engine finds out by itself.
+    """
+    if not hasattr(PackedSeqParams, "pad_between_seqs"):
+        PackedSeqParams.pad_between_seqs = None
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.kept_packed_seq_params.add("pad_between_seqs")
+
+    return __init__
+
+
+@around
+def packed_positions(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns `GPTModel.forward` in which `whole_table` leaves the table of packed positions whole."""
+    pack = given(original, self, *args, **kwargs).arguments.get("packed_seq_params")
+    whole = pack is not None and pack.qkv_format == "thd" and self.position_embedding_type == "mrope"
+    with tables_stay_whole.set(whole):
+        return original(self, *args, **kwargs)
+
+
+@around
+def rows_of_the_pack(
+    original: Function, t: torch.Tensor, freqs: torch.Tensor, config: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Returns `apply_rotary_pos_emb`, as attention sees it, for packs of multimodal positions.
+
+    The table [t of all ranks, 1, 1, d] has a row for each token of the pack, and not for each place in a
+    sequence: this rank's rows are taken and applied as those of one sequence, t [t of this rank, n, d].
+    """
+    boundaries = kwargs.pop("cu_seqlens", None)
+    if boundaries is None or config.mrope_section is None:
+        return original(t, freqs, config, *args, cu_seqlens=boundaries, **kwargs)
+    group = kwargs.get("cp_group") or parallel_state.get_context_parallel_group()
+    position, begin = packed.positions(boundaries, t.shape[0], group)
+    angles = freqs.index_select(0, begin + position)
+    return original(t.unsqueeze(1), angles, config, *args, cu_seqlens=None, **kwargs).squeeze(1)

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state, tensor_parallel
 
-from bundle.mcore import mtp, packed
-from bundle.mcore.signatures import accepts, known
+from bundle.mcore import accepts, known, mtp, packed
 from bundle.wrappers import Function, around, given
 
 

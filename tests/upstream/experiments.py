@@ -7,10 +7,9 @@ import torch
 
 from bundle.engine import Engine
 from bundle.engine.microbatch import from_packing, from_rows
-from bundle.mcore import optimization, routers
+from bundle.mcore import known, optimization, routers
 from bundle.mcore.gpt import gated_delta_net
 from bundle.mcore.groups import Groups
-from bundle.mcore.signatures import known
 from bundle.recipe import Recipe
 from bundle.recipe.alignment import Alignment
 from bundle.sequences.packing import Packing

@@ -14,7 +14,7 @@ import torch
 
 from bundle import backends
 from bundle.mcore import context
-from bundle.wrappers.router import choice_in_replay
+from bundle.wrappers.moe import choice_in_replay
 
 EXPERTS, TOPK = 8, 2
 GIVEN = torch.tensor([[1, 0], [3, 2], [5, 4]])

@@ -33,14 +33,14 @@ def _places(patched: bool, bucket_size: int | None, sizes: list[int], shared: in
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 
-    from bundle.mcore.signatures import known
-    from bundle.wrappers import optimizer
+    from bundle.mcore import known
+    from bundle.wrappers import gradients
 
     backward = [torch.nn.Parameter(torch.full((size,), float(i))) for i, size in enumerate(sizes)]
     vars(backward[shared])["shared_embedding"] = True
     initialize = _ParamAndGradBuffer.__init__
     if patched:
-        initialize = optimizer.start_behind_padding(initialize)
+        initialize = gradients.start_behind_padding(initialize)
     group = torch.distributed.group.WORLD
     buffer = object.__new__(_ParamAndGradBuffer)
     initialize(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bundle.wrappers import mla, moe, optimizer
+from bundle.wrappers import gradients, mla, moe
 
 
 def test_splits_become_numbers_wherever_the_tensor_was():
@@ -35,7 +35,7 @@ def test_nothing_to_quantize_is_not_quantized():
         calls.append((params, rest))
         raise RuntimeError("needs Transformer Engine")
 
-    quantize = optimizer.quantize_only_what_there_is(original)
+    quantize = gradients.quantize_only_what_there_is(original)
     assert quantize([], [], [], "group") is None and not calls
     with pytest.raises(RuntimeError, match="Transformer Engine"):
         quantize(["fp8"], ["fp32"], [0], "group")

@@ -12,7 +12,7 @@ LENGTHS = (8, 16, 4)
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_rank_takes_the_rows_of_its_chunks_and_reads_nothing_back(monkeypatch, ranks):
-    from bundle.wrappers.packed import rows_of_the_pack
+    from bundle.wrappers.attention import rows_of_the_pack
 
     boundaries = torch.tensor([0, 8, 24, 28], dtype=torch.int32)
     table = torch.randn(28, 1, 1, 6)

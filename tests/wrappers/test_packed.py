@@ -16,7 +16,7 @@ LENGTHS = (8, 4, 20, 12)
 def test_every_form_of_the_table_is_read_as_megatron_reads_it(ranks, rows):
     from megatron.core.models.common.embeddings import rope_utils
 
-    from bundle.wrappers.packed import packed_by_one_gather
+    from bundle.wrappers.attention import packed_by_one_gather
 
     boundaries = torch.tensor([0, *accumulate(LENGTHS)], dtype=torch.int32)
     t, table = torch.randn(sum(LENGTHS) // ranks, 3, 8), torch.randn(rows, 1, 1, 8)

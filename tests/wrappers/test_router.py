@@ -20,7 +20,7 @@ def router() -> Iterator[Any]:
 
 def test_a_recomputation_takes_its_own_micro_batchs_routes(router):
     """Two micro-batches whose forward passes come before either backward pass, as in a pipeline."""
-    from bundle.wrappers.router import own_routes_on_recompute
+    from bundle.wrappers.moe import own_routes_on_recompute
 
     replayed, routes = (
         own_routes_on_recompute(type(router).get_replay_topk),
@@ -46,7 +46,7 @@ def test_a_recomputation_takes_its_own_micro_batchs_routes(router):
 
 def test_experts_that_are_asked_for_have_their_own_scores_and_the_other_tokens_stay(router):
     from bundle.mcore import context
-    from bundle.wrappers.router import choice_in_replay
+    from bundle.wrappers.moe import choice_in_replay
 
     router.clear_router_replay_action()
     chosen = choice_in_replay(type(router).get_replay_topk)

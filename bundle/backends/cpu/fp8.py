@@ -16,7 +16,7 @@ from torch import Tensor
 from bundle.backends.cpu.scaling import Operands, Phase, operands, phase_of
 from bundle.errors import JobFailed
 from bundle.fp8 import SCALINGS
-from bundle.mcore.signatures import known
+from bundle.mcore import known
 from bundle.recipe.model import FP8
 
 

@@ -12,8 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bundle.capabilities import CUDA
 from bundle.errors import EnvironmentUnfit, UsageError
-from bundle.mcore import gpt
-from bundle.mcore.signatures import accepts
+from bundle.mcore import accepts, gpt
 from bundle.recipe import Recipe
 from bundle.recipe.model import FP8
 

@@ -105,7 +105,7 @@ def _told_apart_by_order(batched: Definition) -> Presence:
 PATCHES = (
     Patch(
         id="per-token-loss-context-parallel",
-        replacements=(Replacement(_FINALIZE, "optimizer:count_tokens_of_all_ranks"),),
+        replacements=(Replacement(_FINALIZE, "gradients:count_tokens_of_all_ranks"),),
         why="Gradients of a per-token loss are twice too large at CP2: only data ranks' tokens are counted.",
         silent=True,
         upstream="fixed upstream in 0.13; found by comparing CP2 with CP1",
@@ -121,7 +121,7 @@ PATCHES = (
     ),
     Patch(
         id="shared-embedding-bucket",
-        replacements=(Replacement(_BUFFER, "optimizer:start_behind_padding"),),
+        replacements=(Replacement(_BUFFER, "gradients:start_behind_padding"),),
         why=(
             "The optimizer refuses an embedding that stages share (tied, or read by MTP): its bucket starts "
             "behind padding, and it in front of that, if what is before it ends at 64 modulo 128."
@@ -136,7 +136,7 @@ PATCHES = (
     ),
     Patch(
         id="cuda-norm-of-whole-weights",
-        replacements=(called(_LINEAR, "optimizer:count_whole_weights_once"),),
+        replacements=(called(_LINEAR, "gradients:count_whole_weights_once"),),
         why=(
             "The gradient norm is too large, clipping too strong: the down projections of latent attention, "
             "whole on every tensor-parallel rank, keep Transformer Engine's mark of a split weight and are "
@@ -153,7 +153,7 @@ PATCHES = (
     ),
     Patch(
         id="cuda-norm-of-expert-weights",
-        replacements=(called(_GROUPED_LINEAR, "optimizer:count_expert_weights"),),
+        replacements=(called(_GROUPED_LINEAR, "gradients:count_expert_weights"),),
         why=(
             "The gradient norm is too small, clipping too weak: from Transformer Engine 2.13 on the weights "
             "of grouped experts are not marked as split, and only those of the first tensor-parallel rank "

@@ -67,9 +67,9 @@ PATCHES = (
     Patch(
         id="mrope-packed",
         replacements=(
-            called(_GPT, "packed:packed_positions"),
+            called(_GPT, "attention:packed_positions"),
             called(f"{_ROTARY}:get_pos_emb_on_this_cp_rank", "mla:whole_table"),
-            called(_APPLY, "packed:rows_of_the_pack"),
+            called(_APPLY, "attention:rows_of_the_pack"),
         ),
         why=(
             "Packs with multimodal positions (mrope) get wrong ones: under context parallel their table is "

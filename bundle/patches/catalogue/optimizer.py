@@ -89,7 +89,7 @@ def _gathered_by_each(step: Definition, fill: Definition | None) -> Presence:
 PATCHES = (
     Patch(
         id="cpu-optimizer-without-fp8-quantize",
-        replacements=(called(f"{_MODULE}:quantize_param_shard", "optimizer:quantize_only_what_there_is"),),
+        replacements=(called(f"{_MODULE}:quantize_param_shard", "gradients:quantize_only_what_there_is"),),
         why="Every step ends in an error without Transformer Engine, although no parameter is FP8.",
         silent=False,
         upstream="fixed upstream in 0.13",
@@ -101,7 +101,7 @@ PATCHES = (
     ),
     Patch(
         id="offload-stale-weights",
-        replacements=(called(_RELOAD, "optimizer:every_copy"),),
+        replacements=(called(_RELOAD, "gradients:every_copy"),),
         why=(
             "With the optimizer on the host, weights that were loaded without its state are overwritten by "
             "the first step with the random ones of the start: nobody fills the copies that it steps."
@@ -117,7 +117,7 @@ PATCHES = (
     ),
     Patch(
         id="offload-resume-fp32",
-        replacements=(called(_NEW_STATE, "optimizer:those_with_a_copy"),),
+        replacements=(called(_NEW_STATE, "gradients:those_with_a_copy"),),
         why=(
             "Loading the state of an optimizer on the host ends in a KeyError as soon as one of its "
             "parameters is fp32, as the shards of the distributed optimizer are."

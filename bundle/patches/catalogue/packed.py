@@ -32,7 +32,7 @@ def _packs_cannot_say(init: Definition, packed: Definition) -> Presence:
 PATCHES = (
     Patch(
         id="packed-rotary-host-reads",
-        replacements=(Replacement(_ROTARY, "packed:packed_by_one_gather"),),
+        replacements=(Replacement(_ROTARY, "attention:packed_by_one_gather"),),
         why=(
             "Where rotary positions are not one kernel (latent attention without YaRN), every layer reads "
             "the lengths of packed sequences back from the device, twice, and handles them one by one: the "
@@ -47,7 +47,7 @@ PATCHES = (
     ),
     Patch(
         id="cuda-attention-host-reads",
-        replacements=(called(_ATTENTION, "packed:say_whether_padded"),),
+        replacements=(called(_ATTENTION, "attention:say_whether_padded"),),
         why=(
             "In every layer Transformer Engine compares the boundaries of packed sequences with the padded "
             "ones on the device, and the host waits for the answer, which it knows."

@@ -75,7 +75,7 @@ def _may_be_none(value: ast.expr) -> bool:
 PATCHES = (
     Patch(
         id="router-replay",
-        replacements=(Replacement(_ROUTING, "router:choice"),),
+        replacements=(Replacement(_ROUTING, "moe:choice"),),
         why="There is no way to make the router take recorded experts.",
         silent=False,
         upstream="NVIDIA/Megatron-LM#2101 adds one in 0.16",
@@ -90,7 +90,7 @@ PATCHES = (
     ),
     Patch(
         id="router-replay-by-layer",
-        replacements=(Replacement(_REPLAY, "router:choice_in_replay"),),
+        replacements=(Replacement(_REPLAY, "moe:choice_in_replay"),),
         why=(
             "Megatron's replay cannot leave a token to its router, as a rollout's last one must be, and knows"
             " routers by order of construction: chunk by chunk, those of MTP and of other models too."
@@ -107,7 +107,7 @@ PATCHES = (
     ),
     Patch(
         id="native-replay-recompute",
-        replacements=(Replacement(_REPLAY, "router:own_routes_on_recompute"),),
+        replacements=(Replacement(_REPLAY, "moe:own_routes_on_recompute"),),
         why=(
             "A recomputation takes the routes of the latest micro-batch instead of its own: wrong gradients, "
             "silently, as soon as two micro-batches are in flight."

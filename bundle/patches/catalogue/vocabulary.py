@@ -37,7 +37,7 @@ def _taken_for_a_share(loss: Definition) -> Presence:
 PATCHES = (
     Patch(
         id="label-smoothing-over-ranks",
-        replacements=(called(_CROSS_ENTROPY, "vocabulary:smoothed_over_all_columns"),),
+        replacements=(called(_CROSS_ENTROPY, "gradients:smoothed_over_all_columns"),),
         why=(
             "Label smoothing over tensor-parallel ranks gives each rank another loss, and a wrong gradient: "
             "the evenly shared part is the mean over the columns of one rank, as if it had all of them."
@@ -51,7 +51,7 @@ PATCHES = (
     ),
     Patch(
         id="loss-of-gathered-logits",
-        replacements=(called(_LOSS, "vocabulary:own_columns"),),
+        replacements=(called(_LOSS, "gradients:own_columns"),),
         why=(
             "A model that gathers its logits (parallel_output=False, runtime_gather_output) and is given "
             "labels returns another loss, by log(tp) and more, whose gradient lacks labels on some ranks: "

@@ -19,7 +19,7 @@ from bundle.backends.cpu.attention import CoreAttention
 from bundle.backends.cpu.layers import DuplicatedLinear, Norm
 from bundle.backends.cpu.runtime import adapted
 from bundle.errors import UsageError
-from bundle.mcore.signatures import known
+from bundle.mcore import known
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
