@@ -22,7 +22,7 @@ from bundle.recipe.model import FP8
 
 if torch.cuda.is_available():
     load_libraries()  # before megatron is imported, as in a job
-from bundle.backends.cpu.fp8 import product
+from bundle.backends.cpu.layers import product
 from bundle.backends.cpu.scaling import E4M3, E5M2, Phase, operands
 from bundle.mcore import context
 

@@ -16,8 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bundle.backends.cpu.attention import CoreAttention
 from bundle.backends.cpu.emulation import megatron_calls
-from bundle.backends.cpu.fp8 import in_fp8
-from bundle.backends.cpu.layers import DuplicatedLinear, Norm
+from bundle.backends.cpu.layers import DuplicatedLinear, Norm, in_fp8
 from bundle.capabilities import CPU
 from bundle.errors import UsageError
 from bundle.mcore import gpt

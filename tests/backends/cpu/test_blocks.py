@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bundle.backends.cpu.blocks import layout_of
+from bundle.backends.cpu.attention import layout_of
 from bundle.errors import JobFailed
 from tests.backends.cpu.reference import zigzag_rows
 

@@ -10,8 +10,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.multi_token_prediction import get_mtp_layer_spec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from bundle.backends.cpu.fp8 import in_fp8
-from bundle.backends.cpu.layers import DuplicatedLinear
+from bundle.backends.cpu.layers import DuplicatedLinear, in_fp8
 from bundle.backends.cpu.runtime import adapted
 from bundle.errors import JobFailed
 from bundle.recipe.model import FP8

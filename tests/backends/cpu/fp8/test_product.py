@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from bundle.backends.cpu.fp8 import product
+from bundle.backends.cpu.layers import product
 from bundle.backends.cpu.scaling import Phase, operands
 from bundle.recipe.model import FP8
 from tests.backends.cpu.fp8 import reference
