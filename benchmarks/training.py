@@ -70,8 +70,7 @@ def arms(recipe: Recipe, runtime: Any, directory: Path) -> tuple[Callable[[], No
     from bundle.mcore import groups
     from bundle.runs.metrics import JsonLines, Metrics
     from bundle.training import loop
-    from bundle.training.batches import Batches
-    from bundle.training.loop import Progress
+    from bundle.training.loop import Batches, Progress
 
     cpu = torch.device("cpu")
     with runtime.megatron():

@@ -65,7 +65,7 @@ def train(case: Case, backend: str, directory: Path, runtime: Any, device: torch
     """Trains `case` and says what happened in each step."""
     from bundle import data
     from bundle.engine import Engine
-    from bundle.training.batches import Batches
+    from bundle.training.loop import Batches
 
     recipe = case.recipe(backend)
     state = grouped(recipe, runtime)

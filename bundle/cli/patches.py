@@ -13,8 +13,8 @@ from bundle.environment import BACKENDS, packages
 from bundle.errors import ExitCode
 from bundle.patches import Action, Decision
 from bundle.patches.entry import NOTHING
+from bundle.patches.plan import Survey, survey
 from bundle.patches.subject import installed, named
-from bundle.patches.survey import Survey, survey
 from bundle.patches.table import load
 
 app = typer.Typer(

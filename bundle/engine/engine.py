@@ -16,7 +16,7 @@ from bundle.engine.replay import RouterReplay
 from bundle.engine.scores import Scores, collect
 from bundle.errors import JobFailed
 from bundle.mcore import mtp, optimization
-from bundle.mcore.config import transformer_config
+from bundle.mcore.gpt import transformer_config
 from bundle.mcore.groups import Groups
 from bundle.models import gpt
 from bundle.pretrained import Pretrained

@@ -32,8 +32,7 @@ from bundle.errors import BundleError, EnvironmentUnfit, UsageError, by_key, sho
 from bundle.launch import outcomes, torchrun
 from bundle.launch.rendezvous import Rendezvous
 from bundle.patches import plan, subject, table
-from bundle.patches.plan import PatchPlan
-from bundle.patches.survey import survey
+from bundle.patches.plan import PatchPlan, survey
 from bundle.planning import Plan, to_json
 from bundle.planning.plan import with_kernel
 from bundle.recipe import Recipe, from_mapping

@@ -15,7 +15,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bundle.mcore import context, known
-from bundle.mcore.config import DTYPES
+from bundle.mcore.gpt import DTYPES
 from bundle.recipe import Recipe
 
 ForwardStep = Callable[[Iterator[Any], torch.nn.Module], tuple[torch.Tensor, Callable[..., Any]]]

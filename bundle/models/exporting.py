@@ -18,7 +18,7 @@ from bundle.architectures import tensors
 from bundle.architectures.tensors import Tensors
 from bundle.distributed.world import on_all_ranks, on_rank_0
 from bundle.errors import JobFailed
-from bundle.mcore.config import DTYPES
+from bundle.mcore.gpt import DTYPES
 from bundle.mcore.groups import Groups
 from bundle.models import naming
 from bundle.models.naming import Named

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from bundle.environment.packages import Package, Stack, minor_version
-from bundle.patches import deciding, frameworks, survey
+from bundle.patches import deciding, frameworks, plan
 from bundle.patches.catalogue import PATCHES, TRAPS
 from bundle.patches.deciding import PatchContext
 from bundle.patches.definitions import Definitions
@@ -75,7 +75,7 @@ class Audit:
 def audit(of: Subject, table: Table, stack: Stack, features: frozenset[str] | None) -> Audit:
     """What a megatron-core does to a job with these features (None: any) beside the stack's frameworks."""
     entries = [entry for entry in ENTRIES if _concerns(entry, features)]
-    job, plain, packages = survey.context(of, stack, features=features), of.reader(table), stack.frameworks()
+    job, plain, packages = plan.context(of, stack, features=features), of.reader(table), stack.frameworks()
     before = {entry.id: _state(entry, plain, job) for entry in entries}
     defects = {entry.id: _plain(entry, before[entry.id]) for entry in entries}
     found: tuple[MonkeyPatch, ...] = ()

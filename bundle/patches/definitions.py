@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from bundle.errors import nearest
-from bundle.patches.fingerprint import fingerprint, signature
-from bundle.patches.pattern import found
 from bundle.patches.source import Module, SourceTree, absolute, bindings
+from bundle.patches.syntax import fingerprint, found, signature
 
 _Node = TypeVar("_Node", bound=ast.AST)
 
@@ -82,7 +81,7 @@ class Definition(NamedTuple):
         )
 
     def has(self, code: str) -> bool:
-        """Whether this expression or statement occurs, however laid out; patterns as in `pattern`."""
+        """Whether this expression or statement occurs, however laid out; patterns as in `syntax.pattern`."""
         return bool(found(code, self.walk()))
 
     def says(self, text: str) -> bool:

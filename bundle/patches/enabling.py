@@ -12,9 +12,8 @@ from bundle.errors import EnvironmentUnfit, PatchError
 from bundle.patches import applying, plan
 from bundle.patches import features as words
 from bundle.patches.entry import Action
-from bundle.patches.plan import PatchPlan
+from bundle.patches.plan import PatchPlan, Survey, survey
 from bundle.patches.subject import installed
-from bundle.patches.survey import Survey, survey
 from bundle.patches.table import load
 
 _log = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ from bundle.environment.facts import Hardware
 from bundle.environment.hardware import NAMES, detect, preset
 from bundle.environment.packages import Packages
 from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, PatchError, UsageError
-from bundle.patches import subject, survey, table
+from bundle.patches import subject, table
+from bundle.patches.plan import Survey, survey
 from bundle.patches.subject import DEFAULT, Subject
-from bundle.patches.survey import Survey
 from bundle.patches.table import Table
 from bundle.planning.code import MegatronCode
 from bundle.planning.layout import RankLayout, can_lay_out, rank_layout
@@ -251,9 +251,7 @@ def _megatron(
     else:
         of = subject.installed(here, reviewed)
         origin = f"{of.root}, {of.origin}" if of.root else of.origin
-    decided = survey.survey(
-        of, reviewed, others or here, backend=on.backend, features=features, allowed=allowed
-    )
+    decided = survey(of, reviewed, others or here, backend=on.backend, features=features, allowed=allowed)
     known = of.version is not None and packages.base_version(of.version) is not None
     unread = "" if known else f"; its version cannot be read, taken for {DEFAULT}"
     return Target(of.version if known and of.version else DEFAULT, origin + unread), decided

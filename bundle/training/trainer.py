@@ -30,8 +30,7 @@ from bundle.runs.directory import RunDirectory, starting_checkpoint
 from bundle.runs.metrics import JsonLines, Metrics, Profiler, Sink, Speed, TensorBoard, finite, terminal
 from bundle.runs.trackers import trackers
 from bundle.training import loop
-from bundle.training.batches import Batches
-from bundle.training.loop import Progress
+from bundle.training.loop import Batches, Progress
 
 _log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from bundle.environment import packages
 from bundle.errors import EnvironmentUnfit
 from bundle.patches import Patch, plan
 from bundle.patches.catalogue import PATCHES
+from bundle.patches.plan import Survey, survey
 from bundle.patches.subject import installed, named
-from bundle.patches.survey import Survey, survey
 from bundle.patches.table import load
 from bundle.verification.check import CHECKS, Check, Gap, Observation, Raises, Result, Status, judge
 from bundle.verification.observing import Order, observed

@@ -11,7 +11,7 @@ import torch
 from bundle.backends import Runtime
 from bundle.errors import BundleError
 from bundle.mcore import groups, optimization
-from bundle.mcore.config import transformer_config
+from bundle.mcore.gpt import transformer_config
 from bundle.mcore.groups import Groups
 from bundle.mcore.packed import packed_seq_params
 from bundle.models import gpt, naming

@@ -45,7 +45,7 @@ def main(directory: Path, layout: str) -> None:
 
 def compared(name: str, directory: Path, parallel: dict, runtime, *, packed: bool) -> tuple[int, list[str]]:
     from bundle.mcore import groups
-    from bundle.mcore.config import transformer_config
+    from bundle.mcore.gpt import transformer_config
     from bundle.models import exporting, gpt, naming
 
     job = recipe(CONFIGS[name], parallel, packed=packed)

@@ -11,7 +11,7 @@ from pathlib import Path
 import packaging
 import pytest
 
-from bundle.patches.fingerprint import fingerprint, signature
+from bundle.patches.syntax import fingerprint, signature
 from bundle.patches.table import load
 
 

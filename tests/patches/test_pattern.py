@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bundle.patches.pattern import found
+from bundle.patches.syntax import found
 from tests.patches.trees import written
 
 FOUND = [

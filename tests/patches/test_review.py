@@ -7,8 +7,8 @@ import pytest
 from bundle.environment.packages import detect
 from bundle.patches import Action
 from bundle.patches.catalogue import PATCHES
+from bundle.patches.plan import survey
 from bundle.patches.subject import named
-from bundle.patches.survey import survey
 from bundle.patches.table import load
 from tests.patches.trees import Release, copied
 

@@ -17,7 +17,7 @@ from bundle.patches import applying, plan as planning
 from bundle.patches.catalogue import PATCHES
 from bundle.patches.entry import Replacement
 from bundle.patches.subject import installed
-from bundle.patches.survey import survey
+from bundle.patches.plan import survey
 from bundle.patches.table import load
 from bundle.environment.packages import detect
 

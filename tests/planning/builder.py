@@ -80,7 +80,7 @@ def main() -> None:
 def compare(recipe: Recipe, layout: RankLayout, buffers: StateBuffers, rank: int, runtime: Any) -> list[str]:
     """Every difference between one rank and its prediction."""
     from bundle.mcore import groups, optimization
-    from bundle.mcore.config import transformer_config
+    from bundle.mcore.gpt import transformer_config
     from bundle.models import gpt
 
     with runtime.megatron():

@@ -5,8 +5,8 @@ from typing import Any
 
 from bundle.environment.facts import Hardware
 from bundle.patches import Decision
+from bundle.patches.plan import Survey
 from bundle.patches.subject import Subject
-from bundle.patches.survey import Survey
 from bundle.planning import Plan, Target, plan_on
 from bundle.recipe import Recipe, from_mapping
 

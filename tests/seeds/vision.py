@@ -115,7 +115,7 @@ def main() -> None:
     from bundle.backends.ascend import attention
     from bundle.backends.cpu import runtime as specs
     from bundle.mcore import groups
-    from bundle.mcore.config import transformer_config
+    from bundle.mcore.gpt import transformer_config
     from bundle.models import gpt
 
     registered()

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from bundle.environment.packages import detect
 from bundle.patches import applying, plan
+from bundle.patches.plan import survey
 from bundle.patches.subject import installed
-from bundle.patches.survey import survey
 from bundle.patches.table import load
 from tests.wrappers import transformer_engine
 

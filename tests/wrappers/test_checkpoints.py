@@ -5,8 +5,8 @@ import types
 import pytest
 
 from bundle.patches.entry import Action
+from bundle.patches.plan import survey
 from bundle.patches.subject import named
-from bundle.patches.survey import survey
 from bundle.patches.table import load
 from bundle.wrappers import checkpoints
 from tests.environment.test_packages import install, stack

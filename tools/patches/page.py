@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 
 from bundle.environment import BACKENDS
 from bundle.patches.catalogue import PATCHES, TRAPS
+from bundle.patches.deciding import MINDSPEED_BRANCHES, MINDSPEEDS
 from bundle.patches.entry import Patch, Presence, Replacement, Trap
-from bundle.patches.mindspeed import BRANCHES, REPLACED
 from bundle.patches.seams import SEAMS
 from bundle.patches.table import load
 from tools.markdown import table
@@ -80,9 +80,9 @@ def markdown() -> str:
             ((s.id, s.range or "all", _code(s.targets), f"{s.use}. {s.why}") for s in SEAMS),
         ),
         "## MindSpeed\n\nTargets of ours that MindSpeed may replace, read at these commits: "
-        + ", ".join(f"{branch} (`{commit[:8]}`)" for commit, branch in BRANCHES.items())
+        + ", ".join(f"{branch} (`{commit[:8]}`)" for commit, branch in MINDSPEED_BRANCHES.items())
         + ".\n",
-        table(("target", "branches"), ((f"`{t}`", ", ".join(sorted(b))) for t, b in REPLACED.items())),
+        table(("target", "branches"), ((f"`{t}`", ", ".join(sorted(b))) for t, b in MINDSPEEDS.items())),
     ]
     return "\n".join(parts)
 

@@ -4,7 +4,7 @@ import ast
 
 from bundle.patches.definitions import Definition
 from bundle.patches.entry import NOTHING, Patch, Presence, Replacement, Trap, called, reads
-from bundle.patches.pattern import found
+from bundle.patches.syntax import found
 
 _FINALIZE = "megatron.core.distributed.finalize_model_grads:finalize_model_grads"
 _BUFFER = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.__init__"

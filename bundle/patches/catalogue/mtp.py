@@ -13,7 +13,7 @@ from bundle.patches.entry import (
     asks,
     called,
 )
-from bundle.patches.pattern import found
+from bundle.patches.syntax import found
 
 _MODULE = "megatron.core.transformer.multi_token_prediction"
 _GPT = "megatron.core.models.gpt.gpt_model"

@@ -4,7 +4,7 @@ import ast
 
 from bundle.patches.definitions import Definition
 from bundle.patches.entry import NOTHING, Patch, Presence, Trap, called, reads
-from bundle.patches.pattern import found
+from bundle.patches.syntax import found
 
 _MODULE = "megatron.core.fp8_utils"
 _IMPLEMENTATION = f"{_MODULE}:_quantize_param_shard_impl"
