@@ -15,10 +15,6 @@ from bundle.fp8 import FORMATS, SCALINGS
 _NOTES = "MindSpeed 26.1.0 release notes; op-plugin has int8 and int4 products only on A2 and A3"
 
 
-def _a5(generation: str) -> bool:
-    return generation == "a5"
-
-
 ASCEND = Capabilities(
     backend="ascend",
     device="npu",
@@ -48,7 +44,10 @@ ASCEND = Capabilities(
         ),
     ),
     auto_attention=Choice("flash", "the only kernel for packed input"),
-    fp8=tuple(Fp8Scaling(name, FORMATS, "Atlas A5 (Ascend950)", _a5, _NOTES) for name in SCALINGS),
+    fp8=tuple(
+        Fp8Scaling(name, FORMATS, "Atlas A5 (Ascend950)", lambda generation: generation == "a5", _NOTES)
+        for name in SCALINGS
+    ),
     masks=(
         Mask("text", "thd", "none", "the ends of the sequences say everything"),
         Mask(

@@ -1,10 +1,7 @@
 """`mcore-bundle check`: what the data of a job comes to, and what a model will see of it."""
 
 import json
-import logging
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,9 +13,6 @@ from bundle.errors import UsageError, bytes_shown
 from bundle.planning.inputs import input_problems
 from bundle.planning.size import Disk, disk
 from bundle.recipe import Recipe, load
-
-_log = logging.getLogger(__name__)
-_LINE_SECONDS = 10.0  # between two lines while the data is read
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -39,8 +33,9 @@ def check(
     from bundle.data import prepare
     from bundle.data.cache import place
     from bundle.data.inspection import first_samples, inspect
+    from bundle.data.loader import told
 
-    corpus = prepare(job, place(job, directory), _progress())
+    corpus = prepare(job, place(job, directory), told())
     counts, shown = asdict(inspect(job, corpus)), first_samples(job, corpus, samples)
     counts |= counts.pop("left_out")
     room = disk(job, directory)
@@ -54,19 +49,6 @@ def check(
             print(f"  - {where}{reason}", file=sys.stderr)
     for number, text in enumerate(shown, start=1):
         print(f"\nsample {number} of step 1, ⟦learned⟧:\n{text}")
-
-
-def _progress() -> Callable[[int], None]:
-    """What to call with the number of tokens so far: says it now and then."""
-    told = time.monotonic()
-
-    def progress(tokens: int) -> None:
-        nonlocal told
-        if time.monotonic() - told >= _LINE_SECONDS:
-            told = time.monotonic()
-            _log.info("reading the data: %s tokens", f"{tokens:,}")
-
-    return progress
 
 
 def _disk(room: Disk, directory: Path) -> str:

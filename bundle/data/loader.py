@@ -81,9 +81,13 @@ def prepared(recipe: Recipe, directory: Path, dog: Watchdog) -> Corpus:
 
 
 def _read(recipe: Recipe, directory: Path, dog: Watchdog, readers: _Readers) -> Corpus:
+    def go_on() -> None:
+        dog.beat("reading the data")
+        readers.go_on()
+
     failed = True
     try:
-        made = corpus.prepare(recipe, directory, _progress(dog, readers))
+        made = corpus.prepare(recipe, directory, told(go_on))
         failed = False
     finally:
         readers.end(failed=failed)
@@ -101,8 +105,8 @@ def _wait(readers: _Readers, dog: Watchdog) -> None:
         pause = min(SECONDS, 2 * pause)
 
 
-def _progress(dog: Watchdog, readers: _Readers) -> Callable[[int], None]:
-    """What to call with the number of tokens read so far: says so to the watchdog, the others, a person."""
+def told(others: Callable[[], None] = lambda: None) -> Callable[[int], None]:
+    """What to call with the number of tokens read so far: says so to the `others`, and to a person."""
     said, shown = time.monotonic(), time.monotonic()
 
     def progress(tokens: int) -> None:
@@ -110,8 +114,7 @@ def _progress(dog: Watchdog, readers: _Readers) -> Callable[[int], None]:
         now = time.monotonic()
         if now - said < SECONDS:
             return
-        dog.beat("reading the data")
-        readers.go_on()
+        others()
         said = now
         if now - shown >= LINE_SECONDS:
             _log.info("reading the data: %s tokens", f"{tokens:,}")

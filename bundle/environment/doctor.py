@@ -18,7 +18,7 @@ from bundle.environment.facts import Fact, Finding, Hardware, fail, ok, warn
 from bundle.environment.hardware import detect
 from bundle.environment.image import image_findings
 from bundle.environment.machine import Machine
-from bundle.environment.packages import Package, Stack
+from bundle.environment.packages import Package, Stack, minor_version
 from bundle.environment.search import SearchPath
 from bundle.errors import EnvironmentUnfit, bytes_shown
 
@@ -43,15 +43,12 @@ def examine(
     try:
         hardware = detect(backend, machine)
     except EnvironmentUnfit as error:
-        return None, (*findings, *_unfit(error))
+        fix = "do what the line says, then run doctor again"
+        causes = error.violations or (str(error),)
+        return None, (*findings, *(fail("hardware", cause, fix) for cause in causes))
     findings += machine_findings(hardware)
     findings += package_findings(installed, hardware, cann(machine), machine.environ)
     return hardware, tuple(findings)
-
-
-def _unfit(error: EnvironmentUnfit) -> Iterator[Finding]:
-    for cause in error.violations or (str(error),):
-        yield fail("hardware", cause, "do what the line says, then run doctor again")
 
 
 def interpreter(version: tuple[int, int], path: SearchPath, own: Path) -> Iterator[Finding]:
@@ -191,15 +188,15 @@ def _npu(
     elif cann.value is None and environ.get(AUTOLOAD) != "0":
         cause = f"{_shown(npu)} without CANN makes `import torch` itself fail ({cann.reason})"
         yield fail("torch-npu", cause, f"pip uninstall torch-npu, or set {AUTOLOAD}=0, or install CANN")
-    elif torch and torch.base_version and npu.base_version and not _same_minor(torch, npu):
+    elif torch and (wanted := _minor(torch)) and (made := _minor(npu)) and wanted != made:
         cause = f"torch-npu {npu.version} is made for another torch than {torch.version}"
         yield fail("torch-npu", cause, f"pip install 'torch-npu=={torch.base_version}.*'")
     else:
         yield ok("torch-npu", f"{_shown(npu)}, CANN {cann}")
 
 
-def _same_minor(one: Package, other: Package) -> bool:
-    return Version(one.base_version or "0").release[:2] == Version(other.base_version or "0").release[:2]
+def _minor(package: Package) -> tuple[int, int] | None:
+    return minor_version(package.version or "")
 
 
 def _megatron(stack: Stack, extra: str) -> Iterator[Finding]:

@@ -82,15 +82,12 @@ class SearchPath:
         for place in places if spec is None else ():
             spec = spec or PathFinder.find_spec(last, [str(Path(place).parent)])
         shared = [place for install in self.editable or () for place in install.namespaces.get(name, ())]
-        if spec is None:
-            return Location(tuple(shared), False, None) if shared or self._is_namespace(name) else None
+        if spec is None:  # an install may name a namespace that is empty
+            named = any(name in install.namespaces for install in self.editable or ())
+            return Location(tuple(shared), False, None) if named else None
         own = tuple(spec.submodule_search_locations or ())
         regular, archive = spec.loader is not None, getattr(spec.loader, "archive", None)
         return Location(own if regular else (*own, *shared), regular, archive)
-
-    def _is_namespace(self, name: str) -> bool:
-        """Whether an editable install of another interpreter names it as a namespace, be it an empty one."""
-        return any(name in install.namespaces for install in self.editable or ())
 
     def packages(self, location: "Location | None") -> list[Entry]:
         """The directories of a package, in the order that they are searched; none for what lies in a zip."""

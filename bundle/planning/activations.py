@@ -107,8 +107,14 @@ class LayerBytes:
         self.tokens = self.rows * recipe.train.micro_batch_size
         self.stream = self.tokens // (parallel.tp if parallel.sequence_parallel else 1)
         self.stream_input = self.stream * recipe.architecture.hidden_size * self.saved.size
-        selective = recompute is not None and recompute.granularity == "selective"
-        self.again = frozenset(recompute.modules if recompute is not None and selective else ())
+        # Full recomputation, or the modules of a selective one.
+        self.full = recompute if recompute is not None and recompute.granularity == "full" else None
+        self.again = frozenset(recompute.modules if recompute is not None and not self.full else ())
+
+    def layers(self, chunk: Chunk) -> list[int]:
+        """The decoder layers of a chunk, one by one."""
+        pattern = self.recipe.architecture.layer_pattern
+        return [self.layer(bool(pattern[number])) for number in chunk.layers]
 
     def layer(self, experts: bool) -> int:
         """One layer, dense or with experts."""
@@ -225,42 +231,35 @@ def in_flight(stages: int, stage: int, chunks: int, microbatches: int) -> tuple[
 
 def _chunk(each: LayerBytes, chunk: Chunk) -> int:
     """What one micro-batch leaves in a chunk."""
-    total = each.tokens * ID if chunk.embedding else 0
-    total += _decoder(each, chunk)
-    if chunk.head:
-        total += _head(each)
-    return total + chunk.mtp_layers * _mtp(each)
+    embedding, head = each.tokens * ID * chunk.embedding, _head(each) * chunk.head
+    return embedding + _decoder(each, chunk) + head + chunk.mtp_layers * _mtp(each)
 
 
 def _decoder(each: LayerBytes, chunk: Chunk) -> int:
     """The decoder layers, of which full recomputation keeps the inputs only."""
-    recompute = each.recipe.model.recompute
-    pattern = each.recipe.architecture.layer_pattern
-    whole = [each.layer(bool(pattern[number])) for number in chunk.layers]
-    if recompute is None or recompute.granularity != "full":
+    whole = each.layers(chunk)
+    if each.full is None:
         return sum(whole)
-    unit = recompute.layers or 1
-    if recompute.method == "block":
+    unit = each.full.layers or 1
+    if each.full.method == "block":
         return min(unit, len(whole)) * each.stream_input + sum(whole[unit:])
     return -(-len(whole) // unit) * each.stream_input
 
 
 def _recomputed(each: LayerBytes, chunk: Chunk) -> int:
     """What full recomputation brings back at a time: the layers of one unit."""
-    recompute = each.recipe.model.recompute
-    if recompute is None or recompute.granularity != "full":
+    if each.full is None:
         return 0
-    unit = (recompute.layers or 1) if recompute.method == "uniform" else 1
-    pattern = each.recipe.architecture.layer_pattern
-    whole = [each.layer(bool(pattern[number])) for number in chunk.layers]
+    unit = (each.full.layers or 1) if each.full.method == "uniform" else 1
+    whole = each.layers(chunk)
     return max(sum(whole[first : first + unit]) for first in range(0, len(whole), unit))
 
 
 def _mtp(each: LayerBytes) -> int:
     """One depth of multi-token prediction: its embedding, the join with the trunk, a layer, its own loss."""
-    architecture, recompute = each.recipe.architecture, each.recipe.model.recompute
+    architecture = each.recipe.architecture
     hidden = architecture.hidden_size
-    if recompute is not None and recompute.granularity == "full":
+    if each.full is not None:
         return each.tokens * ID + 2 * each.stream_input + _head(each)
     joined = 2 * each.stream * each.saved.norm(hidden) + 2 * each.stream_input
     return each.tokens * ID + joined + each.layer(bool(architecture.layer_pattern[-1])) + _head(each)

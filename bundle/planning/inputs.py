@@ -42,8 +42,7 @@ def input_problems(recipe: Recipe, directory: Path, begins: Weights | None = Non
     `begins` is what the model begins with, where that has been looked at before.
     """
     yield from _data(recipe)
-    yield from _tokenizer(recipe.data.tokenizer)
-    yield from _vocabulary(recipe)
+    yield from _tokenizer(recipe)
     yield from (begins or weights(recipe)).problems
     yield from _run_directory(directory)
 
@@ -63,11 +62,12 @@ def _data(recipe: Recipe) -> Iterator[Problem]:
         yield from _package("pyarrow", "data.source: parquet")
 
 
-def _tokenizer(name: str) -> Iterator[Problem]:
-    kind, _, place = name.partition(":")
+def _tokenizer(recipe: Recipe) -> Iterator[Problem]:
+    """Why there is no tokenizer, or its ids do not fit; files that say nothing of these are left to ranks."""
+    kind, _, place = recipe.data.tokenizer.partition(":")
+    vocabulary, directory = recipe.architecture.vocab_size, Path(place)
     if kind != "hf":
         return
-    directory = Path(place)
     if not directory.is_dir():
         yield recipe_problem(
             f"data.tokenizer: {place} is no directory; hf: takes a local directory, nothing is downloaded"
@@ -75,13 +75,7 @@ def _tokenizer(name: str) -> Iterator[Problem]:
     elif not any(True for pattern in _TOKENIZER_FILES for _ in directory.glob(pattern)):
         yield recipe_problem(f"data.tokenizer: {place} holds no tokenizer (tokenizer.json, ...)")
     yield from _package("transformers", "data.tokenizer: hf:")
-
-
-def _vocabulary(recipe: Recipe) -> Iterator[Problem]:
-    """Why the tokenizer's ids do not fit the model; files that say nothing of it are left to the ranks."""
-    kind, _, place = recipe.data.tokenizer.partition(":")
-    vocabulary = recipe.architecture.vocab_size
-    if kind == "hf" and (highest := _highest_id(Path(place) / "tokenizer.json")) >= vocabulary:
+    if (highest := _highest_id(directory / "tokenizer.json")) >= vocabulary:
         yield recipe_problem(
             f"data.tokenizer: {place} has ids up to {highest}, the model's vocab_size is {vocabulary}"
         )

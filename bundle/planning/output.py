@@ -106,7 +106,7 @@ def to_text(plan: Plan, run: str, starts: str) -> str:
         ("length", [_length(plan)]),
         ("step", [_step(plan)]),
         ("experts", list(_experts(plan.recipe))),
-        ("stages", [_holds(memory.stage, chunks) for chunks, memory in _stages(plan)]),
+        ("stages", [f"{of.stage}: {'; '.join(map(_chunk, chunks))}" for chunks, of in _stages(plan)]),
         ("memory", list(_memory(plan))),
         ("checkpoint", [_checkpoint(plan)]),
         ("patches", list(_patches(plan))),
@@ -198,10 +198,6 @@ def _experts(recipe: Recipe) -> Iterator[str]:
         yield f"z-loss {chosen.z_loss_coeff:g}"
     if moe.expert_bias:
         yield f"steering bias moves by {chosen.bias_update_rate:g} a step"
-
-
-def _holds(stage: int, chunks: tuple[Chunk, ...]) -> str:
-    return f"{stage}: " + "; ".join(_chunk(chunk) for chunk in chunks)
 
 
 def _chunk(chunk: Chunk) -> str:

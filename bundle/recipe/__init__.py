@@ -1,12 +1,11 @@
 """The job file: its keys, the recipes that come with the package, and every violation at once."""
 
 from bundle.recipe.loading import about, built_in, find, from_mapping, load, with_steps
-from bundle.recipe.recipe import Difference, Layout, Recipe, differences, flat
+from bundle.recipe.recipe import Difference, Recipe, differences, flat
 from bundle.recipe.sections import Parallel
 
 __all__ = [
     "Difference",
-    "Layout",
     "Parallel",
     "Recipe",
     "about",

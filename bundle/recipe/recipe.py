@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field
 
 from bundle.architectures import Architecture, from_config
-from bundle.errors import UsageError
 from bundle.recipe.alignment import Alignment
 from bundle.recipe.model import Model
 from bundle.recipe.sections import (
@@ -38,15 +37,6 @@ FREE_ON_RESUME = (
     "train.log_interval",
     "train.early_stop",
 )
-
-
-class Layout(NamedTuple):
-    """What follows from a world size: data-parallel sizes and micro-batches of a step."""
-
-    world: int
-    dp: int
-    expert_dp: int
-    microbatches: int
 
 
 class Recipe(Section):
@@ -153,14 +143,6 @@ class Recipe(Section):
             "async-checkpoint": self.checkpoint.async_,
         }
         return frozenset(name for name, is_used in used.items() if is_used)
-
-    def layout(self, world: int) -> Layout:
-        """How `world` ranks share the work. Raises UsageError with every reason why they cannot."""
-        if violations := self.layout_violations(world):
-            raise UsageError(f"recipe {self.name} does not fit {world} ranks", violations)
-        dp = self.parallel.dp(world)
-        microbatches = self.train.global_batch_size // (self.train.micro_batch_size * dp)
-        return Layout(world, dp, self.parallel.expert_dp(world), microbatches)
 
     def layout_violations(self, world: int) -> list[str]:
         """Every reason why `world` ranks cannot run this recipe; empty when they can."""

@@ -86,7 +86,9 @@ class MLflow:
         asked = recipe.metrics.mlflow
         assert asked is not None
         self._metric: Any = Metric
-        self._client: Any = MlflowClient(asked.tracking_uri or _database(directory))
+        self._client: Any = MlflowClient(
+            asked.tracking_uri or f"sqlite:///{(directory.root / 'mlflow.db').resolve()}"
+        )
         if run is not None:
             self.run = run
             return
@@ -106,10 +108,6 @@ class MLflow:
 
     def close(self) -> None:
         self._client.set_terminated(self.run)
-
-
-def _database(directory: RunDirectory) -> str:
-    return f"sqlite:///{(directory.root / 'mlflow.db').resolve()}"
 
 
 class Tolerated:

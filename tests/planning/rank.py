@@ -95,7 +95,7 @@ def micro_batches(recipe: Recipe, state: Any) -> list[Any]:
     from bundle.sequences.packing import Packing
 
     length, rows = recipe.data.sequence_length, recipe.train.micro_batch_size
-    count = recipe.layout(state.dp.size * recipe.parallel.model_ranks).microbatches
+    count = recipe.train.global_batch_size // (rows * state.dp.size)
     depths = recipe.architecture.mtp_layers
     made = []
     for _ in range(count):
