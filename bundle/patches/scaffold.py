@@ -51,7 +51,7 @@ def mended(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
 '''
 _MEASUREMENT = '''"""{title}: a run against one that does not meet the defect."""
 
-from bundle.verification.numbers import DENSE, Bench, Numbers, chunk, gap, rows, texts, trained
+from bundle.verification.numbers import DENSE, Bench, Numbers, gap
 
 
 def distance(bench: Bench) -> float:
@@ -60,10 +60,9 @@ def distance(bench: Bench) -> float:
 
 
 def _run(bench: Bench, *, meets: bool) -> Numbers:
-    with bench.layout() as groups:  # layout(tp=2) shares the model out
-        model = chunk(bench, groups, DENSE)  # make this one meet the defect, or not
-        (text,) = texts([32])
-        return trained(model, groups, [rows(bench, groups, text[None], (text[None, 1:] > 0).float())])
+    with bench.layout() as layout:  # layout(tp=2) shares the model out
+        model = layout.chunk(DENSE)  # make this one meet the defect, or not
+        return layout.trained(model, [layout.two_rows()])
 '''
 _TEST = '''"""{patch_id}: what goes wrong without the patch does not with it."""
 

@@ -20,27 +20,6 @@ from bundle.recipe.alignment import Alignment, Padding
 from bundle.sequences.packing import Packing, shard
 from bundle.verification.check import NotProvable
 
-
-@dataclass(frozen=True)
-class Bench:
-    """One rank of an experiment. All ranks run the same measurement."""
-
-    runtime: Runtime
-    device: torch.device
-    directory: Path  # empty, for files of the experiment; the same for all ranks
-    timeout_seconds: int
-
-    @contextmanager
-    def layout(self, *, tp: int = 1, cp: int = 1, ep: int = 1) -> Iterator[Groups]:
-        """The process groups of a layout; without arguments every rank computes the whole by itself."""
-        sizes = Parallel(tp=tp, cp=cp, ep=ep, etp=1 if ep > 1 else tp)
-        made = groups.initialize(sizes, seed=1, timeout_seconds=self.timeout_seconds)
-        try:
-            yield made
-        finally:
-            groups.destroy()
-
-
 VOCABULARY = 64
 _SIZES = {
     "hidden_size": 64,
@@ -96,37 +75,6 @@ YARN = {
 }
 
 
-def recipe(config: Mapping[str, Any], groups: Groups, **model: Any) -> Recipe:
-    """The job of a tiny model on this layout; `model` are further keys of the recipe's model section."""
-    return from_mapping(
-        {
-            "name": "tiny",
-            "model": {"config": dict(config), "dtype": "fp32", **model},
-            "parallel": {axis: getattr(groups, axis).size for axis in ("tp", "cp", "ep", "etp")},
-            "data": {"source": "text", "path": ["none"], "sequence_length": 128, "tokenizer": "hf:none"},
-            "train": {"steps": 1, "global_batch_size": 8},
-            "optimizer": {"warmup_steps": 0},
-        },
-    )
-
-
-def chunk(
-    bench: Bench,
-    groups: Groups,
-    config: Mapping[str, Any],
-    options: Mapping[str, Any] | None = None,
-    **model: Any,
-) -> torch.nn.Module:
-    """The bare GPTModel of this rank, the same weights in every layout; `options` are megatron's own."""
-    job = recipe(config, groups, **model)
-    try:
-        chosen = bench.runtime.options(job)
-    except BundleError as error:  # this backend has no such kernel, or not here
-        raise NotProvable(str(error)) from error
-    settings = transformer_config(job, {**chosen, **(options or {})})
-    return gpt.build(job, settings, bench.runtime, groups)[0].to(bench.device)
-
-
 @dataclass(frozen=True)
 class Batch:
     """What a model is given on this rank: [b, s / cp]; packed: [1, t / cp]."""
@@ -138,48 +86,13 @@ class Batch:
     packed: Any = None
 
 
+Numbers = dict[str, torch.Tensor]
+
+
 def texts(lengths: Sequence[int]) -> list[torch.Tensor]:
     """Sequences of these many tokens and one more to predict, the same on every rank."""
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(1, VOCABULARY, (n + 1,), generator=generator) for n in lengths]
-
-
-def rows(bench: Bench, groups: Groups, tokens: torch.Tensor, mask: torch.Tensor) -> Batch:
-    """Unpacked input from tokens [b, s + 1] and a loss mask [b, s]."""
-    positions = torch.arange(mask.shape[1]).expand_as(mask)
-    whole = (tokens[:, :-1], positions, tokens[:, 1:], mask)
-    return Batch(*(shard(x, groups.cp.size, groups.cp.rank).to(bench.device) for x in whole))
-
-
-def two_rows(bench: Bench, groups: Groups, length: int = 16) -> Batch:
-    """Two unpacked rows of so many tokens, all of which are learned."""
-    return rows(bench, groups, torch.stack(texts((length, length))), torch.ones(2, length))
-
-
-def single(bench: Bench, groups: Groups, texts: Sequence[torch.Tensor]) -> list[Batch]:
-    """Each sequence as unpacked input of its own: the reference of everything packed."""
-    return [rows(bench, groups, text[None], torch.ones(1, len(text) - 1)) for text in texts]
-
-
-def packed(bench: Bench, groups: Groups, texts: Sequence[torch.Tensor], multiple: int) -> Batch:
-    """All sequences as one packed input, each padded to a multiple (of 2 cp, under context parallelism)."""
-    lengths = tuple(len(text) - 1 for text in texts)
-    padding = Padding(lengths, tuple(-(-n // multiple) * multiple for n in lengths), tail=0)
-    packing = Packing(padding, Alignment("thd", cp=groups.cp.size), groups.cp.rank, bench.device)
-    ids, labels = (
-        torch.cat([text[i : i + n] for text, n in zip(texts, lengths, strict=True)]) for i in (0, 1)
-    )
-    ids, labels = ids.to(bench.device), labels.to(bench.device)
-    return Batch(
-        packing.pack(ids),
-        packing.positions,
-        packing.pack(labels),
-        packing.pack(torch.ones_like(labels, dtype=torch.float32)),
-        packed_seq_params(packing),
-    )
-
-
-Numbers = dict[str, torch.Tensor]
 
 
 def run(model: torch.nn.Module, batch: Batch, **options: Any) -> torch.Tensor:
@@ -197,81 +110,165 @@ def run(model: torch.nn.Module, batch: Batch, **options: Any) -> torch.Tensor:
     return total
 
 
-def trained(model: torch.nn.Module, groups: Groups, batches: Sequence[Batch]) -> Numbers:
-    """The loss and every gradient of the batches' sum, added up over the context-parallel ranks."""
-    total = torch.zeros((), device=batches[0].mask.device)
-    for batch in batches:
-        loss = run(model, batch)
-        loss.backward()
-        total += loss.detach()
-    return {"loss": summed(total, groups), **gradients(model, groups)}
+@dataclass(frozen=True)
+class Bench:
+    """One rank of an experiment. All ranks run the same measurement."""
+
+    runtime: Runtime
+    device: torch.device
+    directory: Path  # empty, for files of the experiment; the same for all ranks
+    timeout_seconds: int
+
+    @contextmanager
+    def layout(self, *, tp: int = 1, cp: int = 1, ep: int = 1) -> Iterator["Layout"]:
+        """A layout of the ranks; without arguments every rank computes the whole by itself."""
+        sizes = Parallel(tp=tp, cp=cp, ep=ep, etp=1 if ep > 1 else tp)
+        made = groups.initialize(sizes, seed=1, timeout_seconds=self.timeout_seconds)
+        try:
+            yield Layout(**vars(made), bench=self)
+        finally:
+            groups.destroy()
+
+    def norm_gap(
+        self, config: Mapping[str, Any], options: Mapping[str, Any] | None = None, **sizes: int
+    ) -> float:
+        """The gradient norm in a layout of these parallel sizes, against that of one rank."""
+        return self.gap_to_one_rank(lambda layout: layout.gradient_norm(config, options), **sizes)
+
+    def gap_to_one_rank(self, compute: Callable[["Layout"], Numbers], **sizes: int) -> float:
+        """How far what is computed in a layout of these parallel sizes is from what one rank computes."""
+        with self.layout() as layout:
+            reference = compute(layout)
+        with self.layout(**sizes) as layout:
+            return gap(compute(layout), reference)
 
 
-def gradients(model: torch.nn.Module, groups: Groups) -> Numbers:
-    """Every gradient by the parameter's layout-independent name, summed over context-parallel ranks."""
-    return {
-        named.name: summed(named.parameter.grad.clone(), groups)
-        for named in naming.parameters(model, groups)
-        if named.parameter.grad is not None
-    }
+@dataclass(frozen=True)
+class Layout(Groups):
+    """The process groups of one layout of the ranks, and what a tiny model is given and computes in it."""
 
+    bench: Bench
 
-def summed(x: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """The sum over the context-parallel ranks."""
-    torch.distributed.all_reduce(x, group=groups.cp.group)
-    return x
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self.bench.device
 
+    def recipe(self, config: Mapping[str, Any], **model: Any) -> Recipe:
+        """The job of a tiny model on this layout; `model` are further keys of the recipe's model section."""
+        return from_mapping(
+            {
+                "name": "tiny",
+                "model": {"config": dict(config), "dtype": "fp32", **model},
+                "parallel": {axis: getattr(self, axis).size for axis in ("tp", "cp", "ep", "etp")},
+                "data": {"source": "text", "path": ["none"], "sequence_length": 128, "tokenizer": "hf:none"},
+                "train": {"steps": 1, "global_batch_size": 8},
+                "optimizer": {"warmup_steps": 0},
+            },
+        )
 
-def gradient_norm(
-    bench: Bench,
-    groups: Groups,
-    config: Mapping[str, Any],
-    options: Mapping[str, Any] | None = None,
-    *,
-    rows_at_once: int = 2,
-) -> Numbers:
-    """The norm that the optimizer finds after a step of the pipeline schedule, the same on every rank."""
-    model = chunk(bench, groups, config, options)
-    return {"norm": stepped(bench, groups, recipe(config, groups), model, rows_at_once=rows_at_once)}
+    def chunk(
+        self,
+        config: Mapping[str, Any],
+        options: Mapping[str, Any] | None = None,
+        **model: Any,
+    ) -> torch.nn.Module:
+        """The bare GPTModel of this rank, the same weights in every layout; `options` are megatron's own."""
+        job = self.recipe(config, **model)
+        try:
+            chosen = self.bench.runtime.options(job)
+        except BundleError as error:  # this backend has no such kernel, or not here
+            raise NotProvable(str(error)) from error
+        settings = transformer_config(job, {**chosen, **(options or {})})
+        return gpt.build(job, settings, self.bench.runtime, self)[0].to(self.device)
 
+    def rows(self, tokens: torch.Tensor, mask: torch.Tensor) -> Batch:
+        """Unpacked input from tokens [b, s + 1] and a loss mask [b, s]."""
+        positions = torch.arange(mask.shape[1]).expand_as(mask)
+        whole = (tokens[:, :-1], positions, tokens[:, 1:], mask)
+        return Batch(*(shard(x, self.cp.size, self.cp.rank).to(self.device) for x in whole))
 
-def norm_gap(
-    bench: Bench, config: Mapping[str, Any], options: Mapping[str, Any] | None = None, **sizes: int
-) -> float:
-    """The gradient norm in a layout of these parallel sizes, against that of one rank."""
-    return gap_to_one_rank(bench, lambda groups: gradient_norm(bench, groups, config, options), **sizes)
+    def two_rows(self, length: int = 16) -> Batch:
+        """Two unpacked rows of so many tokens, all of which are learned."""
+        return self.rows(torch.stack(texts((length, length))), torch.ones(2, length))
 
+    def single(self, texts: Sequence[torch.Tensor]) -> list[Batch]:
+        """Each sequence as unpacked input of its own: the reference of everything packed."""
+        return [self.rows(text[None], torch.ones(1, len(text) - 1)) for text in texts]
 
-def stepped(
-    bench: Bench, groups: Groups, job: Recipe, model: torch.nn.Module, *, rows_at_once: int = 2
-) -> torch.Tensor:
-    """The gradient norm of a step of the pipeline schedule and the optimizer, which leaves its weights.
+    def packed(self, texts: Sequence[torch.Tensor], multiple: int) -> Batch:
+        """All sequences as one packed input, each padded to a multiple (of 2 cp, with ranks of context)."""
+        lengths = tuple(len(text) - 1 for text in texts)
+        padding = Padding(lengths, tuple(-(-n // multiple) * multiple for n in lengths), tail=0)
+        packing = Packing(padding, Alignment("thd", cp=self.cp.size), self.cp.rank, self.device)
+        ids, labels = (
+            torch.cat([text[i : i + n] for text, n in zip(texts, lengths, strict=True)]) for i in (0, 1)
+        )
+        ids, labels = ids.to(self.device), labels.to(self.device)
+        return Batch(
+            packing.pack(ids),
+            packing.positions,
+            packing.pack(labels),
+            packing.pack(torch.ones_like(labels, dtype=torch.float32)),
+            packed_seq_params(packing),
+        )
 
-    Of two rows, in one micro-batch or in two.
-    """
-    wrapped = optimization.data_parallel(job, model.config, [model])
-    optimizer = optimization.optimizer(job, wrapped)
-    tokens = torch.stack(texts((32, 32)))
-    parts = [rows(bench, groups, part, torch.ones(rows_at_once, 32)) for part in tokens.split(rows_at_once)]
+    def trained(self, model: torch.nn.Module, batches: Sequence[Batch]) -> Numbers:
+        """The loss and every gradient of the batches' sum, added up over the context-parallel ranks."""
+        total = torch.zeros((), device=batches[0].mask.device)
+        for batch in batches:
+            loss = run(model, batch)
+            loss.backward()
+            total += loss.detach()
+        return {"loss": self.summed(total), **self.gradients(model)}
 
-    def step(batches: Iterator[Batch], part: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
-        batch = next(batches)
-        loss, tokens = run(part, batch), batch.mask.sum()
-        if model.config.calculate_per_token_loss:
-            return loss, lambda _: (loss, tokens.int(), {})
-        return loss, lambda _: (loss / (tokens * groups.cp.size), {})  # megatron multiplies by cp
+    def gradients(self, model: torch.nn.Module) -> Numbers:
+        """Every gradient by the parameter's layout-independent name, summed over context-parallel ranks."""
+        return {
+            named.name: self.summed(named.parameter.grad.clone())
+            for named in naming.parameters(model, self)
+            if named.parameter.grad is not None
+        }
 
-    optimization.forward_backward(step, parts, wrapped, sequence_length=32, micro_batch_size=rows_at_once)
-    _, norm, _ = optimizer.step()
-    return torch.tensor(norm)
+    def summed(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over the context-parallel ranks."""
+        torch.distributed.all_reduce(x, group=self.cp.group)
+        return x
 
+    def gradient_norm(
+        self,
+        config: Mapping[str, Any],
+        options: Mapping[str, Any] | None = None,
+        *,
+        rows_at_once: int = 2,
+    ) -> Numbers:
+        """The norm that the optimizer finds after a step of the pipeline schedule, the same on every rank."""
+        model = self.chunk(config, options)
+        return {"norm": self.stepped(config, model, rows_at_once=rows_at_once)}
 
-def gap_to_one_rank(bench: Bench, compute: Callable[[Groups], Numbers], **sizes: int) -> float:
-    """How far what is computed in a layout of these parallel sizes is from what one rank computes."""
-    with bench.layout() as groups:
-        reference = compute(groups)
-    with bench.layout(**sizes) as groups:
-        return gap(compute(groups), reference)
+    def stepped(
+        self, config: Mapping[str, Any], model: torch.nn.Module, *, rows_at_once: int = 2
+    ) -> torch.Tensor:
+        """The gradient norm of a step of the pipeline schedule and the optimizer, which leaves its weights.
+
+        Of two rows, in one micro-batch or in two.
+        """
+        job = self.recipe(config)
+        wrapped = optimization.data_parallel(job, model.config, [model])
+        optimizer = optimization.optimizer(job, wrapped)
+        tokens = torch.stack(texts((32, 32)))
+        parts = [self.rows(part, torch.ones(rows_at_once, 32)) for part in tokens.split(rows_at_once)]
+
+        def step(batches: Iterator[Batch], part: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+            batch = next(batches)
+            loss, tokens = run(part, batch), batch.mask.sum()
+            if model.config.calculate_per_token_loss:
+                return loss, lambda _: (loss, tokens.int(), {})
+            return loss, lambda _: (loss / (tokens * self.cp.size), {})  # megatron multiplies by cp
+
+        optimization.forward_backward(step, parts, wrapped, sequence_length=32, micro_batch_size=rows_at_once)
+        _, norm, _ = optimizer.step()
+        return torch.tensor(norm)
 
 
 def gap(seen: Numbers, reference: Numbers) -> float:

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from bundle.models import naming
-from bundle.verification.numbers import VOCABULARY, Bench, Numbers, chunk
+from bundle.verification.numbers import VOCABULARY, Bench, Numbers
 from tests.engine.balanced import Balance, hear, term
 from tests.reference import losses
 from tests.reference.texts import Text
@@ -29,7 +29,7 @@ def computed(
 ) -> Numbers:
     """Losses, scores of each sequence and every gradient of the whole model."""
     with bench.layout() as groups:
-        model = chunk(bench, groups, config, mtp={"layers": depths})
+        model = groups.chunk(config, mtp={"layers": depths})
         heard = hear(model)
         total, found = losses.computed(
             lambda text: _logits(model, text),

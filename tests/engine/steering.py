@@ -11,7 +11,7 @@ import torch.distributed as dist
 from bundle.engine import Engine
 from bundle.mcore import routers
 from bundle.recipe import from_mapping
-from bundle.verification.numbers import Bench, chunk, worst
+from bundle.verification.numbers import Bench, worst
 from tests.engine.balanced import hear
 from tests.engine.experiments import MODELS, UNEVEN, engine, micro_batches, recipe
 from tests.engine.reference import texts
@@ -23,7 +23,7 @@ CONFIG = MODELS["balanced"]
 def moved(bench: Bench) -> float:
     """How far the biases after a step are from those of single sequences, in packs and in padded rows."""
     with bench.layout() as groups:
-        model = chunk(bench, groups, CONFIG)
+        model = groups.chunk(CONFIG)
         heard = hear(model)
         for text in texts(UNEVEN):
             positions = torch.arange(len(text.mask))[None]

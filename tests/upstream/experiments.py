@@ -9,12 +9,21 @@ from bundle.engine import Engine
 from bundle.engine.microbatch import from_packing, from_rows
 from bundle.mcore import known, optimization, routers
 from bundle.mcore.gpt import gated_delta_net
-from bundle.mcore.groups import Groups
 from bundle.recipe import Recipe
 from bundle.recipe.alignment import Alignment
 from bundle.sequences.packing import Packing
-from bundle.verification import numbers
-from bundle.verification.numbers import DENSE, EXPERTS, LATENT, VOCABULARY, Bench, Numbers, gap, norm_gap, run
+from bundle.verification.numbers import (
+    DENSE,
+    EXPERTS,
+    LATENT,
+    VOCABULARY,
+    Bench,
+    Layout,
+    Numbers,
+    gap,
+    run,
+    texts,
+)
 from tests.engine.experiments import engine as engine_of
 
 ROWS, LENGTH, STEPS = 8, 32, 2
@@ -77,7 +86,7 @@ def overlap_in_buckets(bench: Bench) -> float:
 
 def latent_attention_without_sequence_parallelism(bench: Bench) -> float:
     """The gradient norm of two tensor-parallel ranks with the whole sequence each."""
-    return norm_gap(bench, LATENT, {"sequence_parallel": False}, tp=2)
+    return bench.norm_gap(LATENT, {"sequence_parallel": False}, tp=2)
 
 
 def packed_gated_delta(bench: Bench) -> float:
@@ -86,8 +95,8 @@ def packed_gated_delta(bench: Bench) -> float:
     Where it is taken, the layer asks for a kernel of flash-linear-attention that torch alone has not.
     """
     with bench.layout() as groups:
-        config = numbers.chunk(bench, groups, DENSE).config
-        pack = numbers.packed(bench, groups, numbers.texts((6, 10)), multiple=1).packed
+        config = groups.chunk(DENSE).config
+        pack = groups.packed(texts((6, 10)), multiple=1).packed
         try:
             layer = gated_delta_net(config)
         except ImportError:
@@ -110,10 +119,10 @@ def prediction_with_two_outputs(bench: Bench) -> float:
     norms = []
     for sizes in (_ALONE, {"cp": 2}):
         with bench.layout(**sizes) as groups:
-            job = numbers.recipe(DENSE, groups, mtp={"layers": 1})
-            model = numbers.chunk(bench, groups, DENSE, options, mtp={"layers": 1})
+            job = groups.recipe(DENSE, mtp={"layers": 1})
+            model = groups.chunk(DENSE, options, mtp={"layers": 1})
             wrapped = optimization.data_parallel(job, model.config, [model])
-            batch = numbers.rows(bench, groups, torch.stack(numbers.texts((32, 32))), torch.ones(2, 32))
+            batch = groups.two_rows(32)
 
             def step(batches: Any, part: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
                 return run(part, next(batches)) / 64, lambda loss: (loss, {})
@@ -129,19 +138,19 @@ def balancing_of_prompts(bench: Bench) -> float:
     """The gradients of the balancing loss where a quarter of the tokens is learned, against all of them."""
     learned = torch.ones(2, 32)
     with bench.layout() as groups:
-        whole = _balancing(bench, groups, learned)
+        whole = _balancing(groups, learned)
         learned[:, 8:] = 0.0
-        return gap(_balancing(bench, groups, learned), whole)
+        return gap(_balancing(groups, learned), whole)
 
 
-def _balancing(bench: Bench, groups: Groups, learned: torch.Tensor) -> Numbers:
+def _balancing(groups: Layout, learned: torch.Tensor) -> Numbers:
     """The routers' gradients after a step of the schedule: with the balancing loss, less those without."""
     found = []
     for coefficient in (2.0, 0.0):
         options = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": coefficient}
-        model = numbers.chunk(bench, groups, EXPERTS, options)
-        wrapped = optimization.data_parallel(numbers.recipe(EXPERTS, groups), model.config, [model])
-        batch = numbers.rows(bench, groups, torch.stack(numbers.texts((32, 32))), learned)
+        model = groups.chunk(EXPERTS, options)
+        wrapped = optimization.data_parallel(groups.recipe(EXPERTS), model.config, [model])
+        batch = groups.rows(torch.stack(texts((32, 32))), learned)
 
         def step(batches: Any, part: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
             batch = next(batches)
@@ -157,12 +166,10 @@ def balancing_of_packs(bench: Bench) -> float:
     """The gradient of the balancing loss over two sequences in one row, against two rows of one."""
     rows = _hidden(bench)
     with bench.layout() as groups:
-        packed = _router_gradient(bench, groups, "seq_aux_loss", rows[:, None])
+        packed = _router_gradient(groups, "seq_aux_loss", rows[:, None])
         return gap(
             packed,
-            _router_gradient(
-                bench, groups, "seq_aux_loss", rows.view(2, 12, -1).transpose(0, 1).contiguous()
-            ),
+            _router_gradient(groups, "seq_aux_loss", rows.view(2, 12, -1).transpose(0, 1).contiguous()),
         )
 
 
@@ -172,14 +179,14 @@ def balancing_of_padding(bench: Bench) -> float:
     filled = torch.cat([rows, rows[:1].expand_as(rows)])
     padding = torch.arange(48, device=bench.device)[:, None] >= 24
     with bench.layout() as groups:
-        alone = _router_gradient(bench, groups, "aux_loss", rows[:, None])
-        return gap(_router_gradient(bench, groups, "aux_loss", filled[:, None], padding_mask=padding), alone)
+        alone = _router_gradient(groups, "aux_loss", rows[:, None])
+        return gap(_router_gradient(groups, "aux_loss", filled[:, None], padding_mask=padding), alone)
 
 
-def _router_gradient(bench: Bench, groups: Groups, kind: str, hidden: torch.Tensor, **how: Any) -> Numbers:
+def _router_gradient(groups: Layout, kind: str, hidden: torch.Tensor, **how: Any) -> Numbers:
     """What a balancing loss, taken as a mean, gives the weight of a router of hidden states [s, b, h]."""
     options = {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": 2.0}
-    model = numbers.chunk(bench, groups, EXPERTS, options | {"calculate_per_token_loss": False})
+    model = groups.chunk(EXPERTS, options | {"calculate_per_token_loss": False})
     router = routers.of_model(model)[0]
     router(hidden, **known(router.forward, **how))[0].sum().mul(0.0).backward()
     return {"weight": router.weight.grad}

@@ -7,27 +7,8 @@ import torch
 
 from bundle.mcore import rotary
 from bundle.mcore.gpt import cross_attention, gated_delta_net, with_sinks
-from bundle.mcore.groups import Groups
 from bundle.verification.check import NotProvable
-from bundle.verification.numbers import (
-    DENSE,
-    LATENT,
-    YARN,
-    Bench,
-    Numbers,
-    chunk,
-    gap,
-    gap_to_one_rank,
-    packed,
-    recipe,
-    run,
-    single,
-    stepped,
-    texts,
-    trained,
-    two_rows,
-    worst,
-)
+from bundle.verification.numbers import DENSE, LATENT, YARN, Bench, Layout, Numbers, gap, run, texts, worst
 
 _HEADS = 4  # of DENSE
 
@@ -35,43 +16,43 @@ _HEADS = 4  # of DENSE
 def sinks(bench: Bench) -> float:
     """The gradient norm of a model with learned sinks, each with a gradient of its own."""
 
-    def norm(groups: Groups) -> Numbers:
-        model = chunk(bench, groups, DENSE)
+    def norm(layout: Layout) -> Numbers:
+        model = layout.chunk(DENSE)
         offsets = with_sinks(model.config).to(bench.device)
         model.sinks = offsets
         heads = torch.arange(3.0, 3.0 + _HEADS, device=bench.device)
-        weights = heads.chunk(groups.tp.size)[groups.tp.rank]
+        weights = heads.chunk(layout.tp.size)[layout.tp.rank]
 
         def add(_module: Any, _given: Any, losses: torch.Tensor) -> torch.Tensor:
             return losses + (offsets.softmax_offset * weights).sum()
 
         torch.nn.init.zeros_(offsets.softmax_offset)
         model.register_forward_hook(add)
-        return {"norm": stepped(bench, groups, recipe(DENSE, groups), model)}
+        return {"norm": layout.stepped(DENSE, model)}
 
-    return gap_to_one_rank(bench, norm, tp=2)
+    return bench.gap_to_one_rank(norm, tp=2)
 
 
 def gated_output(bench: Bench) -> float:
     """The loss and the gradients of whole weights of gated attention whose ranks share a group of heads."""
 
-    def numbers(groups: Groups) -> Numbers:
+    def numbers(layout: Layout) -> Numbers:
         options = {"attention_output_gate": True, "num_query_groups": 1, "sequence_parallel": False}
-        model = chunk(bench, groups, DENSE, options)
-        loss = run(model, two_rows(bench, groups))
+        model = layout.chunk(DENSE, options)
+        loss = run(model, layout.two_rows())
         loss.backward()
         norms = ("input_layernorm.weight", "pre_mlp_layernorm.weight", "final_layernorm.weight")
         whole = {name: x.grad for name, x in model.named_parameters() if name.endswith(norms)}
         return {"loss": loss.detach(), **whole}
 
-    return gap_to_one_rank(bench, numbers, tp=2)
+    return bench.gap_to_one_rank(numbers, tp=2)
 
 
 def given_ranks(bench: Bench) -> float:
     """How many rows of their weights the projections of cross attention have on one of two ranks."""
-    with bench.layout() as groups:
-        config = chunk(bench, groups, DENSE).config
-        layer = cross_attention(config, torch.distributed.group.WORLD, groups.cp.group)
+    with bench.layout() as layout:
+        config = layout.chunk(DENSE).config
+        layer = cross_attention(config, torch.distributed.group.WORLD, layout.cp.group)
         half = config.num_attention_heads // 2 * config.kv_channels
         seen = [layer.linear_q.weight.shape[0], layer.linear_kv.weight.shape[0]]
         return gap({"rows": torch.tensor(seen).float()}, {"rows": torch.tensor([half, 2 * half]).float()})
@@ -83,19 +64,19 @@ def packed_over_ranks(bench: Bench) -> float:
     gaps = []
     for config, kind in ((LATENT, "rope"), (LATENT | YARN, "yarn")):
         embedding = {"rope_type": kind}
-        with bench.layout() as groups:
-            model = chunk(bench, groups, config, embedding)
-            reference = trained(model, groups, single(bench, groups, sequences))
-        with bench.layout(cp=2) as groups:
-            batch = packed(bench, groups, sequences, multiple=8)
-            gaps.append(gap(trained(chunk(bench, groups, config, embedding), groups, [batch]), reference))
+        with bench.layout() as layout:
+            model = layout.chunk(config, embedding)
+            reference = layout.trained(model, layout.single(sequences))
+        with bench.layout(cp=2) as layout:
+            batch = layout.packed(sequences, multiple=8)
+            gaps.append(gap(layout.trained(layout.chunk(config, embedding), [batch]), reference))
     return worst(gaps)
 
 
 def uncompressed_queries(bench: Bench) -> float:
     """Queries straight from the hidden state, against the product with the same weights and nothing else."""
-    with bench.layout() as groups:
-        model = chunk(bench, groups, LATENT | {"q_lora_rank": None}, {"apply_rope_fusion": False})
+    with bench.layout() as layout:
+        model = layout.chunk(LATENT | {"q_lora_rank": None}, {"apply_rope_fusion": False})
         attention = model.decoder.layers[0].self_attention
         hidden = 3 * torch.randn(6, 1, attention.config.hidden_size, device=bench.device)
         seen = {"queries": attention.linear_q_proj(hidden)[0]}
@@ -105,11 +86,11 @@ def uncompressed_queries(bench: Bench) -> float:
 def narrow_values(bench: Bench) -> float:
     """Value heads narrower than query heads, for a kernel that takes packed input of one width only."""
     sequences = texts((12, 24, 6))
-    with bench.layout() as groups:
-        model = chunk(bench, groups, LATENT, attention="flash")
-        reference = trained(model, groups, single(bench, groups, sequences))
+    with bench.layout() as layout:
+        model = layout.chunk(LATENT, attention="flash")
+        reference = layout.trained(model, layout.single(sequences))
         model.zero_grad()
-        return gap(trained(model, groups, [packed(bench, groups, sequences, multiple=8)]), reference)
+        return gap(layout.trained(model, [layout.packed(sequences, multiple=8)]), reference)
 
 
 _WHOLE = {"sequence_parallel": False}
@@ -120,24 +101,24 @@ _BELOW = ("linear_kv_down_proj.weight", "linear_q_down_proj.weight", "input_laye
 def rotary_key(bench: Bench) -> float:
     """The gradients of the down projections and of the norm below."""
 
-    def gradients(groups: Groups) -> Numbers:
-        model = chunk(bench, groups, LATENT, _WHOLE)
-        run(model, two_rows(bench, groups)).backward()
+    def gradients(layout: Layout) -> Numbers:
+        model = layout.chunk(LATENT, _WHOLE)
+        run(model, layout.two_rows()).backward()
         return {name: x.grad for name, x in model.named_parameters() if name.endswith(_BELOW)}
 
-    return gap_to_one_rank(bench, gradients, tp=2)
+    return bench.gap_to_one_rank(gradients, tp=2)
 
 
 def query_norm(bench: Bench) -> float:
     """The norm of the gradients of the norms of compressed queries, where nothing else learns."""
 
-    def norm(groups: Groups) -> Numbers:
-        model = chunk(bench, groups, LATENT, _WHOLE)
+    def norm(layout: Layout) -> Numbers:
+        model = layout.chunk(LATENT, _WHOLE)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name.endswith("q_layernorm.weight"))
-        return {"norm": stepped(bench, groups, recipe(LATENT, groups), model)}
+        return {"norm": layout.stepped(LATENT, model)}
 
-    return gap_to_one_rank(bench, norm, tp=2)
+    return bench.gap_to_one_rank(norm, tp=2)
 
 
 def output_norm(bench: Bench) -> float:
@@ -145,8 +126,8 @@ def output_norm(bench: Bench) -> float:
 
     By the formula of a weight that multiplies what has a mean square of 1.
     """
-    with bench.layout(tp=2) as groups:
-        config = chunk(bench, groups, DENSE).config
+    with bench.layout(tp=2) as layout:
+        config = layout.chunk(DENSE).config
         layer = gated_delta_net(config).to(bench.device)
         seen: list[torch.Tensor] = []
 
@@ -161,7 +142,7 @@ def output_norm(bench: Bench) -> float:
         given, arrived = seen
         scale = (given.square().mean(-1, keepdim=True) + config.layernorm_epsilon).rsqrt()
         reference = (arrived * given * scale).sum(0)
-        torch.distributed.all_reduce(reference, group=groups.tp.group)
+        torch.distributed.all_reduce(reference, group=layout.tp.group)
         return gap({"weight": layer.out_norm.weight.grad}, {"weight": reference})
 
 
@@ -171,8 +152,8 @@ _ROTATED, _WIDTH = 3, 16  # heads and their width
 
 def rotary_positions(bench: Bench) -> float:
     """Rows of two context-parallel ranks, by a table of the longest sequence, against plain trigonometry."""
-    with bench.layout(cp=2) as groups:
-        group = groups.cp.group
+    with bench.layout(cp=2) as layout:
+        group = layout.cp.group
         rank, ranks = group.rank(), group.size()
         whole = [torch.randn(length, _ROTATED, _WIDTH, device=bench.device) for length in _LENGTHS]
         for sequence in whole:
@@ -214,15 +195,15 @@ def host_reads(bench: Bench) -> float:
     if bench.device.type != "cuda":
         raise NotProvable("only a GPU makes the host wait")
     sequences = texts((12, 24, 6))
-    with bench.layout() as groups:
-        model = chunk(bench, groups, DENSE, dtype="bf16")
-        reference = trained(model, groups, single(bench, groups, sequences))
-        batch = packed(bench, groups, sequences, multiple=8)
-        trained(model, groups, [batch])  # kernels are chosen and loaded
+    with bench.layout() as layout:
+        model = layout.chunk(DENSE, dtype="bf16")
+        reference = layout.trained(model, layout.single(sequences))
+        batch = layout.packed(sequences, multiple=8)
+        layout.trained(model, [batch])  # kernels are chosen and loaded
         model.zero_grad()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            seen = trained(model, groups, [batch])
+            seen = layout.trained(model, [batch])
         finally:
             torch.cuda.set_sync_debug_mode("default")
         return gap({"loss": seen["loss"]}, {"loss": reference["loss"]})

@@ -9,16 +9,15 @@ from typing import Any
 import torch
 
 from bundle.mcore import checkpoints, optimization
-from bundle.mcore.groups import Groups
-from bundle.verification.numbers import DENSE, Bench, Numbers, chunk, gap, recipe
+from bundle.verification.numbers import DENSE, Bench, Layout, Numbers, gap
 
 
 def round_trip(bench: Bench) -> float:
     """The weights of a model after saving, forgetting and loading them."""
     directory = bench.directory / "checkpoint"
     directory.mkdir()
-    with bench.layout() as groups:
-        model = chunk(bench, groups, DENSE)
+    with bench.layout() as layout:
+        model = layout.chunk(DENSE)
         before = _weights(model)
         checkpoints.write({"model": model.sharded_state_dict(), "step": 3}, directory)
         with torch.no_grad():
@@ -36,8 +35,8 @@ def shared_round_trip(bench: Bench) -> float:
     directory.mkdir(exist_ok=True)
     rank = torch.distributed.get_rank()
     numbers = torch.arange(12.0).reshape(3, 4)
-    with bench.layout() as groups:
-        model = chunk(bench, groups, DENSE)
+    with bench.layout() as layout:
+        model = layout.chunk(DENSE)
         shard = checkpoints.flat("numbers", numbers, rank)
         checkpoints.write_shared({"model": model.sharded_state_dict(), "numbers": shard}, directory)
         rows, columns = shard.local_coordinates()
@@ -96,14 +95,14 @@ _STEPS, _BUCKETS = 3, "dp_reshardable"
 
 def default_form(bench: Bench) -> float:
     """Every tensor of an optimizer whose form nobody asked for, saved and loaded."""
-    with bench.layout() as groups:
-        model, optimizer = _trained(bench, groups, _STEPS)
+    with bench.layout() as layout:
+        model, optimizer = _trained(layout, _STEPS)
         directory = bench.directory / "default"
         directory.mkdir()
         saved = checkpoints.optimizer_state(model, optimizer, None)
         kept = _tensors(saved)
         checkpoints.write({"optimizer": saved}, directory)
-        other, resumed = _trained(bench, groups, 1)
+        other, resumed = _trained(layout, 1)
         empty = checkpoints.optimizer_state(other, resumed, None, loading=True)
         return gap(_tensors(checkpoints.read({"optimizer": empty}, directory)["optimizer"]), kept)
 
@@ -119,21 +118,21 @@ def _tensors(state: Any, path: str = "") -> Numbers:
 
 def steps(bench: Bench) -> float:
     """Moments of an optimizer saved by buckets, and how many steps it has taken."""
-    with bench.layout() as groups:
-        model, optimizer = _trained(bench, groups, _STEPS)
+    with bench.layout() as layout:
+        model, optimizer = _trained(layout, _STEPS)
         directory = bench.directory / "steps"
         directory.mkdir(exist_ok=True)
         checkpoints.write({"optimizer": checkpoints.optimizer_state(model, optimizer, _BUCKETS)}, directory)
-        other, resumed = _trained(bench, groups, 1)
+        other, resumed = _trained(layout, 1)
         empty = checkpoints.optimizer_state(other, resumed, _BUCKETS, loading=True)
         resumed.load_state_dict(checkpoints.read({"optimizer": empty}, directory)["optimizer"])
         return gap(_states(resumed), _states(optimizer))
 
 
-def _trained(bench: Bench, groups: Groups, steps: int) -> tuple[torch.nn.Module, Any]:
+def _trained(layout: Layout, steps: int) -> tuple[torch.nn.Module, Any]:
     """A tiny model and its optimizer after some steps of drawn gradients."""
     # In fp32 what is loaded into is a view of weights that want a gradient, which is refused
-    job, model = recipe(DENSE, groups, dtype="bf16"), chunk(bench, groups, DENSE, dtype="bf16")
+    job, model = layout.recipe(DENSE, dtype="bf16"), layout.chunk(DENSE, dtype="bf16")
     optimizer = optimization.optimizer(job, optimization.data_parallel(job, model.config, [model]))
     generator = torch.Generator().manual_seed(steps)
     for _ in range(steps):

@@ -7,25 +7,7 @@ from typing import Any
 import torch
 
 from bundle.mcore import context, optimization, routers
-from bundle.mcore.groups import Groups
-from bundle.verification.numbers import (
-    EXPERTS,
-    LATENT,
-    Bench,
-    Numbers,
-    chunk,
-    gap,
-    gradient_norm,
-    gradients,
-    norm_gap,
-    recipe,
-    rows,
-    run,
-    texts,
-    trained,
-    two_rows,
-    worst,
-)
+from bundle.verification.numbers import EXPERTS, LATENT, Bench, Layout, Numbers, gap, run, texts, worst
 
 _BALANCED = {
     "moe_router_load_balancing_type": "aux_loss",
@@ -37,10 +19,10 @@ _STEERED = LATENT | {"first_k_dense_replace": 1}
 
 def over_ranks(bench: Bench) -> float:
     """Experts on two ranks, each with all the tokens, against all experts on one."""
-    with bench.layout() as groups:
-        reference = trained(chunk(bench, groups, EXPERTS), groups, [two_rows(bench, groups)])
-    with bench.layout(ep=2) as groups:
-        seen = trained(chunk(bench, groups, EXPERTS), groups, [two_rows(bench, groups)])
+    with bench.layout() as layout:
+        reference = layout.trained(layout.chunk(EXPERTS), [layout.two_rows()])
+    with bench.layout(ep=2) as layout:
+        seen = layout.trained(layout.chunk(EXPERTS), [layout.two_rows()])
     # A rank has half of the experts, and they see the same tokens twice: its own and the other's.
     mine = {name: x / 2 if ".experts." in name else x for name, x in seen.items()}
     return gap(mine, {name: reference[name] for name in mine})
@@ -49,36 +31,36 @@ def over_ranks(bench: Bench) -> float:
 def router_in_fp32(bench: Bench) -> float:
     """A router that is told to compute in fp32 in a model of fp32, against one that is not told."""
     seen: list[Numbers] = []
-    with bench.layout() as groups:
+    with bench.layout() as layout:
         for dtype in (None, "fp32"):
-            model = chunk(bench, groups, EXPERTS, {"moe_router_dtype": dtype})
-            seen.append(trained(model, groups, [two_rows(bench, groups)]))
+            model = layout.chunk(EXPERTS, {"moe_router_dtype": dtype})
+            seen.append(layout.trained(model, [layout.two_rows()]))
     return gap(seen[1], seen[0])
 
 
 def per_token(bench: Bench) -> float:
     """The gradient norm of losses per token over two context-parallel and two tensor-parallel ranks."""
-    return worst(norm_gap(bench, EXPERTS, _BALANCED, **sizes) for sizes in ({"cp": 2}, {"tp": 2, "ep": 2}))
+    return worst(bench.norm_gap(EXPERTS, _BALANCED, **sizes) for sizes in ({"cp": 2}, {"tp": 2, "ep": 2}))
 
 
 def mean(bench: Bench) -> float:
     """The gradient norm of mean losses over two context-parallel ranks, against that of one."""
-    return norm_gap(bench, EXPERTS, _BALANCED | {"calculate_per_token_loss": False}, cp=2)
+    return bench.norm_gap(EXPERTS, _BALANCED | {"calculate_per_token_loss": False}, cp=2)
 
 
 def sequences(bench: Bench) -> float:
     """The gradient norm of a loss over each sequence: two rows in one micro-batch, against two of one."""
     options = _BALANCED | {"moe_router_load_balancing_type": "seq_aux_loss"}
-    with bench.layout() as groups:
-        apart = gradient_norm(bench, groups, EXPERTS, options, rows_at_once=1)
-        return gap(gradient_norm(bench, groups, EXPERTS, options), apart)
+    with bench.layout() as layout:
+        apart = layout.gradient_norm(EXPERTS, options, rows_at_once=1)
+        return gap(layout.gradient_norm(EXPERTS, options), apart)
 
 
 def counts(bench: Bench) -> float:
     """Tokens of each expert that a bf16 model has counted, against those that its router has sent there."""
-    with bench.layout() as groups:
-        model = chunk(bench, groups, _STEERED, dtype="bf16")
-        (wrapped,) = optimization.data_parallel(recipe(_STEERED, groups, dtype="bf16"), model.config, [model])
+    with bench.layout() as layout:
+        model = layout.chunk(_STEERED, dtype="bf16")
+        (wrapped,) = optimization.data_parallel(layout.recipe(_STEERED, dtype="bf16"), model.config, [model])
         (router,) = routers.of_model(model)
         sent = torch.zeros(_STEERED["n_routed_experts"], device=bench.device)
 
@@ -87,7 +69,7 @@ def counts(bench: Bench) -> float:
 
         router.register_forward_hook(count)
         for part in torch.stack(texts((128,) * 24)).split(8):  # 768 for each expert, on average
-            run(wrapped, rows(bench, groups, part, torch.ones(8, 128)))
+            run(wrapped, layout.rows(part, torch.ones(8, 128)))
         return gap({"counts": router.local_tokens_per_expert.float()}, {"counts": sent})
 
 
@@ -100,11 +82,11 @@ _BIASED = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "
 def expert_bias(bench: Bench) -> float:
     """How many tokens each expert is said to have: more tokens than experts, and just as many."""
     gaps = []
-    with bench.layout() as groups:
+    with bench.layout() as layout:
         for tokens in (3 * _EXPERTS, _EXPERTS):
             rows = _rows(bench, tokens)
             padded = torch.arange(tokens, device=bench.device) % 4 == 1
-            told, given = (_router(bench, groups, _BIASED) for _ in range(2))
+            told, given = (_router(layout, _BIASED) for _ in range(2))
             told(rows[:, None], padding_mask=padded[:, None])
             given(rows[~padded][:, None])
             counts = (router.local_tokens_per_expert.clone() for router in (told, given))
@@ -114,11 +96,11 @@ def expert_bias(bench: Bench) -> float:
 
 def own_count(bench: Bench) -> float:
     """The balancing gradient of a rank under a mask without any padding, against that without a mask."""
-    with bench.layout(tp=2, ep=2) as groups:
+    with bench.layout(tp=2, ep=2) as layout:
         rows = _rows(bench, 24)[:, None]
         seen = []
         for mask in (torch.zeros(24, 1, dtype=torch.bool, device=bench.device), None):
-            router = _router(bench, groups, _AUX_LOSS)
+            router = _router(layout, _AUX_LOSS)
             router(rows, padding_mask=mask)[0].sum().mul(0.0).backward()
             seen.append({"gradient": router.weight.grad})
         return gap(*seen)
@@ -127,8 +109,8 @@ def own_count(bench: Bench) -> float:
 def global_loss(bench: Bench) -> float:
     """The gradient of the global loss of micro-batches of 12, 20 and 5 tokens, against its formula."""
     parts = _rows(bench, 37).split((12, 20, 5))
-    with bench.layout() as groups:
-        router = _router(bench, groups, _GLOBAL_LOSS | {"calculate_per_token_loss": False})
+    with bench.layout() as layout:
+        router = _router(layout, _GLOBAL_LOSS | {"calculate_per_token_loss": False})
         for part in parts:
             router(part[:, None])[0].sum().mul(0.0).backward()
         weight = router.weight.detach().clone().requires_grad_()
@@ -140,9 +122,9 @@ def global_loss(bench: Bench) -> float:
         return gap({"gradient": router.weight.grad}, {"gradient": weight.grad})
 
 
-def _router(bench: Bench, groups: Groups, options: Mapping[str, Any]) -> torch.nn.Module:
+def _router(layout: Layout, options: Mapping[str, Any]) -> torch.nn.Module:
     """The first router of a tiny model, the same weights every time."""
-    return routers.of_model(chunk(bench, groups, EXPERTS, options))[0]
+    return routers.of_model(layout.chunk(EXPERTS, options))[0]
 
 
 def _rows(bench: Bench, tokens: int) -> torch.Tensor:
@@ -163,11 +145,11 @@ def inputs_alive(bench: Bench) -> float:
         if context.in_backward():
             inputs.extend(weakref.ref(x) for x in (*args, kwargs.get("hidden_states")) if torch.is_tensor(x))
 
-    with bench.layout() as groups:
-        model = chunk(bench, groups, EXPERTS, recompute=_FULL)
+    with bench.layout() as layout:
+        model = layout.chunk(EXPERTS, recompute=_FULL)
         for layer in model.decoder.layers:
             layer.register_forward_pre_hook(remember, with_kwargs=True)
-        run(model, two_rows(bench, groups)).backward()
+        run(model, layout.two_rows()).backward()
         if not inputs:
             return float("inf")
         return float(sum(reference() is not None for reference in inputs))
@@ -175,20 +157,20 @@ def inputs_alive(bench: Bench) -> float:
 
 def replay(bench: Bench) -> float:
     """The share of tokens whose experts are not those asked for; then full recomputation against none."""
-    with bench.layout() as groups:
-        (kept, missed), (recomputed, missed_too) = (_replayed(bench, groups, how) for how in (None, _FULL))
+    with bench.layout() as layout:
+        (kept, missed), (recomputed, missed_too) = (_replayed(layout, how) for how in (None, _FULL))
         return worst([missed, missed_too, gap(recomputed, kept)])
 
 
-def _replayed(bench: Bench, groups: Groups, how: dict[str, str] | None) -> tuple[Numbers, float]:
+def _replayed(layout: Layout, how: dict[str, str] | None) -> tuple[Numbers, float]:
     """Loss and gradients under given routes, and the largest share of tokens that a router sent elsewhere.
 
     Every fourth token is left to the router, which must keep the k best of its scores.
     """
-    model = chunk(bench, groups, EXPERTS, recompute=how, router_replay=True)
+    model = layout.chunk(EXPERTS, recompute=how, router_replay=True)
     layers = routers.of_layers(model)
-    wanted = {layer: _routes(layer, 0).to(bench.device) for layer in layers.values()}
-    given = torch.arange(_TOKENS, device=bench.device) % 4 > 0
+    wanted = {layer: _routes(layer, 0).to(layout.device) for layer in layers.values()}
+    given = torch.arange(_TOKENS, device=layout.device) % 4 > 0
     shares: list[float] = []
 
     def compare(router: torch.nn.Module, args: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -203,27 +185,27 @@ def _replayed(bench: Bench, groups: Groups, how: dict[str, str] | None) -> tuple
     choices = context.Choices(layers, torch.uint8, backward=True)
     with context.choices.set(choices):
         with choices.of_forward(context.Forced(wanted, given)):
-            loss = run(model, two_rows(bench, groups))
+            loss = run(model, layout.two_rows())
         loss.backward()
-    return {"loss": loss.detach(), **gradients(model, groups)}, max(shares)
+    return {"loss": loss.detach(), **layout.gradients(model)}, max(shares)
 
 
 def native_recompute(bench: Bench) -> float:
     """mcore's own replay with two micro-batches in flight, recomputed against kept."""
-    with bench.layout() as groups:
+    with bench.layout() as layout:
         tokens = torch.stack(texts((16,) * 2 * _MICRO_BATCHES))
         seen: list[Numbers] = []
         for how in (None, _FULL):
-            model = chunk(bench, groups, EXPERTS, recompute=how, router_replay=True)
+            model = layout.chunk(EXPERTS, recompute=how, router_replay=True)
             found = routers.of_model(model)
             losses = []
             for number, part in enumerate(tokens.split(2)):
                 for index, router in enumerate(found):
                     routers.give_native_routes(router, _routes(index, number).to(bench.device))
-                losses.append(run(model, rows(bench, groups, part, torch.ones(2, 16))))
+                losses.append(run(model, layout.rows(part, torch.ones(2, 16))))
             for loss in losses:
                 loss.backward()
-            seen.append({"loss": torch.stack(losses).detach(), **gradients(model, groups)})
+            seen.append({"loss": torch.stack(losses).detach(), **layout.gradients(model)})
         return gap(seen[1], seen[0])
 
 

@@ -4,39 +4,22 @@ import torch
 
 from bundle.mcore import optimization
 from bundle.mcore.gpt import smoothed_cross_entropy
-from bundle.mcore.groups import Groups
-from bundle.verification.numbers import (
-    DENSE,
-    EXPERTS,
-    LATENT,
-    Bench,
-    Numbers,
-    chunk,
-    gap,
-    gradient_norm,
-    gradients,
-    norm_gap,
-    recipe,
-    run,
-    stepped,
-    trained,
-    two_rows,
-)
+from bundle.verification.numbers import DENSE, EXPERTS, LATENT, Bench, Layout, Numbers, gap, run
 
 
 def per_token(bench: Bench) -> float:
     """The gradient norm of a loss per token: the same rows shared by two ranks, and on each of them."""
-    return norm_gap(bench, DENSE, cp=2)
+    return bench.norm_gap(DENSE, cp=2)
 
 
 def optimizer_step(bench: Bench) -> float:
     """The gradient norm that the optimizer finds, against that of the gradients themselves."""
-    with bench.layout() as groups:
-        batch = two_rows(bench, groups, 32)
-        numbers = trained(chunk(bench, groups, DENSE), groups, [batch])
+    with bench.layout() as layout:
+        batch = layout.two_rows(32)
+        numbers = layout.trained(layout.chunk(DENSE), [batch])
         squares = sum(x.square().sum() for name, x in numbers.items() if name != "loss")
         reference = torch.as_tensor(squares).sqrt() / batch.mask.sum()
-        return gap(gradient_norm(bench, groups, DENSE), {"norm": reference})
+        return gap(layout.gradient_norm(DENSE), {"norm": reference})
 
 
 def shared_embedding(bench: Bench) -> float:
@@ -44,38 +27,38 @@ def shared_embedding(bench: Bench) -> float:
 
     What lies before it in the buffer is an odd number of times 64: the norm at the end of the last layer is.
     """
-    with bench.layout() as groups:
-        return gap(_step(bench, groups, shared=True), _step(bench, groups, shared=False))
+    with bench.layout() as layout:
+        return gap(_step(layout, shared=True), _step(layout, shared=False))
 
 
-def _step(bench: Bench, groups: Groups, *, shared: bool) -> Numbers:
+def _step(layout: Layout, *, shared: bool) -> Numbers:
     """The gradient norm and what a step makes of the weights."""
-    model = chunk(bench, groups, DENSE)
+    model = layout.chunk(DENSE)
     if shared:
         vars(model.get_parameter("embedding.word_embeddings.weight"))["shared_embedding"] = True
-    norm = stepped(bench, groups, recipe(DENSE, groups), model)
+    norm = layout.stepped(DENSE, model)
     return {"norm": norm, **{name: x.detach().clone() for name, x in model.named_parameters()}}
 
 
 def latent_attention(bench: Bench) -> float:
     """Latent attention, whose down projections every rank holds whole, split over two ranks."""
-    return norm_gap(bench, LATENT, tp=2)
+    return bench.norm_gap(LATENT, tp=2)
 
 
 def experts(bench: Bench) -> float:
     """Half of the experts on each of two tensor-parallel ranks."""
-    return norm_gap(bench, EXPERTS, tp=2, ep=2)
+    return bench.norm_gap(EXPERTS, tp=2, ep=2)
 
 
 def loaded_weights(bench: Bench) -> float:
     """What is stepped after weights were loaded, against an optimizer that is made when they are there."""
-    with bench.layout() as groups:
-        return gap(_stepped(bench, groups, after=True), _stepped(bench, groups, after=False))
+    with bench.layout() as layout:
+        return gap(_stepped(layout, after=True), _stepped(layout, after=False))
 
 
-def _stepped(bench: Bench, groups: Groups, *, after: bool) -> Numbers:
-    job = recipe(DENSE, groups, dtype="bf16")
-    model = chunk(bench, groups, DENSE, dtype="bf16")
+def _stepped(layout: Layout, *, after: bool) -> Numbers:
+    job = layout.recipe(DENSE, dtype="bf16")
+    model = layout.chunk(DENSE, dtype="bf16")
     wrapped = optimization.data_parallel(job, model.config, [model])
 
     def load() -> None:
@@ -130,23 +113,23 @@ def label_smoothing(bench: Bench) -> float:
     wanted = torch.full_like(logits, _SMOOTHING / 9).scatter(-1, labels[..., None], 1 - _SMOOTHING)
     loss = -(wanted * logits.log_softmax(-1)).sum(-1)
     (loss * weights).sum().backward()
-    with bench.layout(tp=2) as groups:
-        own = logits.detach().chunk(2, -1)[groups.tp.rank].clone().requires_grad_()
+    with bench.layout(tp=2) as layout:
+        own = logits.detach().chunk(2, -1)[layout.tp.rank].clone().requires_grad_()
         seen = smoothed_cross_entropy(own * 1.0, labels, _SMOOTHING)
         (seen * weights).sum().backward()
-        whole = logits.grad.chunk(2, -1)[groups.tp.rank]  # type: ignore[union-attr]
+        whole = logits.grad.chunk(2, -1)[layout.tp.rank]  # type: ignore[union-attr]
         return gap({"loss": seen.detach(), "gradient": own.grad}, {"loss": loss.detach(), "gradient": whole})
 
 
 def gathered_logits(bench: Bench) -> float:
     """Loss and gradients of a model that gathers its logits, against those of one that does not."""
-    with bench.layout(tp=2) as groups:
-        batch = two_rows(bench, groups)
+    with bench.layout(tp=2) as layout:
+        batch = layout.two_rows()
         seen = []
         for gather in (True, None):
             # 0.12 gathers nothing where ranks share the sequence
-            model = chunk(bench, groups, DENSE, {"sequence_parallel": False})
+            model = layout.chunk(DENSE, {"sequence_parallel": False})
             loss = run(model, batch, runtime_gather_output=gather)
             loss.backward()
-            seen.append({"loss": loss.detach(), **gradients(model, groups)})
+            seen.append({"loss": loss.detach(), **layout.gradients(model)})
         return gap(*seen)

@@ -5,48 +5,29 @@ from dataclasses import replace
 import torch
 
 from bundle.mcore import mtp, rotary
-from bundle.mcore.groups import Groups
-from bundle.verification.numbers import (
-    DENSE,
-    Batch,
-    Bench,
-    Numbers,
-    chunk,
-    gap,
-    gap_to_one_rank,
-    gradients,
-    packed,
-    rows,
-    run,
-    single,
-    summed,
-    texts,
-    trained,
-    two_rows,
-    worst,
-)
+from bundle.verification.numbers import DENSE, Batch, Bench, Layout, Numbers, gap, run, texts, worst
 
 _TWO_DEPTHS = {"layers": 2}
 
 
 def context_parallel(bench: Bench) -> float:
     """Gradients of a per-token and of a mean loss, and the logged losses: two ranks against one."""
-    return gap_to_one_rank(bench, lambda groups: _seen(bench, groups), cp=2)
+    return bench.gap_to_one_rank(_seen, cp=2)
 
 
-def _seen(bench: Bench, groups: Groups) -> Numbers:
+def _seen(layout: Layout) -> Numbers:
     tokens = torch.stack(texts((32, 32)))
     mask = torch.ones(2, 32)
     mask[:, :3] = 0  # a prompt
     mask[0, 20:29] = 0  # leaves the two ranks with different numbers of tokens
-    batch = rows(bench, groups, tokens, mask)
+    batch = layout.rows(tokens, mask)
     mtp.clear_logged_losses()
-    per_token = trained(chunk(bench, groups, DENSE, mtp=_TWO_DEPTHS), groups, [batch])
-    logged = summed(mtp.logged_losses(), groups) / groups.cp.size
+    per_token = layout.trained(layout.chunk(DENSE, mtp=_TWO_DEPTHS), [batch])
+    logged = layout.summed(mtp.logged_losses()) / layout.cp.size
     mean = {"calculate_per_token_loss": False}
-    averaged = trained(chunk(bench, groups, DENSE, mean, mtp=_TWO_DEPTHS), groups, [batch])
+    averaged = layout.trained(layout.chunk(DENSE, mean, mtp=_TWO_DEPTHS), [batch])
     # The layers' own gradients are of a mean, which data-parallel reduction averages over these ranks.
-    own = {f"mean {k}": v / groups.cp.size for k, v in _own(averaged).items()}
+    own = {f"mean {k}": v / layout.cp.size for k, v in _own(averaged).items()}
     return {**per_token, **own, "logged": logged}
 
 
@@ -57,13 +38,13 @@ def per_token(bench: Bench) -> float:
     """
     lengths, gaps = (8, 8), []
     tokens, mask = torch.stack(texts(lengths)), torch.ones(2, 8)
-    with bench.layout() as groups:
-        model = chunk(bench, groups, DENSE, {"calculate_per_token_loss": False}, mtp=_TWO_DEPTHS)
-        mean = _own(trained(model, groups, [rows(bench, groups, tokens, mask)]))
+    with bench.layout() as layout:
+        model = layout.chunk(DENSE, {"calculate_per_token_loss": False}, mtp=_TWO_DEPTHS)
+        mean = _own(layout.trained(model, [layout.rows(tokens, mask)]))
     for sizes in ({}, {"cp": 2}):
-        with bench.layout(**sizes) as groups:
-            model = chunk(bench, groups, DENSE, mtp=_TWO_DEPTHS)
-            seen = _own(trained(model, groups, [rows(bench, groups, tokens, mask)]))
+        with bench.layout(**sizes) as layout:
+            model = layout.chunk(DENSE, mtp=_TWO_DEPTHS)
+            seen = _own(layout.trained(model, [layout.rows(tokens, mask)]))
             gaps.append(gap(seen, {name: sum(lengths) * x for name, x in mean.items()}))
     return max(gaps)
 
@@ -79,22 +60,22 @@ def padded_packing(bench: Bench) -> float:
     All of one length: the loss of each depth is divided by all tokens of a pass, a pack or a sequence.
     """
     sequences = texts((10, 10, 10))
-    with bench.layout() as groups:
+    with bench.layout() as layout:
         # Transformer Engine's unfused attention, on a GPU the only one in fp32, drops rows of padding.
-        model = chunk(bench, groups, DENSE, mtp=_TWO_DEPTHS, attention="fused")
-        reference = trained(model, groups, single(bench, groups, sequences))
+        model = layout.chunk(DENSE, mtp=_TWO_DEPTHS, attention="fused")
+        reference = layout.trained(model, layout.single(sequences))
         model.zero_grad()
-        return gap(trained(model, groups, [packed(bench, groups, sequences, multiple=8)]), reference)
+        return gap(layout.trained(model, [layout.packed(sequences, multiple=8)]), reference)
 
 
 def recomputed(bench: Bench) -> float:
     """Layers that are computed again, on packed and on unpacked input, against layers that are kept."""
     sequences = texts((12, 24, 6))
     gaps = []
-    with bench.layout() as groups:
-        for batches in ([packed(bench, groups, sequences, multiple=1)], single(bench, groups, sequences)):
+    with bench.layout() as layout:
+        for batches in ([layout.packed(sequences, multiple=1)], layout.single(sequences)):
             kept, again = (
-                trained(chunk(bench, groups, DENSE, mtp={"layers": 1}, recompute=how), groups, batches)
+                layout.trained(layout.chunk(DENSE, mtp={"layers": 1}, recompute=how), batches)
                 for how in (None, {"granularity": "full"})
             )
             gaps.append(gap(again, kept))
@@ -103,10 +84,10 @@ def recomputed(bench: Bench) -> float:
 
 def zero_layers(bench: Bench) -> float:
     """Logits of a model that is configured with 0 layers, against one that is configured with none."""
-    with bench.layout() as groups:
-        batch = two_rows(bench, groups)
-        reference = _logits(chunk(bench, groups, DENSE), batch)
-        zero = chunk(bench, groups, DENSE, {"mtp_num_layers": 0})
+    with bench.layout() as layout:
+        batch = layout.two_rows()
+        reference = _logits(layout.chunk(DENSE), batch)
+        zero = layout.chunk(DENSE, {"mtp_num_layers": 0})
         return gap({"logits": _logits(zero, batch)}, {"logits": reference})
 
 
@@ -115,10 +96,10 @@ def without_labels(bench: Bench) -> float:
 
     In training and in evaluation, with its gradients, which there must not be.
     """
-    with bench.layout() as groups:
-        batch = two_rows(bench, groups)
-        reference = {"logits": _logits(chunk(bench, groups, DENSE), batch)}
-        model = chunk(bench, groups, DENSE, mtp={"layers": 1})
+    with bench.layout() as layout:
+        batch = layout.two_rows()
+        reference = {"logits": _logits(layout.chunk(DENSE), batch)}
+        model = layout.chunk(DENSE, mtp={"layers": 1})
         ran: list[float] = []
         model.mtp.register_forward_hook(lambda *_: ran.append(1.0))
         gaps = []
@@ -139,11 +120,11 @@ def _logits(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 def whole_embeddings(bench: Bench) -> float:
     """Prediction layers behind an embedding that shares nothing out, against one that does, on two ranks."""
-    with bench.layout(tp=2) as groups:
-        batch = two_rows(bench, groups)
+    with bench.layout(tp=2) as layout:
+        batch = layout.two_rows()
         seen = []
         for whole in (True, False):
-            model = chunk(bench, groups, DENSE, mtp={"layers": 2})
+            model = layout.chunk(DENSE, mtp={"layers": 2})
             embedding = model.embedding
             given = embedding(batch.ids, batch.positions).detach()
             if whole:
@@ -151,7 +132,7 @@ def whole_embeddings(bench: Bench) -> float:
                 embedding.word_embeddings.reduce_scatter_embeddings = False
             loss = run(model, batch, decoder_input=given)
             loss.backward()
-            seen.append({"loss": loss.detach(), **gradients(model, groups)})
+            seen.append({"loss": loss.detach(), **layout.gradients(model)})
         return gap(*seen)
 
 
@@ -161,17 +142,17 @@ def packed_positions(bench: Bench) -> float:
     sequences = texts(lengths)
     generator = torch.Generator().manual_seed(9)
     positions = [torch.randint(0, 40, (3, 1, n), generator=generator).to(bench.device) for n in lengths]
-    with bench.layout() as groups:
-        alone = zip(single(bench, groups, sequences), positions, strict=True)
+    with bench.layout() as layout:
+        alone = zip(layout.single(sequences), positions, strict=True)
         batches = [replace(batch, positions=of) for batch, of in alone]
-        reference = trained(_multimodal(bench, groups), groups, batches)
-    with bench.layout(cp=2) as groups:
+        reference = layout.trained(_multimodal(layout), batches)
+    with bench.layout(cp=2) as layout:
         padded = [torch.nn.functional.pad(of, (0, -of.shape[-1] % multiple)) for of in positions]
-        batch = replace(packed(bench, groups, sequences, multiple), positions=torch.cat(padded, -1))
-        return gap(trained(_multimodal(bench, groups), groups, [batch]), reference)
+        batch = replace(layout.packed(sequences, multiple), positions=torch.cat(padded, -1))
+        return gap(layout.trained(_multimodal(layout), [batch]), reference)
 
 
-def _multimodal(bench: Bench, groups: Groups) -> torch.nn.Module:
-    model = chunk(bench, groups, DENSE)
+def _multimodal(layout: Layout) -> torch.nn.Module:
+    model = layout.chunk(DENSE)
     rotary.use_three_positions(model, (2, 3, 3), base=100)
     return model
