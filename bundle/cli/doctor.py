@@ -5,7 +5,7 @@ import json
 import typer
 
 from bundle.cli import options
-from bundle.environment import facts, image, machine, packages, sites
+from bundle.environment import facts, image, interpreters, machine, packages
 from bundle.environment.doctor import examine
 from bundle.environment.facts import Finding, Level
 from bundle.errors import ExitCode
@@ -23,7 +23,7 @@ def doctor(
     """Examine the machine and the installed packages; ends with 3 if something must be fixed first."""
     installed = packages.detect()
     found, findings = examine(machine.local(), installed, backend)
-    findings = (*findings, *hook.findings(sites.own()))
+    findings = (*findings, *hook.findings(interpreters.own_sites()))
     if as_json:
         built = image.own()
         report = {

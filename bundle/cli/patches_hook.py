@@ -7,7 +7,7 @@ import typer
 
 from bundle import files
 from bundle.cli import options
-from bundle.environment import interpreters, sites
+from bundle.environment import interpreters
 from bundle.environment.packages import Stack
 from bundle.patches import enabling, hook
 from bundle.patches import features as features_
@@ -37,7 +37,7 @@ def enable(
 ) -> None:
     """Have every program of an environment patched when it imports megatron.core."""
     words = Words(features_.named(features), tuple(vouch or ()), tuple(allow_drift or ()), backend)
-    at = sites.of(env or sys.executable)
+    at = interpreters.sites_of(env or sys.executable)
     stack = Stack(interpreters.search_path_of(at.python))
     said = ["there is no megatron-core here yet: programs that bring one are patched"]
     if stack.megatron.core is not None:
@@ -52,6 +52,6 @@ def enable(
 
 def disable(env: Environment = "") -> None:
     """Take away what `enable` has put into an environment."""
-    at = sites.of(env or sys.executable)
+    at = interpreters.sites_of(env or sys.executable)
     gone = hook.remove(at)
     print(f"{'removed' if gone else 'not there'}: {files.printable(at.own / hook.NAME)}")

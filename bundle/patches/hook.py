@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bundle import digest, files
 from bundle.environment.facts import Finding, ok, warn
-from bundle.environment.sites import Sites
+from bundle.environment.interpreters import Sites
 from bundle.errors import EnvironmentUnfit, PatchError
 from bundle.patches import applying
 from bundle.patches.enabling import enable
