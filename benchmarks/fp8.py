@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bundle.backends.cuda import load_libraries
-from bundle.capabilities import CUDA
+from bundle.capabilities.cuda import CUDA
 from bundle.recipe.model import FP8
 
 if torch.cuda.is_available():

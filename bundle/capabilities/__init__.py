@@ -3,38 +3,209 @@
 Everything that may be known about a backend without torch; `backends` holds what needs it.
 """
 
-from bundle.capabilities.ascend import ASCEND
-from bundle.capabilities.capabilities import (
-    AttentionKernel,
-    Capabilities,
-    Choice,
-    LayerTraits,
-    Mask,
-    Peak,
-    Variable,
-)
-from bundle.capabilities.cpu import CPU, LOCAL
-from bundle.capabilities.cuda import CUDA, TRANSFORMER_ENGINE
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-__all__ = [
-    "ASCEND",
-    "CPU",
-    "CUDA",
-    "LOCAL",
-    "TRANSFORMER_ENGINE",
-    "AttentionKernel",
-    "Capabilities",
-    "Choice",
-    "LayerTraits",
-    "Mask",
-    "Peak",
-    "Variable",
-    "of",
-]
+from bundle.fp8 import Format, Scaling
 
-_BACKENDS = {can.backend: can for can in (CPU, CUDA, ASCEND)}
+if TYPE_CHECKING:
+    from bundle.recipe import Recipe  # data about a backend is read without reading recipes
+
+HeadDims = Literal["equal", "v<=qk", "any"]
+MaskForm = Literal["none", "valid"]
+
+
+class LayerTraits(NamedTuple):
+    """What a backend builds its layers and its optimizer from, as far as tensors and memory depend on it."""
+
+    fused_norms: bool  # the norm before a projection is part of that projection
+    grouped_experts: bool  # one module for the first matrices of all local experts, one for the second
+    fused_kernels: bool  # norms, the gate and attention keep only what their own backward kernel reads
+    fused_loss: bool  # one kernel, which makes an fp32 copy of the logits, where torch works in place
+    adam_counters: bool  # the optimizer keeps a step count with every tensor
+    source: str
+
+
+class AttentionKernel(NamedTuple):
+    """One value of the recipe's `attention`, and its contract."""
+
+    name: str  # flash, fused or unfused
+    what: str  # the code that runs
+    head_dims: dict[str, HeadDims]  # by layout: how the head dims of query-key and value may differ
+    source: str
+    layouts: tuple[str, ...] = ("thd", "bshd")
+    max_head_dim: int | None = None
+    masks: tuple[str, ...] = ("causal", "padding_causal", "padding", "no_mask")
+    dtypes: tuple[str, ...] = ("bf16",)
+    context_parallel: bool = True
+
+    def against(self, recipe: "Recipe") -> list[str]:
+        """Why this kernel does not take the attention of a job, all reasons; empty if it does."""
+        width, value_width = recipe.architecture.head_dims
+        layout = "thd" if recipe.data.packed else "bshd"
+        if layout == "thd" and self.head_dims.get(layout) == "equal":
+            value_width = width  # megatron-core pads the values from 0.18, and a patch does before
+        reasons = self.refusals(layout=layout, mask="causal", qk_head_dim=width, v_head_dim=value_width)
+        found = [f"{why} ({self.source})" for why in reasons]
+        if recipe.model.dtype not in self.dtypes:
+            offered = ", ".join(self.dtypes)
+            found.append(f"{self.name} takes {offered}, and model.dtype is {recipe.model.dtype}")
+        if recipe.parallel.cp > 1 and not self.context_parallel:
+            found.append(f"{self.name} has no context parallelism, and parallel.cp is {recipe.parallel.cp}")
+        return found
+
+    def refusals(self, *, layout: str, mask: str, qk_head_dim: int, v_head_dim: int) -> tuple[str, ...]:
+        """Why this kernel does not take such an attention, all reasons; empty if it does."""
+        dims = f"query and key heads of {qk_head_dim} and value heads of {v_head_dim}"
+        if layout not in self.layouts:
+            return (
+                f"{self.name} attention does not take {layout} input; it takes {' and '.join(self.layouts)}",
+            )
+        found = []
+        if mask not in self.masks:
+            found.append(f"{self.name} attention takes no {mask} mask; it takes {', '.join(self.masks)}")
+        rule = self.head_dims[layout]
+        if (rule == "equal" and qk_head_dim != v_head_dim) or (rule == "v<=qk" and v_head_dim > qk_head_dim):
+            need = "of one size" if rule == "equal" else "with values no wider than keys"
+            found.append(f"{self.name} attention wants {layout} heads {need}, but got {dims}")
+        if self.max_head_dim is not None and max(qk_head_dim, v_head_dim) > self.max_head_dim:
+            found.append(f"{self.name} attention takes heads up to {self.max_head_dim}, but got {dims}")
+        return tuple(found)
+
+
+class Fp8Scaling(NamedTuple):
+    """One FP8 scaling that a backend offers."""
+
+    name: Scaling
+    formats: tuple[Format, ...]
+    needs: str  # the device that it takes, in words
+    runs_on: Callable[[str], bool]  # of the device's generation (hardware.Device.generation)
+    source: str
+
+
+class Peak(NamedTuple):
+    """The highest rate of dense matrix products of a device, as its vendor has it."""
+
+    device: str  # as its driver names it (hardware.Device.name)
+    bf16: float  # FLOP/s
+    source: str
+
+
+class Variable(NamedTuple):
+    """An environment variable of every rank, and why it has this value."""
+
+    name: str
+    value: str
+    why: str
+    when: frozenset[str] = frozenset()  # features of the recipe, all of them
+
+
+class Mask(NamedTuple):
+    """The mask that a model is given: none, or valid: bool [b, s] over whole sequences, True = token.
+
+    What post-processing reads is another matter (sequences.masks.Masks), and so is what a kernel is given.
+    """
+
+    model: Literal["text", "vlm"]
+    layout: Literal["thd", "bshd"]
+    form: MaskForm
+    why: str
+
+
+class Choice(NamedTuple):
+    """What `auto` stands for, and why."""
+
+    value: str
+    why: str
+
+
+class Preference(NamedTuple):
+    """A kernel that `auto` stands for in some jobs on some devices, where others take them too."""
+
+    kernel: str
+    where: "Callable[[Recipe, str | None], bool]"  # of the job and the device's generation; None: not known
+    why: str
+
+
+class Capabilities(NamedTuple):
+    """Everything that the rest of the bundle may know about a backend without torch."""
+
+    backend: str
+    device: str  # torch's name of the device type
+    collectives: str  # torch.distributed's name of the library
+    layers: LayerTraits
+    kernels: tuple[AttentionKernel, ...]
+    auto_attention: Choice
+    fp8: tuple[Fp8Scaling, ...]
+    masks: tuple[Mask, ...]
+    environment: tuple[Variable, ...]
+    preferred: tuple[Preference, ...] = ()
+    peaks: tuple[Peak, ...] = ()  # of the devices whose rate somebody read
+    refusal: str | None = None  # why nothing can be trained on it
+
+    def kernel(self, name: str) -> AttentionKernel:
+        """The attention kernel of that name; `auto`: the one that is taken where nobody chooses."""
+        wanted = self.auto_attention.value if name == "auto" else name
+        return next(kernel for kernel in self.kernels if kernel.name == wanted)
+
+    def attention(self, recipe: "Recipe", generation: str | None) -> Choice:
+        """The kernel that a job gets on such a device, which its plan says and its ranks are given.
+
+        `auto` is the only kernel that takes the job, where there is only one, then a preferred one, then the
+        backend's choice: on cuda `auto` itself, see `attention_refusals` for jobs that no kernel takes.
+        """
+        if recipe.model.attention != "auto":
+            return Choice(recipe.model.attention, "the recipe says so")
+        fit = [kernel.name for kernel in self.kernels if not kernel.against(recipe)]
+        if len(fit) == 1:
+            return Choice(fit[0], "no other takes this job")
+        found = (p for p in self.preferred if p.kernel in fit and p.where(recipe, generation))
+        return next((Choice(p.kernel, p.why) for p in found), self.auto_attention)
+
+    def attention_refusals(self, recipe: "Recipe") -> list[str]:
+        """Why the kernel that is asked for does not take this job; with `auto`, why none of them does."""
+        wanted = recipe.model.attention
+        asked = [kernel for kernel in self.kernels if wanted in ("auto", kernel.name)]
+        if not asked:
+            offered = ", ".join(kernel.name for kernel in self.kernels)
+            return [f"{self.backend} has no {wanted} kernel; it has {offered}"]
+        against = [kernel.against(recipe) for kernel in asked]
+        return [why for reasons in against for why in reasons] if all(against) else []
+
+    def mask(self, model: str, layout: str) -> Mask:
+        """The mask that a model of this kind takes in this layout."""
+        return next(mask for mask in self.masks if (mask.model, mask.layout) == (model, layout))
+
+    def fp8_refusal(self, scaling: Scaling, format: Format, generation: str | None) -> str | None:
+        """Why FP8 cannot be had like this; None if it can. `generation` None: the device is not known."""
+        offered = {option.name: option for option in self.fp8}
+        option = offered.get(scaling)
+        if option is None:
+            return f"{self.backend} has no {scaling} FP8 scaling; it has {', '.join(offered)}"
+        if format not in option.formats:
+            return f"{scaling} FP8 has no format {format}; it has {', '.join(option.formats)}"
+        if generation is not None and not option.runs_on(generation):
+            return f"{scaling} FP8 needs {option.needs}; this device is {generation} ({option.source})"
+        return None
+
+    def peak(self, device: str) -> Peak | None:
+        """The highest rate of the device of that name; None where nobody read it."""
+        return next((peak for peak in self.peaks if peak.device == device), None)
+
+    def variables(self, features: frozenset[str]) -> tuple[Variable, ...]:
+        """The environment of a rank of a job with these features."""
+        return tuple(variable for variable in self.environment if variable.when <= features)
+
+
+def connections(why: str) -> Variable:
+    """CUDA_DEVICE_MAX_CONNECTIONS=1, which megatron asks for on every device."""
+    return Variable("CUDA_DEVICE_MAX_CONNECTIONS", "1", why)
 
 
 def of(backend: str) -> Capabilities:
     """What a backend (cpu, cuda, ascend) offers."""
-    return _BACKENDS[backend]
+    from bundle.capabilities.ascend import ASCEND
+    from bundle.capabilities.cpu import CPU
+    from bundle.capabilities.cuda import CUDA
+
+    return next(can for can in (CPU, CUDA, ASCEND) if can.backend == backend)

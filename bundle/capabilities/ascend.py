@@ -1,6 +1,6 @@
 """What the ascend backend offers: npu_fusion_attention, MindSpeed's FP8 on Atlas A5, HCCL. Read, not run."""
 
-from bundle.capabilities.capabilities import (
+from bundle.capabilities import (
     AttentionKernel,
     Capabilities,
     Choice,

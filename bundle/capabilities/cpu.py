@@ -1,6 +1,6 @@
 """What the cpu backend offers: every layout over gloo, with the refusals of Transformer Engine's kernels."""
 
-from bundle.capabilities.capabilities import (
+from bundle.capabilities import (
     Capabilities,
     Choice,
     Fp8Scaling,

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from bundle.capabilities.capabilities import (
+from bundle.capabilities import (
     AttentionKernel,
     Capabilities,
     Choice,

@@ -26,7 +26,8 @@ from typing import NamedTuple
 
 from bundle.architectures import Architecture, padded_vocabulary, transformer_engine
 from bundle.architectures.tensors import Cut, Tensor, Tensors, cut, is_buffer, is_expert
-from bundle.capabilities import LOCAL, LayerTraits
+from bundle.capabilities import LayerTraits
+from bundle.capabilities.cpu import LOCAL
 from bundle.planning.layout import Chunk, whole_model
 from bundle.recipe import Parallel, Recipe
 from bundle.recipe.sections import Optimizer

@@ -4,7 +4,10 @@ from typing import Any
 
 import pytest
 
-from bundle.capabilities import ASCEND, CPU, CUDA, Capabilities
+from bundle.capabilities import Capabilities
+from bundle.capabilities.ascend import ASCEND
+from bundle.capabilities.cpu import CPU
+from bundle.capabilities.cuda import CUDA
 from bundle.environment.hardware import NAMES, preset
 from bundle.fp8 import SCALINGS
 

@@ -13,7 +13,8 @@ def test_without_cann_importing_torch_itself_fails():
 
 
 def test_what_the_other_backends_set_keeps_it_out():
-    from bundle.capabilities import CPU, CUDA
+    from bundle.capabilities.cpu import CPU
+    from bundle.capabilities.cuda import CUDA
 
     for backend in (CPU, CUDA):
         variables = {variable.name: variable.value for variable in backend.environment}

@@ -6,7 +6,7 @@ import json
 import pytest
 from packaging.version import Version
 
-from bundle.capabilities import LOCAL
+from bundle.capabilities.cpu import LOCAL
 from bundle.planning.activations import activations
 from bundle.planning.code import MegatronCode
 from bundle.planning.layout import rank_layout

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from bundle.capabilities import TRANSFORMER_ENGINE
+from bundle.capabilities.cuda import TRANSFORMER_ENGINE
 from bundle.planning.activations import activations
 from bundle.planning.code import MegatronCode
 from bundle.planning.layout import rank_layout

@@ -2,7 +2,7 @@
 
 from packaging.version import Version
 
-from bundle.capabilities import LOCAL
+from bundle.capabilities.cpu import LOCAL
 from bundle.planning.activations import LayerBytes
 from bundle.planning.code import MegatronCode
 from tests.planning.jobs import DEEPSEEK, QWEN3, job

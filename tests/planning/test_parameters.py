@@ -6,7 +6,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from bundle.architectures import padded_vocabulary
-from bundle.capabilities import LOCAL, TRANSFORMER_ENGINE
+from bundle.capabilities.cpu import LOCAL
+from bundle.capabilities.cuda import TRANSFORMER_ENGINE
 from bundle.planning.layout import rank_layout
 from bundle.planning.size import parameters
 from tests.planning.jobs import DEEPSEEK, QWEN2_TIED, QWEN3, job

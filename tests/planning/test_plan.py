@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from bundle.capabilities import ASCEND, CUDA
+from bundle.capabilities.ascend import ASCEND
+from bundle.capabilities.cuda import CUDA
 from bundle.environment.hardware import detect, preset
 from bundle.errors import EnvironmentUnfit, ExitCode, UsageError
 from bundle.patches import Action, Decision, Presence

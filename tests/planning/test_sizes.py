@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
 
-from bundle.capabilities import LOCAL
+from bundle.capabilities.cpu import LOCAL
 from bundle.environment.hardware import preset
 from bundle.errors import ExitCode, UsageError
 from bundle.planning.code import MegatronCode

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bundle.capabilities import ASCEND
+from bundle.capabilities.ascend import ASCEND
 from bundle.errors import BundleError
 from bundle.planning import plan_for
 from bundle.recipe.alignment import Alignment

@@ -5,7 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bundle.capabilities import ASCEND, CPU, CUDA
+from bundle.capabilities.ascend import ASCEND
+from bundle.capabilities.cpu import CPU
+from bundle.capabilities.cuda import CUDA
 from bundle.recipe.alignment import Alignment
 from bundle.sequences.packing import Packing, masks
 from tests.sequences.strategies import ALIGNMENTS

@@ -7,7 +7,8 @@ with it: [2, 38] against [2, 128].
 import pytest
 import torch
 
-from bundle.capabilities import ASCEND, CUDA
+from bundle.capabilities.ascend import ASCEND
+from bundle.capabilities.cuda import CUDA
 from bundle.recipe.alignment import Alignment
 from bundle.sequences.packing import Packing, masks
 

@@ -2,7 +2,7 @@
 
 from typing import NoReturn
 
-from bundle.capabilities import ASCEND
+from bundle.capabilities.ascend import ASCEND
 from bundle.errors import EnvironmentUnfit
 
 

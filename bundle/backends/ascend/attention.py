@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from bundle.backends import core_attention
-from bundle.capabilities import ASCEND, AttentionKernel
+from bundle.capabilities import AttentionKernel
+from bundle.capabilities.ascend import ASCEND
 from bundle.errors import EnvironmentUnfit, JobFailed, UsageError
 from bundle.mcore.packed import on_host
 

@@ -17,7 +17,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from bundle.backends import core_attention
-from bundle.capabilities import CPU, AttentionKernel
+from bundle.capabilities import AttentionKernel
+from bundle.capabilities.cpu import CPU
 from bundle.errors import JobFailed
 from bundle.sequences.rows import ramp, runs_of, starts
 

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from bundle.backends.cpu.attention import CoreAttention
 from bundle.backends.cpu.emulation import megatron_calls
 from bundle.backends.cpu.layers import DuplicatedLinear, Norm, in_fp8
-from bundle.capabilities import CPU
+from bundle.capabilities.cpu import CPU
 from bundle.errors import UsageError
 from bundle.mcore import gpt
 from bundle.recipe import Recipe

@@ -10,7 +10,7 @@ from megatron.core.enums import Fp8Recipe
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from bundle.capabilities import CUDA
+from bundle.capabilities.cuda import CUDA
 from bundle.errors import EnvironmentUnfit, UsageError
 from bundle.mcore import accepts, gpt
 from bundle.recipe import Recipe

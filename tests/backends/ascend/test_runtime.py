@@ -3,7 +3,7 @@
 import pytest
 
 from bundle import backends
-from bundle.capabilities import ASCEND
+from bundle.capabilities.ascend import ASCEND
 from bundle.errors import EnvironmentUnfit
 
 
