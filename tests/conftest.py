@@ -14,6 +14,7 @@ from packaging.version import Version
 from bundle.environment.packages import detect
 from tests.matrix.fetch import newest_of_each_minor
 from tests.must_have import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401 - hooks
+from tests.record import proven, pytest_addoption, pytest_configure  # noqa: F401 - hooks
 from tests.world import Core, World
 
 # A busy machine is no failure: the time of an example says nothing about the code.

@@ -20,7 +20,9 @@ from pathlib import Path
 from benchmarks.gpu.cases import CURVES, LAYOUTS, SPEEDS, Case, plan_of
 from benchmarks.gpu.run import Run, read
 from benchmarks.gpu.verdicts import judge
+from bundle.environment import compatibility, hardware, packages
 from bundle.errors import BundleError
+from bundle.files import write_json
 from bundle.launch import torchrun
 from bundle.launch.rendezvous import discover
 from bundle.launch.torchrun import Command
@@ -55,7 +57,14 @@ def main() -> int:
     for case, _ in large:
         if case.name in runs:
             print(speed(runs[case.name]))
-    return 0 if all(verdict.holds for verdict in verdicts) and len(runs) == len(done) else 1
+    good = all(verdict.holds for verdict in verdicts) and len(runs) == len(done)
+    if good and verdicts:
+        claims = [f"{verdict.claim}: {verdict.seen}" for verdict in verdicts]
+        device = hardware.detect("cuda").devices[0].name
+        command = " ".join(["python -m benchmarks.gpu", *sys.argv[1:]])
+        seen = compatibility.observed(packages.detect(), "cuda", device, claims, command)
+        write_json(options.results / "combination.json", {"combination": seen.model_dump(mode="json")})
+    return 0 if good else 1
 
 
 def start(jobs: Iterable[tuple[Case, str]], results: Path, together: int) -> list[Run | None]:

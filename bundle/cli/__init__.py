@@ -22,6 +22,7 @@ VERBS: dict[str, str] = {
     "check": "What the data of a job comes to: counts, epochs, and samples with their loss masks.",
     "report": "One page about a run, or several side by side: curves, plan, patches.",
     "doctor": "Can this machine run a job? What is wrong, why, and what to do.",
+    "resolve": "Versions that were seen together, as constraints for pip.",
     "patches": "Which patches does this megatron-core need, and why?",
 }
 

@@ -71,7 +71,7 @@ def verify(
     as_json: options.JSON = False,
 ) -> None:
     """Prove patches in child processes; ends with 4 if one does not do what it is for."""
-    from bundle.environment import hardware
+    from bundle.environment import compatibility, hardware
     from bundle.verification import Status
     from bundle.verification import verify as run
 
@@ -81,10 +81,20 @@ def verify(
         results.append(result)
         if not as_json:
             print(f"{result.status:<19}{result.patch:<42}{result.reason}", flush=True)
+    failed = any(result.status is Status.FAILED for result in results)
     if as_json:
         rows = [result.as_json() for result in results]
-        print(json.dumps({"schema": 1, "backend": found.backend, "results": rows}, indent=2))
-    if any(result.status is Status.FAILED for result in results):
+        proven = ", ".join(result.patch for result in results if result.status is Status.PROVEN)
+        seen: dict[str, Any] = {"combination": None}  # for docs/compatibility.md
+        if proven and not failed:
+            device = found.devices[0].name if found.devices else found.backend
+            command = " ".join(["mcore-bundle patches verify", *(ids or ()), "--backend", found.backend])
+            combination = compatibility.observed(
+                packages.detect(), found.backend, device, [f"patches {proven}"], command
+            )
+            seen["combination"] = combination.model_dump(mode="json")
+        print(json.dumps({"schema": 1, "backend": found.backend, "results": rows, **seen}, indent=2))
+    if failed:
         raise typer.Exit(int(ExitCode.PATCHES))
 
 

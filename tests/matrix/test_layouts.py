@@ -66,9 +66,10 @@ def test_oldest_and_newest_minor(release_trees, which):
 
 @pytest.mark.matrix
 @pytest.mark.world
-def test_every_minor(release_trees):
+def test_every_minor(release_trees, proven):
     for version in newest_of_each_minor(release_trees):
         check(version, release_trees[version])
+        proven("every layout trains as one process does", core=version)
 
 
 def newest_of_each_minor(trees: dict[str, Path]) -> list[str]:

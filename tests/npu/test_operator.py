@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from bundle.environment.compatibility import EMULATED
 from tests.backends.ascend.contract import SCHEMA, npu_fusion_attention
 from tests.npu.child import answer, child
 from tests.npu.refusing import answers
@@ -39,11 +40,12 @@ def test_the_real_shape_function_checks_nothing(real):
     assert real["wrong mask"] == "taken"
 
 
-def test_our_call_goes_through_the_real_schema():
+def test_our_call_goes_through_the_real_schema(proven):
     """Every argument by the name and the type that torch_npu declares; the result is the emulated one."""
     program = """
 import torch
 from bundle.backends.ascend.attention import Rows, fused, kernel_inputs
+from bundle.environment.compatibility import EMULATED
 from tests.backends.ascend.contract import registered
 library = registered()
 torch.manual_seed(0)
@@ -67,6 +69,7 @@ close = all(torch.allclose(a, b, atol=1e-4) for a, b in zip(*gradients))
 print(torch.allclose(out, want, atol=1e-5), close, torch.allclose(square, plain, atol=1e-5))
 """
     assert answer(program) == "True True True"
+    proven("attention is called by torch-npu's own schema", backend="ascend", device=EMULATED)
 
 
 def test_without_torch_npu_the_bundle_says_so():

@@ -4,9 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version as installed_version
 
 import pytest
 
+from bundle.environment.compatibility import Combination
 from bundle.errors import UsageError
 from bundle.patches.catalogue import PATCHES
 from bundle.verification import CHECKS, Status, decide, needed, verify
@@ -58,6 +60,10 @@ def test_the_command_proves_and_prints_json():
     report = json.loads(result.stdout)
     assert (report["schema"], report["backend"]) == (1, "cpu")
     assert [(row["id"], row["status"]) for row in report["results"]] == [("recompute-reclaim", "proven")]
+    seen = Combination.model_validate_json(json.dumps(report["combination"]))
+    assert seen.proven == ("patches recompute-reclaim",) and seen.packages["torch"] == installed_version(
+        "torch"
+    )
 
 
 @pytest.mark.world
@@ -79,9 +85,10 @@ def test_a_failed_check_ends_the_command_with_the_code_of_patches(tmp_path):
 
 @pytest.mark.matrix
 @pytest.mark.world
-def test_every_release(release_trees):
+def test_every_release(release_trees, proven):
     wrong = {}
     for version, tree in release_trees.items():
         if found := not_proven(verify("cpu", tree=tree)):
             wrong[version] = found
+        proven("every patch that the release needs", core=version)
     assert not wrong

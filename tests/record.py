@@ -1,0 +1,68 @@
+"""`pytest --record FILE`: what the tests have proven in which versions, for docs/compatibility.md.
+
+A test that takes the fixture `proven` says it; the file is written where no test failed.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bundle.environment import compatibility, packages
+
+Proven = Callable[..., None]
+_PROPERTY = "proven"
+_SAID: pytest.StashKey[dict[tuple[str, str, str | None], list[str]]] = pytest.StashKey()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", metavar="FILE", help="write what was proven in which versions")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_SAID] = {}
+    config.pluginmanager.register(_Recorder(config), "record")
+
+
+@pytest.fixture
+def proven(record_property: Callable[[str, object], None]) -> Proven:
+    """Says what this test proves where it passes; `core` is a megatron-core beside the installed one."""
+
+    def say(what: str, *, core: str | None = None, backend: str = "cpu", device: str = "cpu") -> None:
+        record_property(_PROPERTY, (backend, device, core, what))
+
+    return say
+
+
+class _Recorder:
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        for name, value in report.user_properties if report.when == "call" and report.passed else ():
+            if name == _PROPERTY and isinstance(value, tuple):
+                *where, what = value
+                whats = self._config.stash[_SAID].setdefault(tuple(where), [])
+                whats += [what] if what not in whats else []
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        file, said = self._config.getoption("--record"), self._config.stash[_SAID]
+        if not file or exitstatus != pytest.ExitCode.OK:
+            return
+        words = [str(word) for word in self._config.invocation_params.args]
+        command = " ".join(["python -m pytest", *_without_record(words)])
+        here = packages.detect()
+        rows = [
+            compatibility.observed(here, backend, device, whats, command, core=core).model_dump(mode="json")
+            for (backend, device, core), whats in said.items()
+        ]
+        Path(file).write_text(json.dumps({"combinations": rows}))
+
+
+def _without_record(words: list[str]) -> list[str]:
+    kept = [word for word in words if not word.startswith("--record=")]
+    if "--record" in kept:
+        at = kept.index("--record")
+        del kept[at : at + 2]
+    return kept

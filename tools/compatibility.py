@@ -1,0 +1,188 @@
+"""The table of versions that were seen together, bundle/environment/compatibility.json, and its page.
+
+`add` takes what runs have written (`pytest --record`, `patches verify --json`, `benchmarks.gpu`); what images
+pin is read from docker-bake.json. docs/compatibility.md: `python -m tools.compatibility page`.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from packaging.version import Version
+
+from bundle import files
+from bundle.environment import compatibility
+from bundle.environment.compatibility import FILE, PYTHON, Combination, Pinned, Table
+from bundle.errors import UsageError
+from tools.command import run
+from tools.images.definition import Definition
+from tools.images.definition import load as load_definition
+from tools.markdown import table
+
+_CORE = "megatron-core"
+_INTRODUCTION = """\
+# Versions that were seen together
+
+Made from `bundle/environment/compatibility.json` by `python -m tools.compatibility page`; a test compares. A
+row is what a command ran in; nothing stands here because it ought to work. Where it names no commit it is
+what the linked page says, on the day when that was written.
+
+```console
+$ mcore-bundle resolve --mcore 0.16 --backend cuda
+```
+
+prints the best row as a file of constraints for pip, each pin with its reason: the newest release that was
+asked for, on a device rather than emulated, the latest run. It ends with 0; with 2 for a version or a backend
+that is none; and with 3, no constraints printed, where such versions were never seen together: then it names
+the nearest. `--json` gives all of it as data.
+"""
+_IMAGES = """\
+## What images pin
+
+What `docker-bake.json` pins and no row above has beside its megatron-core was not proven.
+"""
+_ADDING = """\
+## Adding to it
+
+Each of these commands writes down what it ran in; the first and the second only where nothing failed:
+
+```sh
+python -m pytest -m matrix --record matrix.json
+python -m tests.npu --record npu.json
+mcore-bundle patches verify --json > verify.json
+python -m benchmarks.gpu --results DIRECTORY        # DIRECTORY/combination.json
+python -m tools.compatibility add matrix.json ...
+python -m tools.compatibility page > docs/compatibility.md
+```
+"""
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False, no_args_is_help=True, help=__doc__)
+
+
+@app.command()
+def add(
+    records: Annotated[
+        list[Path] | None, typer.Argument(help="JSON of runs; without any, only docker-bake.json is read.")
+    ] = None,
+) -> None:
+    """Put what runs have written into the table; a command's row of the same versions is replaced."""
+    known = compatibility.parse(FILE.read_text("utf-8"), FILE.name) if FILE.exists() else None
+    rows = {_key(row): row for row in known.combinations} if known else {}
+    for file in records or ():
+        rows |= {_key(row): row for row in recorded(file)}
+    write(FILE, rows.values(), load_definition(Path.cwd()))
+
+
+@app.command()
+def page() -> None:
+    """Print docs/compatibility.md."""
+    print(markdown(compatibility.load()), end="")
+
+
+def recorded(file: Path) -> list[Combination]:
+    """The combinations in what a run wrote. Raises UsageError."""
+    try:
+        document = json.loads(files.content(file, 1 << 24))
+        rows = document.get("combinations") or [document["combination"]]
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise UsageError(f"{file}: no record of a run: {error!r}") from None
+    return list(compatibility.parse(json.dumps(_document(rows, ())), str(file)).combinations)
+
+
+def write(file: Path, rows: Iterable[Combination], definition: Definition) -> None:
+    """Writes the table, in the order of backends and releases, with what the images pin."""
+    ordered = sorted(
+        rows, key=lambda row: (row.backend, Version(row.packages[_CORE]), row.device, row.command)
+    )
+    seen = compatibility.parse(json.dumps(_document([_plain(row) for row in ordered], ())), "what was seen")
+    document = _document([_plain(row) for row in ordered], map(_plain, pinned(definition, seen)))
+    compatibility.parse(json.dumps(document), file.name)
+    files.write_text(file, json.dumps(document, indent=1) + "\n")
+
+
+def pinned(definition: Definition, seen: Table) -> Iterable[Pinned]:
+    """What each stack's images pin, and which of it was never seen beside its megatron-core."""
+    for name, stack in definition.stacks.items():
+        (python,) = {base.python for base in definition.bases_of(name).values()}
+        packages = {**{package: pin.version for package, pin in stack.pins.items()}, PYTHON: python}
+        core = packages[_CORE]
+        unproven = tuple(
+            package
+            for package, version in packages.items()
+            if package != _CORE and not seen.proves(stack.backend, package, version, core)
+        )
+        yield Pinned(stack=name, backend=stack.backend, packages=packages, unproven=unproven)
+
+
+def markdown(of: Table) -> str:
+    """The text of docs/compatibility.md."""
+    core = (_CORE, "transformer-engine", "torch", PYTHON)
+    head = (
+        "backend",
+        "megatron-core",
+        "Transformer Engine",
+        "torch",
+        "Python",
+        "beside them",
+        "where",
+        "proven",
+    )
+    rows = []
+    for row in of.combinations:
+        beside = [f"{name} {version}" for name, version in row.packages.items() if name not in core]
+        where = f"[{row.source}](../{row.source})" if row.source else row.commit[:7]
+        ran = ", ".join(filter(None, (f"`{row.command}`", str(row.date), where)))
+        proven = f"{'; '.join(row.proven)} ({ran})"
+        versions = (row.packages.get(name, "-") for name in core)
+        rows.append((row.backend, *versions, ", ".join(beside) or "-", row.device, proven))
+    images = (
+        (f"`{image.stack}`", ", ".join(f"{name} {version}" for name, version in image.packages.items()),
+         ", ".join(image.unproven) or "nothing")
+        for image in of.images
+    )  # fmt: skip
+    return (
+        "\n".join(
+            [
+                _INTRODUCTION,
+                table(head, rows),
+                *(f"- {name} {', '.join(versions)}: {note}" for (name, note), versions in _notes(of).items()),
+                "",
+                _IMAGES,
+                table(("stack", "pins", "not proven beside its megatron-core"), images),
+                _ADDING,
+            ]
+        ).rstrip("\n")
+        + "\n"
+    )
+
+
+def _notes(of: Table) -> dict[tuple[str, str], list[str]]:
+    """(package, note) -> the versions that it is about."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in of.combinations:
+        for name, note in row.notes.items():
+            versions = found.setdefault((name, note), [])
+            versions += [row.packages[name]] if row.packages[name] not in versions else []
+    return found
+
+
+def _key(row: Combination) -> tuple[Any, ...]:
+    return row.backend, row.device, row.command, tuple(sorted(row.packages.items()))
+
+
+def _order(row: Combination) -> tuple[Any, ...]:
+    return row.backend, Version(row.packages[_CORE]), row.device, row.command
+
+
+def _plain(row: Combination | Pinned) -> dict[str, Any]:
+    return row.model_dump(mode="json", exclude_defaults=True)
+
+
+def _document(rows: Iterable[Any], images: Iterable[Any]) -> dict[str, Any]:
+    return {"schema": 1, "combinations": list(rows), "images": list(images)}
+
+
+if __name__ == "__main__":
+    run(app, "tools.compatibility")
