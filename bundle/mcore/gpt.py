@@ -28,7 +28,7 @@ from bundle.architectures import MLA, Architecture, MoE, padded_vocabulary
 from bundle.errors import EnvironmentUnfit
 from bundle.mcore import known, rotary
 from bundle.mcore.groups import Groups
-from bundle.recipe import Recipe
+from bundle.recipe import Parallel, Recipe
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -73,6 +73,8 @@ def transformer_config(recipe: Recipe, backend_options: Mapping[str, Any]) -> Tr
         "batch_p2p_comm": parallel.vpp is None,
         "overlap_p2p_comm": parallel.vpp is not None,
     }
+    if parallel.pp > 1:
+        options |= _uneven_stages(parallel)
     if parallel.cp > 1:
         options["cp_comm_type"] = "p2p"
     if architecture.mtp_layers:
@@ -94,6 +96,16 @@ def transformer_config(recipe: Recipe, backend_options: Mapping[str, Any]) -> Tr
         fused = bool(backend_options.get("apply_rope_fusion"))
         options |= _latent_attention(architecture, architecture.mla, fused=fused)
     return kind(**{**options, **backend_options})
+
+
+def _uneven_stages(parallel: Parallel) -> dict[str, Any]:
+    """The lengths of the end stages. Of two stages one says it all, and where both do megatron divides what
+    is left by the stages between, of which there are none (0.12; with interleaving, every release).
+    """
+    first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
+    if parallel.pp == 2 and first is not None:
+        last = None
+    return {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
 
 
 def _recompute(recompute: Any) -> dict[str, Any]:

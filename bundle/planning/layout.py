@@ -4,6 +4,7 @@ The order of ranks is megatron-core's default in every release from 0.12 to 0.19
 (parallel_state.RankGenerator), the layers of a stage as in transformer_block.get_num_layers_to_build.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -90,13 +91,15 @@ def rank_layout(recipe: Recipe, world: int) -> RankLayout:
     dense = _axes(("tp", parallel.tp), ("cp", parallel.cp), ("dp", dp), ("pp", parallel.pp))
     expert = _axes(("etp", parallel.etp), ("ep", parallel.ep), ("expert-dp", parallel.expert_dp(world)))
     microbatches = -(-recipe.train.global_batch_size // (recipe.train.micro_batch_size * dp))
-    stages = _stages(recipe.architecture, parallel.pp, parallel.vpp or 1)
+    lengths = parallel.layers_of_stages(recipe.architecture.num_layers)
+    assert lengths is not None, "the rules of a recipe have asked"
+    stages = _stages(recipe.architecture, lengths, parallel.vpp or 1)
     return RankLayout(world, (*dense, *expert), stages, microbatches)
 
 
 def whole_model(architecture: Architecture) -> Chunk:
     """All of a model as one chunk."""
-    ((chunk,),) = _stages(architecture, 1, 1)
+    ((chunk,),) = _stages(architecture, (architecture.num_layers,), 1)
     return chunk
 
 
@@ -108,16 +111,21 @@ def _axes(*sizes: tuple[str, int]) -> list[Axis]:
     return axes
 
 
-def _stages(architecture: Architecture, pp: int, rounds: int) -> tuple[tuple[Chunk, ...], ...]:
-    each = architecture.num_layers // (pp * rounds)
+def _stages(
+    architecture: Architecture, lengths: tuple[int, ...], rounds: int
+) -> tuple[tuple[Chunk, ...], ...]:
+    """The chunks of stages of so many layers: a round deals out a chunk of each stage."""
+    each = [length // rounds for length in lengths]
+    starts = [0, *itertools.accumulate(each)]
+    pp = len(lengths)
 
     def chunk(stage: int, index: int) -> Chunk:
-        first = (index * pp + stage) * each
+        first = index * starts[-1] + starts[stage]
         last = stage == pp - 1 and index == rounds - 1
         return Chunk(
             stage=stage,
             index=index,
-            layers=tuple(range(first, first + each)),
+            layers=tuple(range(first, first + each[stage])),
             embedding=stage == 0 and index == 0,
             head=last,
             mtp_layers=architecture.mtp_layers if last else 0,

@@ -1,10 +1,9 @@
 """What the sections of a recipe must agree on, as far as it can be said without a machine."""
 
-import math
 from collections.abc import Iterator
 
 from bundle.recipe.recipe import Recipe
-from bundle.recipe.sections import BYTE_VOCABULARY
+from bundle.recipe.sections import BYTE_VOCABULARY, Parallel
 
 # Experts of all layers, undivided: above any model known, and planned in a second or two.
 MOST_EXPERTS = 2**16
@@ -93,9 +92,36 @@ def _pipeline(recipe: Recipe) -> Iterator[Violation]:
         yield "parallel.vpp", "1 is no interleaving: use null"
     if parallel.vpp is not None and parallel.pp == 1:
         yield "parallel.vpp", "interleaves the chunks of pipeline stages: needs pp > 1"
+    ends = {
+        key: length
+        for key in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+        if (length := getattr(parallel, key)) is not None
+    }
+    if parallel.pp == 1:
+        for key in ends:
+            yield f"parallel.{key}", "there is one stage: needs pp > 1"
+    elif parallel.layers_of_stages(layers) is not None:
+        return
+    elif ends:
+        lengths = " and ".join(f"{length} in the {key.split('_')[3]}" for key, length in ends.items())
+        rest = f"{layers - sum(ends.values())} to the other {parallel.pp - len(ends)}"
+        of = f" of {parallel.vpp} chunks" if parallel.vpp else ""
+        for key in ends:
+            yield f"parallel.{key}", f"{lengths} of {parallel.pp} stages{of} leave {rest}, which cannot be"
+    else:
+        yield "parallel.pp", _undivided(parallel, layers)
+
+
+def _undivided(parallel: Parallel, layers: int) -> str:
+    """Why there are no equal stages, and a length of the last one with which the others are equal."""
     chunks = parallel.pp * (parallel.vpp or 1)
-    if layers % chunks:
-        yield "parallel.pp", f"pp x vpp = {chunks} does not divide num_hidden_layers {layers}"
+    said = f"pp x vpp = {chunks} does not divide num_hidden_layers {layers}"
+    key = "num_layers_in_last_pipeline_stage"
+    for others in (-(-layers // chunks), layers // chunks):
+        last = layers - others * (parallel.vpp or 1) * (parallel.pp - 1)
+        if last > 0 and parallel.model_copy(update={key: last}).layers_of_stages(layers):
+            return f"{said}: parallel.{key}: {last} makes the others equal"
+    return said
 
 
 def _sequences(recipe: Recipe) -> Iterator[Violation]:
@@ -138,9 +164,9 @@ def _recomputation(recipe: Recipe) -> Iterator[Violation]:
     if recompute.granularity == "full":
         if recompute.modules:
             yield "model.recompute.modules", "full recomputation knows no modules"
-        stage = math.ceil(architecture.num_layers / recipe.parallel.pp)
-        if recompute.layers is not None and recompute.layers > stage:
-            yield "model.recompute.layers", f"{recompute.layers} exceeds the {stage} layers of a stage"
+        stages = recipe.parallel.layers_of_stages(architecture.num_layers)
+        if recompute.layers is not None and stages and recompute.layers > max(stages):
+            yield "model.recompute.layers", f"{recompute.layers} exceeds the {max(stages)} layers of a stage"
         return
     for key, value in (("method", recompute.method), ("layers", recompute.layers)):
         if value is not None:

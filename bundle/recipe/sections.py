@@ -88,6 +88,16 @@ class Parallel(Section):
     vpp: Count | None = Field(
         default=None, description="Model chunks per pipeline stage (interleaved); null: 1."
     )
+    num_layers_in_first_pipeline_stage: Count | None = Field(
+        default=None,
+        description="Decoder layers of the first stage, where they do not divide evenly or should not; null:"
+        " as many as the stages between.",
+    )
+    num_layers_in_last_pipeline_stage: Count | None = Field(
+        default=None,
+        description="Decoder layers of the last stage, which also has the head and the MTP layers; null: as"
+        " many as the stages between.",
+    )
     cp: Count = Field(default=1, description="Context parallel size: ranks that share one sequence.")
     ep: Count = Field(default=1, description="Expert parallel size: ranks that divide the experts.")
     etp: Count = Field(
@@ -120,6 +130,23 @@ class Parallel(Section):
     def minimal_world(self) -> int:
         """The smallest number of ranks that fits: both tp x cp and etp x ep divide the ranks of a stage."""
         return self.pp * math.lcm(self.tp * self.cp, self.etp * self.ep)
+
+    def layers_of_stages(self, layers: int) -> tuple[int, ...] | None:
+        """How many of a decoder's `layers` each pipeline stage has, as megatron-core shares them out.
+
+        What the first and the last stage leave is divided evenly, each stage into its vpp chunks; None: it
+        cannot be.
+        """
+        ends = (self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage)
+        given = [length for length in ends if length is not None]
+        between, left = self.pp - len(given), layers - sum(given)
+        if left < between or between < 0 or (left and not between):
+            return None
+        each, over = divmod(left, between) if between else (0, 0)
+        if over or any(length % (self.vpp or 1) for length in (each, *given)):
+            return None
+        first, last = (each if length is None else length for length in ends)
+        return (first, *[each] * (self.pp - 2), last) if self.pp > 1 else (layers,)
 
     def fits(self, world: int) -> bool:
         """Whether `world` ranks can be laid out."""

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.world
 
 EP2: dict[str, Any] = {"ep": 2}
 PP2: dict[str, Any] = {"pp": 2}
+UNEVEN: dict[str, Any] = {"pp": 2, "num_layers_in_last_pipeline_stage": 1}
 VPP2: dict[str, Any] = {"pp": 2, "vpp": 2}
 TP2: dict[str, Any] = {"tp": 2, "ep": 2, "etp": 1}
 CP2: dict[str, Any] = {"cp": 2}
@@ -19,13 +20,15 @@ PLAN = {
     "whole": {"parallel": EP2, "steps": 4},
     "ep2": {"parallel": EP2, "steps": 2, "save": "ep2"},
     "ep2 resumed": {"parallel": EP2, "steps": 2, "load": "ep2"},
-    "ep2 as pp2": {"parallel": PP2, "steps": 2, "load": "ep2"},
+    "ep2 as uneven pp2": {"parallel": UNEVEN, "steps": 2, "load": "ep2"},
     "ep2 as cp2": {"parallel": CP2, "steps": 2, "load": "ep2"},
     "tp2": {"parallel": TP2, "steps": 2, "save": "tp2"},
     "tp2 resumed": {"parallel": TP2, "steps": 2, "load": "tp2"},
     "tp2 as pp2 vpp2": {"parallel": VPP2, "steps": 2, "load": "tp2"},
     "tp2 as ep2": {"parallel": EP2, "steps": 2, "load": "tp2"},
     "pp2 vpp2": {"parallel": VPP2, "steps": 2, "save": "vpp2"},
+    "uneven pp2": {"parallel": UNEVEN, "steps": 2, "save": "uneven"},
+    "uneven pp2 as ep2": {"parallel": EP2, "steps": 2, "load": "uneven"},
     "pp2 vpp2 as tp2": {"parallel": TP2, "steps": 2, "load": "vpp2"},
 }
 BF16: dict[str, Any] = {"dtype": "bf16"}

@@ -28,7 +28,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
     "tp": ({"tp": 2}, "bshd"),
     "tp packed": ({"tp": 2}, "thd"),
     "cp": ({"cp": 2}, "thd"),
-    "pp": ({"pp": 2}, "thd"),
+    "pp": ({"pp": 2, "num_layers_in_first_pipeline_stage": 3}, "thd"),
     "vpp": ({"pp": 2, "vpp": 2}, "bshd"),
     "ep": ({"ep": 2}, "thd"),
     "tp ep": ({"tp": 2, "ep": 2, "etp": 1}, "thd"),

@@ -25,6 +25,8 @@ from bundle.recipe import Recipe
 from tests.planning.jobs import DEEPSEEK, QWEN2_TIED, QWEN3, job
 from tests.planning.megatron import ready
 
+_FIRST, _LAST = ({f"num_layers_in_{end}_pipeline_stage": 1} for end in ("first", "last"))
+_FOUR, _TWO = {"num_layers_in_first_pipeline_stage": 4}, {"num_layers_in_last_pipeline_stage": 2}
 _OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 6000}
 CASES: tuple[tuple[int, dict[str, Any], dict[str, Any]], ...] = (
     (1, QWEN3, {}),
@@ -39,6 +41,10 @@ CASES: tuple[tuple[int, dict[str, Any], dict[str, Any]], ...] = (
     (2, DEEPSEEK | {"num_nextn_predict_layers": 0}, {"parallel": {"tp": 1, "etp": 2}}),
     (2, DEEPSEEK, {"parallel": {"pp": 2}}),
     (2, DEEPSEEK | {"num_nextn_predict_layers": 2}, {"parallel": {"pp": 2, "vpp": 2}}),
+    (2, QWEN2_TIED, {"parallel": {"pp": 2, **_FIRST}}),
+    (3, DEEPSEEK | {"num_hidden_layers": 5}, {"parallel": {"pp": 3, **_LAST}}),
+    (2, DEEPSEEK | {"num_hidden_layers": 6}, {"parallel": {"pp": 2, "vpp": 2, **_FOUR, **_TWO}}),
+    (3, DEEPSEEK | {"num_hidden_layers": 8}, {"parallel": {"pp": 3, "vpp": 2, **_FOUR}}),
     (3, QWEN2_TIED, {"optimizer": {"name": "sgd"}}),
     (2, QWEN2_TIED, {"parallel": {"pp": 2}, "optimizer": {"name": "sgd", "sgd_momentum": 0.0}}),
     (4, DEEPSEEK, {"parallel": {"tp": 2, "ep": 2, "etp": 1}, "optimizer": {"name": "sgd"}}),

@@ -9,6 +9,7 @@ from bundle.planning.activations import in_flight
 from bundle.planning.layout import rank_layout
 from tests.planning.jobs import DEEPSEEK, QWEN3, job
 
+FIRST, LAST = (f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last"))
 sizes = st.sampled_from([1, 2, 4])
 
 
@@ -42,6 +43,24 @@ def test_layers_are_dealt_in_rounds(pp, vpp):
     assert [chunk.head for chunk in held].count(True) == 1
     assert layout.stages[0][0].embedding
     assert layout.stages[-1][-1].head
+
+
+@pytest.mark.parametrize(
+    ("layers", "parallel", "dealt"),
+    [
+        (5, {"pp": 2, FIRST: 3}, [["012"], ["34"]]),
+        (7, {"pp": 3, FIRST: 1, LAST: 2}, [["0"], ["1234"], ["56"]]),
+        (8, {"pp": 3, "vpp": 2, FIRST: 4}, [["01", "45"], ["2", "6"], ["3", "7"]]),
+    ],
+)
+def test_first_and_last_stage_have_the_layers_that_they_are_given(layers, parallel, dealt):
+    recipe = job(
+        QWEN3 | {"num_hidden_layers": layers},
+        parallel=parallel,
+        train={"steps": 1, "global_batch_size": 12},
+    )
+    stages = rank_layout(recipe, parallel["pp"]).stages
+    assert [["".join(map(str, chunk.layers)) for chunk in stage] for stage in stages] == dealt
 
 
 def test_the_head_and_mtp_stand_together_with_a_copy_of_the_embedding():

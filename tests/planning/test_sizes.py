@@ -74,6 +74,7 @@ def test_the_bound_is_said_of_a_layout_that_would_fit(named, nodes, per_node, sa
 SIZES = (st.integers(0, 6) | st.integers(0, 31)).map(lambda power: 2**power) | st.integers(1, 2**31 - 1)
 SIZED = (
     *(f"parallel.{axis}" for axis in ("tp", "pp", "vpp", "cp", "ep", "etp")),
+    *(f"parallel.num_layers_in_{end}_pipeline_stage" for end in ("first", "last")),
     *(f"devices.{name}" for name in ("nodes", "per_node")),
     *(f"train.{name}" for name in ("global_batch_size", "micro_batch_size", "steps")),
     *(f"model.config.{name}" for name in ("num_hidden_layers", "n_routed_experts", "hidden_size")),

@@ -26,6 +26,17 @@ BROKEN = [
     ("qwen3-pp2-vpp2", ["parallel.vpp=1"], "use null"),
     ("qwen3-pp2-vpp2", ["parallel.pp=1"], "needs pp > 1"),
     ("qwen3-pp2-vpp2", ["parallel.vpp=4"], "pp x vpp = 8 does not divide"),
+    (
+        "qwen3-pp2-vpp2",
+        ["model.config.num_hidden_layers=6"],
+        "divide num_hidden_layers 6: parallel.num_layers_in_last_pipeline_stage: 2 makes the others equal",
+    ),
+    (
+        "qwen3-pp2-vpp2",
+        ["parallel.num_layers_in_first_pipeline_stage=1"],
+        "num_layers_in_first_pipeline_stage: 1 in the first of 2 stages of 2 chunks leave 3 to the other 1",
+    ),
+    ("demo", ["parallel.num_layers_in_last_pipeline_stage=1"], "there is one stage: needs pp > 1"),
     ("demo", ["parallel.tp=2", "parallel.sequence_parallel=false"], "megatron-core refuses"),
     (
         "demo",
