@@ -56,6 +56,7 @@ class MoE:
     scaling_factor: float = 1.0
     groups: int | None = None
     group_topk: int | None = None
+    group_score_topk: int = 2  # a group counts by the sum of so many of its best scores
     aux_loss_coeff: float = 0.0  # of the loss that balances experts
     aux_loss_per_sequence: bool = False
     unused_aux_loss_coeff: float = 0.0  # stands in the config, which does not ask for the loss
@@ -136,6 +137,11 @@ def _routing_contradictions(moe: MoE) -> list[str]:
         elif moe.topk > moe.group_topk * (moe.num_experts // moe.groups):
             found.append(
                 f"num_experts_per_tok {moe.topk} exceeds the experts of topk_group {moe.group_topk} groups"
+            )
+        elif moe.num_experts // moe.groups < moe.group_score_topk:
+            found.append(
+                f"n_group {moe.groups}: a group counts by its best {moe.group_score_topk} experts, and has "
+                f"{moe.num_experts // moe.groups}"
             )
         if moe.group_topk > moe.groups:
             found.append(f"topk_group {moe.group_topk} exceeds n_group {moe.groups}")

@@ -2,6 +2,7 @@
 classes default to the numbers of one particular model, the key is required here."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from bundle.architectures.architecture import MLA, Architecture, MoE
@@ -141,24 +142,29 @@ def qwen3_moe(keys: Keys) -> Architecture:
 
 
 def deepseek_v2(keys: Keys) -> Architecture:
-    """DeepSeek-V2: MLA, shared experts, greedy choice by a softmax over all experts."""
+    """DeepSeek-V2: MLA, shared experts, choice by a softmax over all experts; of the best groups (236B)."""
     keys.only("scoring_func", "softmax", why="DeepSeek-V2 scores by softmax")
     keys.only(
         "norm_topk_prob", False, why="megatron-core does not renormalise after a softmax over all experts"
     )
-    keys.only(
-        "topk_method",
-        "greedy",
-        why="megatron-core ranks groups by their best topk/topk_group experts, this method by the best one",
-    )
-    for without_effect_on_greedy in ("n_group", "topk_group"):
-        keys.optional(without_effect_on_greedy)
-    return Architecture("deepseek_v2", **_latent(keys, score_function="softmax", pre_softmax=True))
+    keys.only("topk_method", "greedy", "group_limited_greedy", why="DeepSeek-V2 knows no other choice")
+    if keys.value("topk_method") == "group_limited_greedy":
+        groups = _groups(keys, score_topk=1)
+    else:
+        groups = {}
+        for without_effect_on_greedy in ("n_group", "topk_group"):
+            keys.optional(without_effect_on_greedy)
+    return Architecture("deepseek_v2", **_latent(keys, score_function="softmax", pre_softmax=True, **groups))
 
 
 def deepseek_v3(keys: Keys) -> Architecture:
     """DeepSeek-V3: MLA, sigmoid scores with a steering bias, groups of experts, multi-token prediction."""
     return Architecture("deepseek_v3", **_latent(keys, **_sigmoid(keys)), mtp_layers=_mtp(keys))
+
+
+def kimi_k2(keys: Keys) -> Architecture:
+    """Kimi-K2: DeepSeek-V3 under a name of its own."""
+    return replace(deepseek_v3(keys), model_type="kimi_k2")
 
 
 def glm4_moe(keys: Keys) -> Architecture:
@@ -217,14 +223,15 @@ def _sigmoid(keys: Keys) -> dict[str, Any]:
     keys.only("scoring_func", "sigmoid", why="this family scores by sigmoid")
     keys.only("topk_method", "noaux_tc", why="this family's choice is noaux_tc")
     keys.only("norm_topk_prob", True, why="megatron-core always normalises sigmoid scores of several experts")
-    topk, groups, group_topk = (keys.integer(k) for k in ("num_experts_per_tok", "n_group", "topk_group"))
-    if topk == 1:
+    if keys.integer("num_experts_per_tok") == 1:
         keys.refuse("num_experts_per_tok", 1, "megatron-core does not normalise the score of a single expert")
-    if groups > 1 and topk // group_topk != 2:
-        why = "a group counts by its best 2 experts, in megatron-core by num_experts_per_tok // topk_group"
-        keys.refuse("topk_group", group_topk, why)
-    grouped = {"groups": groups, "group_topk": group_topk} if groups > 1 else {}
-    return {"score_function": "sigmoid", "expert_bias": True} | grouped
+    return {"score_function": "sigmoid", "expert_bias": True} | _groups(keys, score_topk=2)
+
+
+def _groups(keys: Keys, score_topk: int) -> dict[str, int]:
+    """The groups of experts, of which the best are chosen from; empty where all are one group."""
+    groups, chosen = keys.integer("n_group"), keys.integer("topk_group")
+    return {"groups": groups, "group_topk": chosen, "group_score_topk": score_topk} if groups > 1 else {}
 
 
 def _on_demand(keys: Keys) -> dict[str, Any]:
@@ -244,6 +251,6 @@ def _mtp(keys: Keys) -> int:
 FAMILIES: dict[str, Callable[[Keys], Architecture]] = {
     read.__name__: read
     for read in (
-        llama, mistral, mixtral, qwen2, mimo, qwen3, qwen3_moe, deepseek_v2, deepseek_v3, glm4_moe
+        llama, mistral, mixtral, qwen2, mimo, qwen3, qwen3_moe, deepseek_v2, deepseek_v3, kimi_k2, glm4_moe
     )
 }  # fmt: skip

@@ -115,5 +115,6 @@ NAMES: dict[str, Names] = {
     "qwen3_moe": Names("Qwen3MoeForCausalLM"),
     "deepseek_v2": Names("DeepseekV2ForCausalLM", _LAYER | _LATENT),
     "deepseek_v3": Names("DeepseekV3ForCausalLM", _LAYER | _LATENT, _DEEPSEEK_MTP),
+    "kimi_k2": Names("DeepseekV3ForCausalLM", _LAYER | _LATENT, _DEEPSEEK_MTP),
     "glm4_moe": Names("Glm4MoeForCausalLM", mtp=_DEEPSEEK_MTP),
 }

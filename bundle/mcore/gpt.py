@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from bundle.architectures import MLA, Architecture, MoE, padded_vocabulary
 from bundle.errors import EnvironmentUnfit
-from bundle.mcore import known, rotary
+from bundle.mcore import known, rotary, routers
 from bundle.mcore.groups import Groups
 from bundle.recipe import Parallel, Recipe
 
@@ -221,6 +221,8 @@ def model(
     )
     built.model_type = ModelType.encoder_or_decoder
     rotary.stretch(built, architecture)
+    if architecture.moe is not None and architecture.moe.groups is not None:
+        routers.rank_groups(built, architecture.moe.group_score_topk)
     if architecture.mla is not None:
         _set_norm_epsilon(built, architecture.mla.norm_epsilon)
     return built

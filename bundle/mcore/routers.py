@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 
 def of_model(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -33,6 +34,40 @@ def give_native_routes(router: torch.nn.Module, routes: torch.Tensor) -> None:
 
     router.router_replay.set_target_indices(routes)
     router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+
+
+def rank_groups(model: torch.nn.Module, score_topk: int) -> None:
+    """Has a new model's routers rank groups of experts by the sum of each one's `score_topk` best scores.
+
+    Megatron sums topk // group_topk of them: that is right for DeepSeek-V3's 8 of 4 groups, and not for V2.
+    """
+    for router in of_model(model):
+        if router.config.moe_router_topk // router.config.moe_router_group_topk != score_topk:
+            router.routing = _RankedGroups(router.routing, score_topk)
+
+
+class _RankedGroups:
+    """A router's choice in which each group's score is made of so many of its best."""
+
+    def __init__(self, original: Callable[..., Any], score_topk: int) -> None:
+        self._original, self._score_topk = original, score_topk
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with _GroupScores(self._score_topk):
+            return self._original(*args, **kwargs)
+
+
+class _GroupScores(TorchFunctionMode):
+    """Answers for the only top-k of a router in three dimensions: the best experts of [token, group]."""
+
+    def __init__(self, score_topk: int) -> None:
+        super().__init__()
+        self._score_topk = score_topk
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.topk, torch.Tensor.topk) and args[0].ndim == 3:
+            return function(args[0], self._score_topk, dim=-1)
+        return function(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)

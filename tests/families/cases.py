@@ -33,6 +33,9 @@ _LATENT = _SIZES | {
 _V2 = _LATENT | _SHARED | {"q_lora_rank": None, "topk_method": "greedy", "norm_topk_prob": False}
 _V3 = _LATENT | _SHARED | {"q_lora_rank": 24, "norm_topk_prob": True}
 
+# So many experts of so few groups that megatron-core would rank these by more of their experts.
+_GROUPS: dict[str, Any] = {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 3}
+
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL}
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -90,6 +93,8 @@ CASES = (
     _case("glm4_moe", _GLM, "llama3", **_old(_LLAMA3), partial_rotary_factor=0.25),
     _case("deepseek_v2", _V2, "yarn", **_old(_YARN | {"mscale": 0.707, "mscale_all_dim": 1.9})),
     _case("deepseek_v2", _V2, "linear", **_old(_LINEAR)),
+    _case("deepseek_v2", _V2, "groups", **_GROUPS, topk_method="group_limited_greedy"),
+    _case("deepseek_v3", _V3, "groups", "kimi_k2", **_GROUPS),
     _case("deepseek_v3", _V3, "plain"),
     _case("deepseek_v3", _V3, "yarn as published", **_old(_YARN | {"mscale": 1, "mscale_all_dim": 1})),
     _case("deepseek_v3", _V3, "yarn without mscale", **_new(_YARN)),

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from tests.reference.layers import Config, Weights, feed_forward, under
 
-_DEEPSEEK_LIKE = ("deepseek_v2", "deepseek_v3", "glm4_moe")
+STEERED = ("deepseek_v3", "kimi_k2", "glm4_moe")  # sigmoid scores, and a bias that steers the choice
+_DEEPSEEK_LIKE = ("deepseek_v2", *STEERED)
 
 
 def number(config: Config) -> int:
@@ -52,11 +53,13 @@ def _shares(config: Config, weights: Weights, x: Tensor) -> Tensor:
     """The weight of each expert in each token's result [n, experts]; 0: not chosen."""
     logits = x @ weights["gate.weight"].t()
     family, k = config["model_type"], config["num_experts_per_tok"]
-    if family in ("deepseek_v3", "glm4_moe"):
+    if family in STEERED:
         scores, ranked = logits.sigmoid(), logits.sigmoid() + weights["gate.e_score_correction_bias"]
-        ranked = _in_best_groups(ranked, config)
+        ranked = _in_best_groups(ranked, config, by=2)
     else:
         scores = ranked = logits.softmax(-1)
+        if config.get("topk_method") == "group_limited_greedy":
+            ranked = _in_best_groups(ranked, config, by=1)
     chosen = ranked.topk(k, -1).indices
     picked = scores.gather(-1, chosen)
     if _normalised(config):
@@ -73,9 +76,9 @@ def _normalised(config: Mapping[str, Any]) -> bool:
     return bool(config["model_type"] != "deepseek_v2")
 
 
-def _in_best_groups(ranked: Tensor, config: Mapping[str, Any]) -> Tensor:
-    """Scores [n, experts], minus infinity outside of the best groups: those whose two best sum highest."""
+def _in_best_groups(ranked: Tensor, config: Mapping[str, Any], by: int) -> Tensor:
+    """Scores [n, experts], minus infinity outside of the best groups: those whose `by` best sum highest."""
     grouped = ranked.unflatten(-1, (config["n_group"], -1))
-    best = grouped.topk(2, -1).values.sum(-1).topk(config["topk_group"], -1).indices
+    best = grouped.topk(by, -1).values.sum(-1).topk(config["topk_group"], -1).indices
     kept = torch.zeros(grouped.shape[:2], dtype=torch.bool).scatter(-1, best, True)
     return grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)

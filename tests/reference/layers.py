@@ -13,6 +13,8 @@ from tests.reference import rotary
 Config = Mapping[str, Any]
 Weights = Mapping[str, Tensor]
 
+LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2")  # families with latent attention
+
 # transformers gives the norms of latent attention no epsilon of the config.
 LATENT_NORM_EPSILON = 1e-6
 
@@ -47,7 +49,7 @@ def feed_forward(x: Tensor, weights: Weights) -> Tensor:
 
 def attention(config: Config, weights: Weights, x: Tensor) -> Tensor:
     """Causal self-attention over one sequence `x` [n, h]."""
-    heads = _latent if config["model_type"] in ("deepseek_v2", "deepseek_v3") else _grouped
+    heads = _latent if config["model_type"] in LATENT else _grouped
     return project(heads(config, weights, x), weights, "o_proj")
 
 

@@ -34,7 +34,7 @@ def heads(config: Config, weights: Weights, ids: Tensor) -> list[Tensor]:
 
 def depths(config: Config) -> int:
     """How many further tokens are predicted."""
-    predicts = config["model_type"] in ("mimo", "glm4_moe", "deepseek_v3")
+    predicts = config["model_type"] in ("mimo", *experts.STEERED)
     return int(config.get("num_nextn_predict_layers", 0)) if predicts else 0
 
 

@@ -84,8 +84,6 @@ WITHOUT_EFFECT = {
     "aux_loss_alpha": "balancing has an oracle of its own",
     "seq_aux": "balancing has an oracle of its own",
 }
-# Read by families whose code in transformers does not know the field.
-UNKNOWN = {("deepseek_v2", name): "the greedy choice knows no groups" for name in ("n_group", "topk_group")}
 
 
 def own(family: str) -> dict[str, Config]:
@@ -141,8 +139,7 @@ def test_every_field_is_held(family):
     forgotten = {
         field
         for field in fields - WITHOUT_EFFECT.keys()
-        if (family, field) not in UNKNOWN
-        and not any(is_refusable(config, field) for config in configs.values())
+        if not any(is_refusable(config, field) for config in configs.values())
         and not any(
             field in config and field in USUAL and moves(name, {field: USUAL[field]})
             for name, config in configs.items()

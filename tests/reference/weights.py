@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.reference import experts
-from tests.reference.layers import Config, head_width, kv_heads
+from tests.reference.layers import LATENT, Config, head_width, kv_heads
 from tests.reference.model import depths
 
 Shape = tuple[int, ...]
@@ -77,14 +77,13 @@ def _layer(config: Config, layer: int) -> Iterator[tuple[str, Shape]]:
     hidden = config["hidden_size"]
     yield "input_layernorm.weight", (hidden,)
     yield "post_attention_layernorm.weight", (hidden,)
-    latent = config["model_type"] in ("deepseek_v2", "deepseek_v3")
-    for name, shape in (_latent if latent else _grouped)(config):
+    for name, shape in (_latent if config["model_type"] in LATENT else _grouped)(config):
         yield f"self_attn.{name}", shape
     if not experts.stand_in(config, layer):
         yield from _feed_forward("mlp.", hidden, config["intermediate_size"])
         return
     yield "mlp.gate.weight", (experts.number(config), hidden)
-    if config["model_type"] in ("deepseek_v3", "glm4_moe"):
+    if config["model_type"] in experts.STEERED:
         yield _BIAS, (experts.number(config),)
     for expert in range(experts.number(config)):
         yield from _feed_forward(f"mlp.experts.{expert}.", hidden, experts.width(config))
