@@ -16,7 +16,7 @@ from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, UsageError
 # verb -> what it does; the module is bundle.cli.<verb>, which holds a typer app named `app`.
 VERBS: dict[str, str] = {
     "train": "Train a recipe on this machine, or on several.",
-    "launch": "Hand a job to a cluster, and ask what became of it: Slurm.",
+    "launch": "Hand a job to a cluster, Slurm or Kubernetes, and ask what became of it.",
     "recipes": "The job files that come with the package: list them, show one, their JSON schema.",
     "plan": "All that a job will be, before it starts, and what stands against it.",
     "check": "What the data of a job comes to: counts, epochs, and samples with their loss masks.",

@@ -8,14 +8,17 @@ import typer
 
 from bundle.cli import options, output
 from bundle.environment import image
+from bundle.environment.image import BuildInfo
 from bundle.errors import UsageError, shown
-from bundle.launch.job import Start, of_plan
+from bundle.launch.job import Job, Start, of_plan
 from bundle.planning import plan_for
-from bundle.recipe import load
+from bundle.recipe import Recipe, load
+from bundle.targets import kubernetes as objects
 from bundle.targets import slurm as scheduler
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False, no_args_is_help=True)
 _SLURM = "slurm:"
+_NOT_OURS = "none"
 Handle = Annotated[str, typer.Argument(help="What `launch` printed: slurm:NUMBER.")]
 
 
@@ -32,7 +35,7 @@ def slurm(
     devices_per_node: options.DevicesPerNode = None,
     nodes: options.Nodes = None,
     hardware: options.Hardware = "",
-    record: options.ImageRecord = None,
+    record: options.RunsIn = "",
     sbatch: Annotated[
         list[str] | None,
         typer.Option(
@@ -60,24 +63,17 @@ def slurm(
 ) -> None:
     """Run a job under Slurm, one task a node; shows what it writes and ends as it does."""
     asked = load(recipe, overrides or ())
-    of = image.named(record) if record else None
-    made = plan_for(
+    job = _decided(
         asked,
-        backend=backend or None,
-        named=hardware or None,
-        mcore=mcore or (of.megatron if of else ""),
-        allow_drift=allow_drift or (),
+        (run_directory or Path("runs") / asked.name).absolute(),
+        Start(resume=resume, origin=str(start_from.absolute()) if start_from else None),
+        _record(container_image, record),
+        backend=backend,
+        hardware=hardware,
+        mcore=mcore,
+        allow_drift=tuple(allow_drift or ()),
         nodes=nodes,
         per_node=devices_per_node,
-        others=of,
-    )
-    made.refuse()
-    job = of_plan(
-        made,
-        (run_directory or Path("runs") / asked.name).absolute(),
-        start=Start(resume=resume, origin=str(start_from.absolute()) if start_from else None),
-        record=of,
-        allow_drift=tuple(allow_drift or ()),
     )
     wanted = scheduler.Options(tuple(sbatch or ()), container_image, container, tuple(mounts or ()))
     if dry_run:
@@ -89,6 +85,88 @@ def slurm(
         return
     print(f"{handle}: `mcore-bundle launch stop {handle}` has it save and end", file=sys.stderr)
     _follow(handle)
+
+
+@app.command()
+def kubernetes(
+    recipe: options.Recipe,
+    claim: Annotated[
+        str, typer.Option(help="The PersistentVolumeClaim of the run directory, which all nodes see.")
+    ],
+    container_image: Annotated[str, typer.Option("--image", help="What every node runs.")],
+    overrides: options.Overrides = None,
+    run_directory: options.RunDirectory = None,
+    resume: options.Resume = False,
+    start_from: options.From = None,
+    backend: options.Backend = "",
+    mcore: options.Mcore = "",
+    allow_drift: options.AllowDrift = None,
+    devices_per_node: options.DevicesPerNode = None,
+    nodes: options.Nodes = None,
+    hardware: options.Hardware = "",
+    record: options.RunsIn = "",
+    form: Annotated[
+        str,
+        typer.Option(
+            callback=options.one_of(objects.FORMS),
+            help="jobset starts all nodes again when one is lost; job ends, and needs nothing installed.",
+        ),
+    ] = objects.FORMS[0],
+    name: Annotated[str, typer.Option(help="Of the objects; without it, the recipe's.")] = "",
+    namespace: Annotated[str, typer.Option(help="Where they are made; without it, where kubectl is.")] = "",
+    mounts: Annotated[
+        list[str] | None,
+        typer.Option("--mount", metavar="CLAIM:/PATH", help="Another claim, of data or of a model."),
+    ] = None,
+    resources: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--resource", metavar="NAME=QUANTITY", help="Of each node: memory=512Gi, cpu=64, rdma/ib=8, ..."
+        ),
+    ] = None,
+    shared_memory: Annotated[str, typer.Option(metavar="QUANTITY", help="Size of /dev/shm.")] = "64Gi",
+    rdma: Annotated[bool, typer.Option("--rdma", help="Let the pods pin memory for a network card.")] = False,
+    secret: Annotated[str, typer.Option(help="A Secret whose keys become variables.")] = "",
+    queue: Annotated[str, typer.Option(help="Of Kueue, which starts all pods or none.")] = "",
+    topology: Annotated[str, typer.Option(help="The level that Kueue keeps all pods within.")] = "",
+    priority: Annotated[str, typer.Option(help="A PriorityClass.")] = "",
+    restarts: Annotated[int, typer.Option(min=0, help="How often a JobSet starts all nodes again.")] = 10,
+    grace: Annotated[
+        int, typer.Option(min=1, metavar="SECONDS", help="From being told to save to the end.")
+    ] = 300,
+    log_level: options.LogLevel = "",
+) -> None:
+    """Print the objects of a job, for `kubectl apply -f -`."""
+    job = _decided(
+        load(recipe, overrides or ()),
+        run_directory,
+        Start(resume=resume, origin=str(start_from) if start_from else None),
+        _record(container_image, record),
+        backend=backend,
+        hardware=hardware,
+        mcore=mcore,
+        allow_drift=tuple(allow_drift or ()),
+        nodes=nodes,
+        per_node=devices_per_node,
+    )
+    wanted = objects.Options(
+        image=container_image,
+        claim=claim,
+        name=name,
+        form=form,
+        namespace=namespace,
+        mounts=tuple(mounts or ()),
+        resources=tuple(resources or ()),
+        shared_memory=shared_memory,
+        rdma=rdma,
+        secret=secret,
+        queue=queue,
+        topology=topology,
+        priority=priority,
+        restarts=restarts,
+        grace_seconds=grace,
+    )
+    print(objects.documents(job, wanted), end="")
 
 
 @app.command()
@@ -126,6 +204,45 @@ def wait(handle: Handle) -> None:
     for _ in scheduler.follow(_number(handle)):
         pass
     raise typer.Exit(scheduler.state(_number(handle)).code or 0)
+
+
+def _record(runs_in: str, said: str) -> BuildInfo | None:
+    """What is in the image that a job runs in. Raises UsageError where nobody says."""
+    if runs_in and not said:
+        raise UsageError(
+            f"--image {shown(runs_in)}: say what is in it with --image-record FILE, which"
+            " `docker run IMAGE doctor --json > FILE` writes, or with --image-record none"
+        )
+    return image.named(Path(said)) if said not in ("", _NOT_OURS) else None
+
+
+def _decided(
+    recipe: Recipe,
+    directory: Path | None,
+    start: Start,
+    record: BuildInfo | None,
+    *,
+    backend: str,
+    hardware: str,
+    mcore: str,
+    allow_drift: tuple[str, ...],
+    nodes: int | None,
+    per_node: int | None,
+) -> Job:
+    """The job that a recipe is on such a cluster. Raises with everything that stands against it."""
+    made = plan_for(
+        recipe,
+        backend=backend or None,
+        named=hardware or None,
+        mcore=mcore or (record.megatron if record else ""),
+        allow_drift=allow_drift,
+        nodes=nodes,
+        per_node=per_node,
+        others=record,
+    )
+    made.refuse()
+    of = directory or Path("runs") / recipe.name
+    return of_plan(made, of, start=start, record=record, allow_drift=allow_drift)
 
 
 def _follow(handle: str) -> None:

@@ -37,6 +37,14 @@ ImageRecord = Annotated[
         help="The packages of an image: its build-info.json, or what its `doctor --json` said.",
     ),
 ]
+RunsIn = Annotated[
+    str,
+    typer.Option(
+        "--image-record",
+        metavar="FILE|none",
+        help="What is in --image: what its `doctor --json` said; none: it is none of ours.",
+    ),
+]
 Mcore = Annotated[str, typer.Option(metavar="VERSION|PATH", help="Instead of the installed megatron-core.")]
 AllowDrift = Annotated[
     list[str] | None, typer.Option(metavar="ID", help="Go on although this patch drifted.")

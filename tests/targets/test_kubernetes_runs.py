@@ -1,0 +1,106 @@
+"""The pods of a job, without a cluster: processes that see the files, names and words of the manifest.
+
+Each pod has a mount namespace of its own, where its volumes are mounted over directories of this machine and
+/etc/hosts knows the names that the headless service would; all of them share this machine's network.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bundle.launch.job import Job, of_plan
+from bundle.planning import plan_for
+from bundle.recipe import load
+from bundle.targets import kubernetes
+from bundle.targets.kubernetes import Options
+
+pytestmark = pytest.mark.clusters
+RECIPE = (
+    "train={steps: 6, micro_batch_size: 4, global_batch_size: 8, log_interval: 1, eval_interval: 6}",
+    "optimizer.warmup_steps=0",
+    "data.validation=0",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def namespaces() -> None:
+    pytest.importorskip("megatron.core")
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("pods need mount namespaces: root, and unshare")
+
+
+def decided() -> Job:
+    made = plan_for(load("demo", RECIPE), nodes=2, per_node=1)
+    made.refuse()
+    return of_plan(made, Path("runs/demo"))
+
+
+def start(objects: list[dict[str, Any]], index: int, root: Path, home: Path) -> subprocess.Popen[str]:
+    """Starts the pod of one index, as the kubelet would."""
+    workload = objects[-1]
+    jobset = workload["kind"] == "JobSet"
+    spec = workload["spec"]["replicatedJobs"][0]["template"]["spec"] if jobset else workload["spec"]
+    pod = spec["template"]["spec"]
+    container = pod["containers"][0]
+    name = workload["metadata"]["name"]
+    stem = f"{name}-node-0" if jobset else name
+    subdomain = workload["spec"]["network"]["subdomain"] if jobset else pod["subdomain"]
+    hosts = root / f"hosts-{index}"
+    names = "".join(f"127.0.0.1 {stem}-{n}.{subdomain} {stem}-{n}\n" for n in range(spec["completions"]))
+    hosts.write_text(f"127.0.0.1 localhost\n{names}")
+    files = root / f"job-{index}"
+    files.mkdir()
+    for file, content in objects[0]["data"].items():
+        (files / file).write_text(content)
+    sources = {"job": files, "home": home}
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert set(mounts) == {*sources, "shm", "tmp"}
+    # The parents of a mount are nowhere on this machine: they are made on a file system of the pod's own.
+    script = ["mount --bind $HOSTS /etc/hosts"]
+    for parent in sorted({str(Path(mounts[volume]).parent) for volume in sources}):
+        script.append(f"mount -t tmpfs none {parent}")
+    script += [
+        f"mkdir {mounts[volume]}; mount --bind {path} {mounts[volume]}" for volume, path in sources.items()
+    ]
+    script += [f"cd {container['workingDir']}", 'exec "$@"']
+    words = [word.replace("$(JOB_COMPLETION_INDEX)", str(index)) for word in container["args"]]
+    variables = {"HOSTS": str(hosts), "JOB_COMPLETION_INDEX": str(index), "PATH": os.environ["PATH"]}
+    return subprocess.Popen(
+        ["unshare", "--mount", "sh", "-ec", "\n".join(script), "sh", sys.executable, "-m", "bundle", *words],
+        env=variables | {"HOME": mounts["home"], "PYTHONPATH": str(Path(__file__).parents[2])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def losses(run: Path) -> dict[int, float]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
+
+
+@pytest.mark.parametrize("form", kubernetes.FORMS)
+def test_the_pods_train_what_one_node_trains(form, tmp_path):
+    objects = kubernetes.objects(decided(), Options(image="bundle", claim="runs", form=form))
+    home = tmp_path / "home"
+    home.mkdir()
+    pods = [start(objects, index, tmp_path, home) for index in (1, 0)]
+    said = [pod.communicate(timeout=300)[0] for pod in pods]
+    assert [pod.returncode for pod in pods] == [0, 0], "\n".join(said)
+    alone = subprocess.run(
+        [sys.executable, "-m", "bundle", "train", "demo", *(f"--set={each}" for each in RECIPE)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert alone.returncode == 0, alone.stderr
+    executed = json.loads((home / "runs/demo/job.json").read_text())
+    assert (executed["nodes"], executed["per_node"]) == (2, 1)
+    assert losses(home / "runs/demo") == pytest.approx(losses(tmp_path / "runs/demo"), rel=1e-6)
