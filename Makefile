@@ -70,8 +70,11 @@ releases: $(DEVELOP)  ## every supported minor: packing, MTP, replay, FP8, check
 	$(VENV)/bin/python -m tests.matrix.fetch $(RELEASES)
 	$(VENV)/bin/python -m pytest -m releases
 
-foreign: $(DEVELOP)  ## audits of what frameworks pin, beside their own code; TREE=FOLDER of their clones
-	TREE='$(abspath $(TREE))' $(VENV)/bin/python -m pytest -m releases -rs tests/history/test_foreign.py
+foreign: $(DEVELOP)  ## frameworks and Megatron-LM as they are: audits, training on the CPU; TREE=FOLDER of clones
+	# Megatron-LM's training imports six and does not declare it.
+	$(PIP) six
+	TREE='$(abspath $(TREE))' $(VENV)/bin/python -m pytest -m releases -rs \
+	  tests/history/test_foreign.py tests/history/test_pretraining.py
 
 clusters: $(DEVELOP)  ## a real Slurm of two nodes; as root, after apt-get install slurmctld slurmd slurm-client
 	$(VENV)/bin/python -m pytest -m clusters -rs

@@ -6,11 +6,14 @@ torchrun starts it with `torchrun ... -m bundle.patched SCRIPT ARGS...`.
 """
 
 import argparse
+import os
 import runpy
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+from bundle.capabilities.cpu import CPU
 from bundle.environment import hardware
 from bundle.errors import BundleError, UsageError
 from bundle.patches import enable
@@ -26,11 +29,27 @@ def run(arguments: Sequence[str]) -> None:
             raise UsageError(f"there is no file {said.script}; a module is named after -m")
         if not sys.flags.safe_path:
             sys.path[0] = str(script.resolve().parent)
-    enable(said.features.split(","), vouched=said.vouch, allowed=said.allow_drift, backend=said.backend)
-    if said.module:
-        runpy.run_module(said.script, run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(said.script, run_name="__main__")
+    enable(
+        said.features.split(","),
+        vouched=said.vouch,
+        allowed=said.allow_drift,
+        backend=said.backend,
+        strict=said.strict,
+    )
+    with _on_cpu() if said.backend == "cpu" else nullcontext():
+        if said.module:
+            runpy.run_module(said.script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(said.script, run_name="__main__")
+
+
+def _on_cpu() -> AbstractContextManager[None]:
+    """The context in which what expects GPUs runs on the cpu, which is made ready for it."""
+    os.environ.update({variable.name: variable.value for variable in CPU.environment})
+    from bundle.backends.cpu import program
+
+    program.start()
+    return program.megatron_calls()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -49,7 +68,13 @@ def _parser() -> argparse.ArgumentParser:
         help="The program is what this patch assumes of its caller.",
     )
     add("--allow-drift", action="append", default=[], metavar="ID", help="Go on although this patch drifted.")
-    add("--backend", default="auto", choices=hardware.CHOICES, help="auto: what the machine has.")
+    add("--strict", action="store_true", help="Without --features, too, a patch that drifted stops it.")
+    add(
+        "--backend",
+        default="auto",
+        choices=hardware.CHOICES,
+        help="auto: what the machine has; cpu: run what expects GPUs on this machine's CPU.",
+    )
     add("-m", dest="module", action="store_true", help="SCRIPT is a module, as after python -m.")
     add("script", metavar="SCRIPT", help="A Python file.")
     add("args", nargs=argparse.REMAINDER, metavar="ARGS", help="Its arguments.")

@@ -44,7 +44,8 @@ def enable(
         decided, _ = enabling.planned(
             stack, words.features, vouched=words.vouched, allowed=words.allowed, backend=backend
         )
-        said = [*enabling.lines(decided)]
+        used = features_.known(words.features or ())
+        said = [*enabling.lines(decided), *enabling.warnings(decided, used)]
     written = hook.install(at, words)
     print(f"{'written' if written else 'there already'}: {files.printable(at.own / hook.NAME)}")
     print("\n".join(said))

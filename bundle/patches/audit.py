@@ -78,23 +78,35 @@ def audit(of: Subject, table: Table, stack: Stack, features: frozenset[str] | No
     job, plain, packages = plan.context(of, stack, features=features), of.reader(table), stack.frameworks()
     before = {entry.id: _state(entry, plain, job) for entry in entries}
     defects = {entry.id: _plain(entry, before[entry.id]) for entry in entries}
-    found: tuple[MonkeyPatch, ...] = ()
-    if of.root is not None and packages:
-        megatron = plain.definitions or Definitions(SourceTree(of.root))
-        found = frameworks.monkey_patches_of(packages, megatron, entries)
-        always = frameworks.reader(megatron, table, (patch for patch in found if not patch.conditions))
-        whenever = frameworks.reader(megatron, table, found)
-        for entry in entries:
-            touching = whenever.touching(entry)
-            around = frameworks.wrapped(entry, found) if isinstance(entry, Patch) else ()
-            first = before[entry.id]
-            surely = _state(entry, always, job) if always.touching(entry) else first
-            at_most = _state(entry, whenever, job) if touching else first
-            states = first.presence, surely.presence, at_most.presence
-            defects[entry.id] = _beside(entry, states, touching, around) or defects[entry.id]
-    listed = [_advised(d, of, table, before[d.entry.id]) for d in defects.values() if d is not None]
+    found, theirs = beside(packages, entries, of, plain, job)
+    listed = [
+        _advised(d, of, table, before[d.entry.id]) for d in (defects | theirs).values() if d is not None
+    ]
     reaching = [defect.entry.id for defect in listed if defect.reaches]
     return Audit(of, packages, found, tuple(listed), tuple(_upgrades(reaching, entries, of, table)))
+
+
+def beside(
+    packages: Collection[Package], entries: Collection[Entry], of: Subject, plain: Reader, job: PatchContext
+) -> tuple[tuple[MonkeyPatch, ...], dict[str, Defect]]:
+    """The monkey patches of frameworks, and those of the entries that they have to do with, by id."""
+    if of.root is None or not packages:
+        return (), {}
+    theirs, table = {}, plain.table
+    megatron = plain.definitions or Definitions(SourceTree(of.root))
+    found = frameworks.monkey_patches_of(packages, megatron, entries)
+    always = frameworks.reader(megatron, table, (patch for patch in found if not patch.conditions))
+    whenever = frameworks.reader(megatron, table, found)
+    for entry in entries if found else ():
+        touching = whenever.touching(entry)
+        around = frameworks.wrapped(entry, found) if isinstance(entry, Patch) else ()
+        first = _state(entry, plain, job)
+        surely = _state(entry, always, job) if always.touching(entry) else first
+        at_most = _state(entry, whenever, job) if touching else first
+        states = first.presence, surely.presence, at_most.presence
+        if defect := _beside(entry, states, touching, around):
+            theirs[entry.id] = defect
+    return found, theirs
 
 
 @dataclass(frozen=True)
@@ -160,7 +172,9 @@ def _beside(
     always = tuple(patch for patch in touching if not patch.conditions)
 
     def defect(standing: Standing, said: str, by: tuple[MonkeyPatch, ...]) -> Defect:
-        return Defect(entry=entry, standing=standing, reason=f"{_by(by)}{said}", proven=True, patched_by=by)
+        return Defect(
+            entry=entry, standing=standing, reason=f"{replaced_by(by)}{said}", proven=True, patched_by=by
+        )
 
     if always and surely is not before:
         if surely is Presence.ABSENT:
@@ -189,7 +203,7 @@ def _beside(
     return None
 
 
-def _by(patches: tuple[MonkeyPatch, ...]) -> str:
+def replaced_by(patches: tuple[MonkeyPatch, ...]) -> str:
     """Who replaces or wraps what, where and when."""
     said = [
         f"{p.framework} {'wraps' if p.wraps else 'replaces'} {p.name} ({p.place}, {p.when})" for p in patches

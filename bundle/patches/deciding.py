@@ -94,7 +94,7 @@ def decide(patch: Patch, reading: Reading, job: PatchContext) -> Decision:
     warning = verdict.action is Action.DRIFT and job.runs_on(patch.backends) and not patch.opt_in
     if unneeded and verdict.action is not Action.SKIP and not warning:
         verdict = replace(verdict, action=Action.SKIP, reason=unneeded)
-    elif verdict.action is not Action.SKIP and not job.vouches_for(patch):
+    elif not unneeded and verdict.action is not Action.SKIP and not job.vouches_for(patch):
         verdict = replace(verdict, action=Action.UNVOUCHED, reason=f"nobody says that {patch.assumes}")
     blocked = verdict.action in (Action.DRIFT, Action.CONFLICT) and not unneeded
     refused = patch.id in job.requested and verdict.action is not Action.APPLY

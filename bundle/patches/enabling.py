@@ -9,14 +9,18 @@ from bundle import log
 from bundle.environment import hardware, packages
 from bundle.environment.packages import Stack
 from bundle.errors import EnvironmentUnfit, PatchError
-from bundle.patches import applying, plan
+from bundle.patches import applying, audit, plan
 from bundle.patches import features as words
-from bundle.patches.entry import Action
-from bundle.patches.plan import PatchPlan, Survey, survey
+from bundle.patches.audit import Defect, Standing
+from bundle.patches.catalogue import PATCHES
+from bundle.patches.entry import Action, Decision
+from bundle.patches.monkey_patches import MonkeyPatch
+from bundle.patches.plan import PatchPlan, Survey, context, survey
 from bundle.patches.subject import installed
 from bundle.patches.table import load
 
 _log = logging.getLogger(__name__)
+_NEEDED = {patch.id: patch.when for patch in PATCHES}
 
 
 def enable(
@@ -25,26 +29,32 @@ def enable(
     vouched: Collection[str] = (),
     allowed: Collection[str] = (),
     backend: str = "auto",
+    strict: bool = False,
 ) -> PatchPlan:
     """Patches the megatron-core that this process imports, or has imported; the plan is logged, once.
 
     `features` are words of `features.WORDS` for what the program uses; without them everything counts as
     used, and traps, which no patch mends, are not told. A patch that assumes something of its caller is left
-    out unless `vouched` has its id. `allowed` are drifts to go on with, and `backend` is one of
-    `hardware.CHOICES`. Neither torch nor megatron is imported. Called again with the same words it does
-    nothing.
+    out unless `vouched` has its id, and so is one whose defect a framework beside it mends, or may mend.
+    `allowed` are drifts to go on with; `backend` is one of `hardware.CHOICES`. Neither torch nor megatron is
+    imported. Called again with the same words it does nothing.
+
+    A patch that fits no more stops a program that is known to use what it mends; without `features` it is
+    left out and warned of, unless `strict` has it stop there too.
 
     Raises UsageError for unknown words and ids, EnvironmentUnfit where there is no megatron-core, PatchError,
-    with nothing patched, where a patch that is needed fits no more, where another patcher or another plan was
-    there before, and where somebody has imported what is to be replaced by value.
+    with nothing patched, for such a patch, where another patcher or another plan was there before, and where
+    somebody has imported what is to be replaced by value.
     """
-    found, made = planned(packages.importable(), features, vouched=vouched, allowed=allowed, backend=backend)
+    found, made = planned(
+        packages.importable(), features, vouched=vouched, allowed=allowed, backend=backend, strict=strict
+    )
     if made == applying.in_force():
         return made
     if held := applying.out_of_reach(made):
         raise PatchError("Enable the patches before these are imported from megatron:", held)
     applying.apply(made)
-    _tell(found)
+    _tell(found, words.known(features or ()))
     return made
 
 
@@ -55,6 +65,7 @@ def planned(
     vouched: Collection[str] = (),
     allowed: Collection[str] = (),
     backend: str = "auto",
+    strict: bool = False,
 ) -> tuple[Survey, PatchPlan]:
     """What `enable` decides, and applies, in a program that imports from `of`; raises as it does."""
     used, table = words.known(features or ()), load()
@@ -66,34 +77,63 @@ def planned(
             else "there is no megatron-core to patch: this Python imports none; install one beside "
             "mcore-bundle, or put its tree on PYTHONPATH"
         )
-    found = survey(
-        installed(of, table),
-        table,
-        of,
-        backend=hardware.detect(backend).backend,
-        features=used,
-        allowed=allowed,
-        vouched=vouched,
+    subject, on = installed(of, table), hardware.detect(backend).backend
+    found = survey(subject, table, of, backend=on, features=used, allowed=allowed, vouched=vouched)
+    needed = {d.id for d in found.decisions if d.action in (Action.APPLY, Action.DRIFT)}
+    patches = [patch for patch in PATCHES if patch.id in needed]
+    job = context(subject, of, backend=on, features=used)
+    put, theirs = audit.beside(of.frameworks(), patches, subject, subject.reader(table), job)
+    decided = (_left_to_framework(d, put, theirs.get(d.id), vouched) for d in found.decisions)
+    # What the program does is not ours to refuse: a trap is told, and a patch of what it may not use.
+    told = {Action.TRAP} if used is not None or strict else {Action.TRAP, Action.DRIFT}
+    decisions = tuple(d if d.action not in told else replace(d, stops=False) for d in decided)
+    found = found._replace(decisions=decisions)
+    return found, plan.make(found)
+
+
+def _left_to_framework(
+    decision: Decision, put: Iterable[MonkeyPatch], theirs: Defect | None, vouched: Collection[str]
+) -> Decision:
+    """OWNED where a framework mends the defect, or has put code of its own in the place that ours is for.
+
+    So it is where it may mend it, unless somebody vouches for the patch: twice mended is wrong again.
+    """
+    placed = tuple(
+        patch for patch in put if patch.target in decision.targets and not (patch.wraps or patch.conditions)
     )
-    # A trap is a matter of what the program does, which is not ours to refuse: it is told.
-    decisions = (d if d.action is not Action.TRAP else replace(d, stops=False) for d in found.decisions)
-    return found, plan.make(found._replace(decisions=tuple(decisions)))
+    reason = None
+    if theirs is not None and theirs.standing is Standing.MENDED:
+        reason = theirs.reason
+    elif decision.action is Action.APPLY and placed:
+        reason = f"{audit.replaced_by(placed)}, which this patch was not read with"
+    elif decision.action is Action.APPLY and theirs is not None and theirs.standing is not Standing.PRESENT:
+        reason = None if decision.id in vouched else theirs.reason
+    return replace(decision, action=Action.OWNED, reason=reason, stops=False) if reason else decision
 
 
-def _tell(found: Survey) -> None:
+def _tell(found: Survey, used: frozenset[str] | None) -> None:
     """Logs what was decided; where nobody has set up logging, as a rank of ours does."""
     if not logging.getLogger("bundle").hasHandlers():
         rank = os.environ.get("RANK", "")
         log.start(int(rank) if rank.isdecimal() else None)
     _log.info("%s", "\n".join(lines(found)))
+    for warning in warnings(found, used):
+        _log.warning("%s", warning)
+
+
+def warnings(found: Survey, used: frozenset[str] | None) -> Iterator[str]:
+    """What no patch mends in a program that uses this (None: nobody says), though it meets it or may."""
     for decision in found.decisions:
-        if decision.stops and decision.action is Action.TRAP:
-            _log.warning("no patch mends %s", decision.problem)
+        if decision.action is Action.TRAP and used is not None:
+            yield f"no patch mends {decision.problem}"
+        elif decision.action is Action.DRIFT and used is None and decision.id in _NEEDED:
+            met = words.shown(_NEEDED[decision.id])
+            yield f"left out, and needed {f'if you use {met}' if met else 'in any job'}: {decision.problem}"
 
 
 def lines(found: Survey) -> Iterator[str]:
     """The plan: what is applied, what is not although the program may need it, and why."""
-    left_out = [d for d in found.decisions if d.action in (Action.DRIFT, Action.OWNED, Action.UNVOUCHED)]
+    left_out = [d for d in found.decisions if d.action in (Action.OWNED, Action.UNVOUCHED)]
     yield f"{len(found.applied)} patches for {found.subject}"
     for decision in (*found.applied, *left_out):
         yield f"  {decision.action} {decision.id}: {decision.reason}"

@@ -123,11 +123,13 @@ def only_with_labels(original: Function, self: Any, *args: Any, **kwargs: Any) -
     """Returns `GPTModel.forward` that predicts further tokens only where there are labels to compare with.
 
     Without, mcore fails (to 0.16), runs the layers for nothing (0.17, 0.18), or trains them on the
-    input, in evaluation too (0.19). Inference has its own use of these layers and is left alone.
+    input, in evaluation too (0.19). Inference has its own use of these layers and is left alone, and so is
+    who gives them labels of their own: forks take those in `mtp_kwargs` (slime, miles).
     """
     named = given(original, self, *args, **kwargs).arguments
     inference = named.get("inference_context") or named.get("inference_params")
-    if named.get("labels") is not None or inference is not None or not self.config.mtp_num_layers:
+    labels = named.get("labels") is not None or named.get("mtp_kwargs")
+    if labels or inference is not None or not self.config.mtp_num_layers:
         return original(self, *args, **kwargs)
     with mtp.left_out(self):
         return original(self, *args, **kwargs)

@@ -49,6 +49,9 @@ _ROLLS_OVER_RANKS = _has(_PREDICTION, r"def roll_tensor\([^)]*cp_group")
 _RATIO = _has(_PREDICTION, r"original_num_tokens = loss_mask\.sum\(\)")
 _WHOLE_KEYS = r"> 1\s+and self\.config\.sequence_parallel\s*\)?:\s+(#[^\n]*\s+)?k_pos_emb = gather_"
 _REFUSES_PACKS = _has(_PREDICTION, r"assert \(?\s*packed_seq_params is None")
+_ASKS_FOR_NO_LABELS = _lacks(
+    _GPT, r"if (mtp_in_postprocess|self\.mtp_process) and (mtp_kwargs|mtp_labels|labels)\b"
+)
 
 PRESENT: dict[str, Criterion] = {
     "mla-packed-qkv": _any(
@@ -69,9 +72,8 @@ PRESENT: dict[str, Criterion] = {
     ),
     "mtp-loss-context-parallel-normalisation": _RATIO,
     "mtp-zero-layers": _has(_GPT, r"if self\.config\.mtp_num_layers is not None:"),
-    "mtp-without-labels": _lacks(
-        _GPT, r"if (mtp_in_postprocess|self\.mtp_process) and (mtp_kwargs|mtp_labels|labels)\b"
-    ),
+    "mtp-without-labels": _all(_ASKS_FOR_NO_LABELS, _lacks(_PREDICTION, "derived_labels_from_input_ids")),
+    "mtp-labels-from-input": _all(_ASKS_FOR_NO_LABELS, _has(_PREDICTION, "derived_labels_from_input_ids")),
     "mtp-packed-full-recompute": _all(
         _has(_PREDICTION, r"def _checkpointed_forward\(self, forward_func, \*args, \*\*kwargs\)"),
         _lacks(_PREDICTION, r"is_tensor\(arg\)"),

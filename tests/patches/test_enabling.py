@@ -102,7 +102,7 @@ def test_what_is_assumed_of_a_caller_must_be_vouched_for(script: Path, release: 
     assert f"APPLY {COUNT}" in said and "UNVOUCHED mtp-per-token-weight" in said
 
 
-def test_a_changed_tree_is_refused_by_name(script: Path, release: Release):
+def test_a_changed_tree_is_refused_by_name_where_it_is_met(script: Path, release: Release):
     edit = ("rolled_tensor = torch.roll(tensor", "rolled_tensor = 1 * torch.roll(tensor")
     copied(release("0.16.1"), script.parent, {"transformer/multi_token_prediction.py": edit})
     said = ("--features", "mtp,cp", "--vouch", COUNT)
@@ -110,6 +110,55 @@ def test_a_changed_tree_is_refused_by_name(script: Path, release: Release):
     assert f"{COUNT}: DRIFT: " in ran.stderr and not ran.stdout
     ran = patched(*said, "--allow-drift", COUNT, script)
     assert ran.stdout and f"APPLY {COUNT}: allowed, although" in ran.stderr
+    ran = patched("--vouch", COUNT, script)  # nobody says what it uses: the others land
+    assert ran.stdout and "APPLY mtp-zero-layers" in ran.stderr
+    assert f"WARNING mcore-bundle: left out, and needed if you use cp and mtp: {COUNT}: DRIFT" in ran.stderr
+    ran = patched("--vouch", COUNT, "--strict", script, code=4)
+    assert f"{COUNT}: DRIFT: " in ran.stderr and not ran.stdout
+
+
+SMOOTHING = "label-smoothing-over-ranks"
+THEIRS = """
+from megatron.core.tensor_parallel import cross_entropy
+def forward(ctx, logits, target, label_smoothing=0.0):
+    vocab_size = exp_logits.size(-1) * get_tensor_model_parallel_world_size()
+def put():
+    cross_entropy._VocabParallelCrossEntropy.forward = forward
+"""
+COPIED = THEIRS.replace(" * get_tensor_model_parallel_world_size()", "")
+OTHERS = """
+from megatron.core.transformer.transformer_config import TransformerConfig
+def ours(self):
+    self.checked = True
+TransformerConfig.__post_init__ = ours
+"""
+FRAMEWORKS = {  # its file, what is vouched for, what becomes of the patch, and why
+    "it mends the defect": (f"{THEIRS}put()\n", (), "OWNED", "whose code does not have it"),
+    "whoever vouches": (f"{THEIRS}put()\n", (SMOOTHING,), "OWNED", "whose code does not have it"),
+    "in some of its jobs": (f"{THEIRS}if A:\n    put()\n", (), "OWNED", "elsewhere it is there"),
+    "which are not these": (f"{THEIRS}if A:\n    put()\n", (SMOOTHING,), "APPLY", "the defect is here"),
+    "its copy has it as well": (f"{COPIED}put()\n", (), "APPLY", "the defect is here"),
+}
+
+
+def test_where_a_framework_puts_its_own_code_no_patch_for_anothers_is(script: Path, release: Release):
+    (script.parent / "verl").mkdir()
+    (script.parent / "verl/__init__.py").write_text(OTHERS)
+    (script.parent / "megatron").symlink_to(release("0.16.1") / "megatron")
+    said = patched("--features", "cp", script).stderr
+    assert "OWNED mtp-zero-layers: verl replaces TransformerConfig.__post_init__ (verl/__init__.py:5," in said
+
+
+@pytest.mark.parametrize("how", FRAMEWORKS)
+def test_what_a_framework_mends_is_left_to_it(how: str, script: Path, release: Release):
+    text, vouched, action, reason = FRAMEWORKS[how]
+    (script.parent / "verl").mkdir()
+    (script.parent / "verl/__init__.py").write_text(text)
+    (script.parent / "megatron").symlink_to(release("0.16.1") / "megatron")
+    vouching = [word for patch in vouched for word in ("--vouch", patch)]
+    said = patched("--features", "tp,label-smoothing", *vouching, script).stderr
+    (line,) = [line for line in said.splitlines() if f" {SMOOTHING}: " in line]
+    assert line.strip().startswith(f"{action} {SMOOTHING}: ") and reason in line
 
 
 @pytest.mark.parametrize(
@@ -160,7 +209,7 @@ except Exception as error: print(type(error).__name__, error)
 assert at.roll_tensor is roll_tensor and not applying.applied() and not applying.waiting()
 before, roll_tensor = [roll_tensor], None
 enable()
-assert {ROLL!r} in applying.applied() and not applying.waiting(), applying.applied()
+assert {ROLL!r} in applying.applied() and "megatron.core.models.gpt.gpt_model" in applying.waiting()
 assert at.roll_tensor is not before[0] and at.roll_tensor.__wrapped__ is before[0]
 """
     ran = python("-c", program, PYTHONPATH=str(release("0.16.1")))

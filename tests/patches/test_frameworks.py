@@ -288,7 +288,10 @@ def ours(self, hidden_states, labels, mtp_in_postprocess=None):
     if mtp_in_postprocess and labels is not None:
         hidden_states = self.mtp(hidden_states=hidden_states)
 """
-NO_LABELS = LABELS.replace(" and labels is not None", "")
+NO_LABELS = (
+    LABELS.replace(" and labels is not None", "")
+    + "    return process_mtp_loss(hidden_states, labels, input_ids=input_ids)\n"
+)
 CALLED = "def train(config, model):\n    if config.mtp:\n        patch(model)\n"
 OBJECTS = {
     "its function does not have it": (GPT + LABELS + OF_AN_OBJECT + CALLED, Standing.CONDITIONAL),
@@ -317,7 +320,7 @@ OBJECTS = {
 def test_a_method_of_one_object_is_replaced_for_that_object(how: str, release: Release, tmp_path: Path):
     """As verl does with its actor's models: the others keep what the class has."""
     text, expected = OBJECTS[how]
-    defect = standing(tmp_path, release("0.19.2"), {"a.py": text}, "mtp-without-labels")
+    defect = standing(tmp_path, release("0.19.2"), {"a.py": text}, "mtp-labels-from-input")
     assert defect is not None and defect.standing is expected
     if expected is Standing.CONDITIONAL:
         assert "GPTModel._postprocess (verl/a.py:" in defect.reason
@@ -326,5 +329,5 @@ def test_a_method_of_one_object_is_replaced_for_that_object(how: str, release: R
 
 def test_a_method_of_every_object_that_an_import_has_is_still_theirs_alone(release: Release, tmp_path: Path):
     text = GPT + LABELS + OF_AN_OBJECT + "patch(registry['model'])\n"
-    defect = standing(tmp_path, release("0.19.2"), {"a.py": text}, "mtp-without-labels")
+    defect = standing(tmp_path, release("0.19.2"), {"a.py": text}, "mtp-labels-from-input")
     assert defect is not None and defect.standing is Standing.CONDITIONAL

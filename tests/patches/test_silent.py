@@ -10,7 +10,6 @@ from bundle.patches.entry import Patch, Trap
 _UNNOTICED = re.compile(r"silently|wrong gradient|drift apart|too (small|large|weak|little)|wrong way")
 _SEEN = re.compile(r"\b(fails?|refuses|is refused|a hang|\w+Error|NaN|the host waits)\b")
 _BOTH = {
-    "mtp-without-labels",
     "mtp-packed-roll-boundaries",
     "mla-uncompressed-query-norm",
 }  # by release, by spec

@@ -74,6 +74,11 @@ CASES: list[tuple[str, str, str, Sequence[Edit] | None, Presence]] = [
         U,
     ),
     ("mtp-without-labels", "0.16.1", GPT, [("self.mtp(", "self.further(")], U),
+    # what stands for labels
+    ("mtp-labels-from-input", "0.19.2", GPT, [("input_ids=input_ids,\n                )", ")")], A),
+    ("mtp-labels-from-input", "0.19.2", GPT, [("if mtp_in_postprocess and", "if labels is not None and")], A),
+    ("mtp-labels-from-input", "0.19.2", GPT, [("if mtp_in_postprocess and", "if wanted and")], U),
+    ("mtp-without-labels", "0.19.2", GPT, [("if mtp_in_postprocess and", "if wanted and")], A),
     # where sequences are cut
     ("mtp-packed-roll-boundaries", "0.16.1", MTP, [(CUTS, f"{CUTS}\n    assert {PADDED} is None")], P),
     ("mtp-packed-roll-boundaries", "0.16.1", MTP, [(CUTS, "cu_seqlens = lengths(packed_seq_params)")], U),

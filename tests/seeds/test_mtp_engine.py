@@ -18,7 +18,7 @@ def seen(core):
     """What one rank saw: logits without labels (as megatron is, and patched), then the engine's."""
     found = decide("cpu", core.tree)
     applied = tuple(decision.id for decision in found.applied)
-    stock = tuple(one for one in applied if one != "mtp-without-labels")
+    stock = tuple(one for one in applied if one not in ("mtp-without-labels", "mtp-labels-from-input"))
     measurements = (LOGITS, *(f"{HERE}:{name}" for name in ("falls", "reached", "reached_detached")))
     orders = [Order(0, LOGITS, 1, 60, stock)]
     orders += [Order(n, name, 1, 60, applied) for n, name in enumerate(measurements, start=1)]

@@ -54,3 +54,25 @@ def test_what_megatron_refuses_it_still_refuses(original, shifts, dims):
     params = SimpleNamespace(cu_seqlens_q=boundaries(LENGTHS), cu_seqlens_q_padded=None)
     with pytest.raises(AssertionError, match="Packed sequence roll only supports"):
         rolled_by_one_gather(original)(torch.rand(2, sum(LENGTHS)), shifts, dims, params)
+
+
+@pytest.mark.parametrize(
+    ("given", "runs"),
+    [
+        ({}, False),
+        ({"labels": 1}, True),
+        ({"inference_context": object()}, True),
+        ({"mtp_kwargs": {"mtp_labels": 1}}, True),
+        ({"mtp_kwargs": {}}, False),
+    ],
+    ids=["nothing", "labels", "inference", "labels of a fork", "no labels of a fork"],
+)
+def test_prediction_layers_run_where_somebody_gives_them_labels(given, runs):
+    from bundle.wrappers.mtp import only_with_labels
+
+    def forward(self, ids, labels=None, inference_context=None, mtp_kwargs=None):
+        return self.mtp_process
+
+    model = SimpleNamespace(mtp_process=True, config=SimpleNamespace(mtp_num_layers=1))
+    assert only_with_labels(forward)(model, 0, **given) is runs
+    assert model.mtp_process and model.config.mtp_num_layers == 1

@@ -128,9 +128,26 @@ def _truths(model: Definition) -> set[ast.AST]:
     return {condition for branch in branches for condition in _all_of(branch.test)}
 
 
-@asks(_POSTPROCESS, FORWARD, ROLL)
+@asks(_POSTPROCESS, FORWARD, _LOSS, ROLL)
 def _runs_without_labels(source: Evidence) -> Presence:
-    """Whether the MTP block is called under no condition that asks for labels."""
+    """Whether the MTP block is called under no condition that asks for labels, and none are made up."""
+    return Presence.ABSENT if _labels_made_up(source) else _called_without_labels(source)
+
+
+@asks(_POSTPROCESS, FORWARD, _LOSS, ROLL)
+def _trains_on_the_input(source: Evidence) -> Presence:
+    """Whether it is called so, and labels are made of the input."""
+    return _called_without_labels(source) if _labels_made_up(source) else Presence.ABSENT
+
+
+def _labels_made_up(source: Evidence) -> bool:
+    """Whether the loss is given the input, which it needs for nothing but labels that are not given."""
+    loss, model = source[_LOSS], source[_POSTPROCESS] or source[FORWARD]
+    given = model is not None and bool(model.given("process_mtp_loss", "input_ids"))
+    return given and loss is not None and "input_ids" in loss.parameters
+
+
+def _called_without_labels(source: Evidence) -> Presence:
     calling = [code for code in source.there(_POSTPROCESS, FORWARD) if code.calls("mtp")]
     return _asked_for(calling[0]) if calling else Presence.told(absent=without_prediction(source))
 
@@ -290,18 +307,33 @@ PATCHES = (
         id="mtp-without-labels",
         replacements=(called(FORWARD, "mtp:only_with_labels"),),
         why=(
-            "Logits without labels, as reinforcement learning wants them: an error to 0.16, wasted work in "
-            "0.17 and 0.18, and from 0.19 on the layers are trained on the input, in evaluation too."
+            "Logits without labels, as reinforcement learning wants them, are an error to 0.16; in 0.17 and "
+            "0.18 the prediction layers run for nothing."
+        ),
+        silent=False,
+        upstream="NVIDIA/Megatron-LM#4549; measured in every release",
+        range="<0.19",
+        fixed_in="0.19.0",  # where mtp-labels-from-input begins
+        when=frozenset({"mtp"}),
+        assumes=NOTHING,
+        defect=_runs_without_labels,
+    ),
+    Patch(
+        id="mtp-labels-from-input",
+        replacements=(called(FORWARD, "mtp:only_with_labels"),),
+        why=(
+            "Logits without labels, as reinforcement learning wants them: the prediction layers are trained "
+            "on the input all the same, prompts too, and their loss is logged in evaluation."
         ),
         silent=True,
-        upstream="NVIDIA/Megatron-LM#4549; measured in every release",
-        range="",
+        upstream="NVIDIA/Megatron-LM#3457 brings it on purpose in 0.19; measured there",
+        range=">=0.19",
         when=frozenset({"mtp"}),
         assumes=(
-            "labels are given as `labels`; a fork that gives them in mtp_kwargs (slime, miles) would "
-            "train no prediction layers"
+            "who gives the model no labels wants no prediction layers trained; megatron-core means such "
+            "calls to train them"
         ),
-        defect=_runs_without_labels,
+        defect=_trains_on_the_input,
     ),
 )
 TRAPS = (

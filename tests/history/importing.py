@@ -1,0 +1,31 @@
+"""A program that imports modules of a framework, in which the patches are enabled; prints where each stops.
+
+Fails where a patch is not on what was imported, or the framework holds what a patch replaces.
+"""
+
+import importlib
+import sys
+
+from bundle.patches import applying
+
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+        print("imported", name)
+    except ImportError as error:
+        print("stopped", name, "at", error)
+plan = applying.in_force()
+assert plan is not None
+planned = [step.target for step in plan.steps if step.target.partition(":")[0] in sys.modules]
+assert sorted(applying.applied()) == sorted(planned), (applying.applied(), planned)
+for target in planned:
+    owner = sys.modules[target.partition(":")[0]]
+    *path, last = target.partition(":")[2].split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    before = getattr(getattr(owner, last), "__wrapped__", None)
+    assert before is not None, f"{target} is not patched"
+    frameworks = {name.partition(".")[0] for name in sys.argv[1:]}
+    for module in [m for name, m in list(sys.modules.items()) if name.partition(".")[0] in frameworks]:
+        assert before not in [v for v in vars(module).values() if callable(v)], f"{module.__name__}: {target}"
+print("patched", *planned)
