@@ -46,7 +46,7 @@ def test_a_verb_s_help_names_the_whole_command():
 @pytest.mark.parametrize(
     ("words", "offered"),
     [
-        ("mcore-bundle re", ["recipes", "report"]),
+        ("mcore-bundle re", ["recipes", "report", "resolve"]),
         ("mcore-bundle recipes sc", ["schema"]),
         ("mcore-bundle plan --mc", ["--mcore"]),
     ],

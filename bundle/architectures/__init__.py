@@ -16,7 +16,7 @@ from bundle.architectures.architecture import (
 )
 from bundle.architectures.config import Keys
 from bundle.architectures.families import FAMILIES
-from bundle.errors import UsageError, did_you_mean, nearest
+from bundle.errors import UsageError, did_you_mean, nearest, shown
 
 __all__ = [
     "MLA",
@@ -45,7 +45,7 @@ def from_config(config: Mapping[str, Any], origin: str = "config") -> Architectu
         supported = f"supported: {', '.join(SUPPORTED)}"
         raise UsageError(
             f"{origin}: this model is not supported",
-            [f"model_type: {model_type!r} is not supported{near}; {supported}"],
+            [f"model_type: {shown(model_type)} is not supported{near}; {supported}"],
         )
     keys = Keys(config)
     architecture = FAMILIES[model_type](keys)
@@ -53,7 +53,10 @@ def from_config(config: Mapping[str, Any], origin: str = "config") -> Architectu
     if not keys.unreadable:
         keys.violations += contradictions(architecture)
     if keys.violations:
-        raise UsageError(f"{origin}: this {model_type} model is impossible or not supported", keys.violations)
+        raise UsageError(
+            f"{origin}: this {model_type} model is impossible or not supported",
+            [files.printable(violation) for violation in keys.violations],  # keys are somebody else's
+        )
     return architecture
 
 

@@ -11,15 +11,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from bundle import files
 from bundle.checkpoints import manifest, state
-from bundle.checkpoints.directory import CheckpointDirectory
+from bundle.checkpoints.directory import MEGATRON, CheckpointDirectory
 from bundle.distributed.world import on_all_ranks, on_rank_0
 from bundle.engine import Engine
 from bundle.errors import BundleError, JobFailed, UsageError
 from bundle.mcore import checkpoints as megatron_checkpoints
 from bundle.mcore import groups
 
-# Its own folder inside a checkpoint, which Megatron-LM's tools read.
-_MEGATRON = "megatron"
 # torch's own exception is not an Exception.
 _MEGATRON_FAILED = (Exception, CheckpointException)
 
@@ -56,11 +54,11 @@ class Checkpoints:
             with engine.runtime.megatron():
                 if self.background:
                     writing = megatron_checkpoints.Writing(
-                        partial / _MEGATRON, engine.models, engine.optimizer
+                        partial / MEGATRON, engine.models, engine.optimizer
                     )
                     self._writing = (now.step, writing)
                     return
-                megatron_checkpoints.save(partial / _MEGATRON, engine.models, engine.optimizer)
+                megatron_checkpoints.save(partial / MEGATRON, engine.models, engine.optimizer)
             self._publish(now.step)
 
     def poll(self, *, wait: bool = False) -> int | None:
@@ -106,7 +104,7 @@ class Checkpoints:
         with engine.runtime.megatron():
             state.write_rng(partial, dist.get_rank(), engine.device)
         if dist.get_rank() == 0:
-            (partial / _MEGATRON).mkdir()
+            (partial / MEGATRON).mkdir()
             state.Saved(
                 state=now,
                 scheduler=engine.scheduler.state_dict(),
@@ -173,7 +171,7 @@ class Checkpoints:
                 f"{directory} holds the state of another optimizer: {saved.optimizer} between data-parallel"
                 f" ranks; the recipe's (optimizer.name, optimizer.use_distributed_optimizer) is {own}"
             )
-        place = directory / _MEGATRON
+        place = directory / MEGATRON
         try:
             with engine.runtime.megatron():
                 megatron_checkpoints.load(place, engine.models, engine.optimizer, saved.sharding)

@@ -8,6 +8,7 @@ from pathlib import Path
 from bundle import files
 
 LATEST = "latest"
+MEGATRON = "megatron"  # megatron's own folder inside a checkpoint, which Megatron-LM's tools read
 _COMPLETE = re.compile(r"step-(\d{8,})")
 _PARTIAL, _LEAVING, _DAMAGED = ".writing-", ".deleting-", "damaged-"
 _OURS = re.compile(

@@ -92,6 +92,15 @@ def strangers(directory: Path, digests: Mapping[str, str]) -> list[str]:
     return [f"{name} is not in its manifest" for name in found]
 
 
+def damage(directory: Path) -> list[str]:
+    """What is wrong with a checkpoint, all of whose files are read for it; empty when nothing is."""
+    try:
+        digests = read(directory)
+    except ValueError as error:
+        return [str(error)]
+    return [*strangers(directory, digests), *defects(directory, digests, sorted(digests))]
+
+
 def _inside(name: str) -> bool:
     path = PurePosixPath(name)
     return not path.is_absolute() and ".." not in path.parts

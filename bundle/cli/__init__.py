@@ -20,6 +20,7 @@ VERBS: dict[str, str] = {
     "recipes": "The job files that come with the package: list them, show one, their JSON schema.",
     "plan": "All that a job will be, before it starts, and what stands against it.",
     "check": "What the data of a job comes to: counts, epochs, and samples with their loss masks.",
+    "weights": "Weights between Hugging Face and megatron: check, export, import, diff.",
     "report": "One page about a run, or several side by side: curves, plan, patches.",
     "doctor": "Can this machine run a job? What is wrong, why, and what to do.",
     "resolve": "Versions that were seen together, as constraints for pip.",

@@ -48,7 +48,7 @@ def save(directory: Path, models: Sequence[torch.nn.Module], optimizer: Megatron
 
     Raises what megatron raises; when a rank cannot write, all ranks raise (0.12: rank 0 alone).
     """
-    with _results_in(directory):
+    with results_in(directory):
         dist_checkpointing.save(_state(models, optimizer, sharding()), str(directory), **_native_writer())
 
 
@@ -59,7 +59,7 @@ class Writing:
         self, directory: Path, models: Sequence[torch.nn.Module], optimizer: MegatronOptimizer
     ) -> None:
         """Starts to write the state as it is now. All ranks call it."""
-        with _results_in(directory):
+        with results_in(directory):
             request = dist_checkpointing.save(
                 _state(models, optimizer, sharding()),
                 str(directory),
@@ -257,7 +257,7 @@ class _Results:
 
 
 @contextmanager
-def _results_in(directory: Path) -> Iterator[None]:
+def results_in(directory: Path) -> Iterator[None]:
     """Has megatron's writers report by a file.
 
     Its own queue is a server process per rank: each starts Python and torch again (seconds), needs a main

@@ -1,12 +1,12 @@
 """Fills model chunks with the weights of a Hugging Face directory; each rank reads its own slices alone.
 
-Slices go from the file into the parameter one by one, in the order of the files: beside the model there is
-never more than one slice.
+Slices go from the file into the parameter one by one, in the order of the files: beside the model there are
+never more than a few megabytes of one.
 """
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,13 +18,14 @@ from bundle.architectures.tensors import Tensors
 from bundle.distributed.world import on_all_ranks, on_rank_0
 from bundle.errors import JobFailed, UsageError
 from bundle.mcore.groups import Groups
-from bundle.models import naming
+from bundle.models import fp8, naming
 from bundle.models.naming import Named, Shard
+from bundle.models.published import DTYPES
 from bundle.pretrained import Entry, Pretrained
-from bundle.pretrained.matching import FP8, SCALE
+from bundle.pretrained.quantization import FP8, SCALE
 
 Slices = tuple[slice, ...]
-_COMPARED = 2**24  # bytes at a time
+_AT_ONCE = 2**24  # bytes
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def load(
 
     Raises UsageError for copies that differ from their original, JobFailed for files that cannot be read.
     """
-    on_rank_0(lambda: _refuse_unequal(weights, table.copies()))
+    on_rank_0(lambda: refuse_unequal(weights, table.copies()))
     published = {tensor.name: tensor for tensor in table if tensor.published}
     own = [
         named
@@ -60,6 +61,22 @@ def load(
             lambda: _read(weights, itertools.chain.from_iterable(_reads(weights, *pair) for pair in pairs))
         )
     return unpublished
+
+
+def whole(weights: Pretrained, tensor: tensors.Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of the table; raises JobFailed for files that cannot be read."""
+    target = torch.empty(tensor.shape, dtype=dtype)
+    _read(weights, _reads(weights, Named(tensor.name, target, None), tensor))
+    return target
+
+
+def published(weights: Pretrained, name: str) -> Tensor:
+    """A published tensor, in the kind of numbers that it is stored in, or in fp32 where that is FP8."""
+    entry = weights.entries[name]
+    dtype = torch.float32 if entry.dtype == FP8 else DTYPES[entry.dtype]
+    target = torch.empty(entry.shape, dtype=dtype)
+    _read(weights, [Read(name, entry, (slice(None),) * target.ndim, target)])
+    return target
 
 
 def _reads(weights: Pretrained, named: Named, tensor: tensors.Tensor) -> Iterator[Read]:
@@ -111,10 +128,25 @@ def _read(weights: Pretrained, reads: Iterable[Read]) -> None:
     for path, of_file in itertools.groupby(ordered, key=lambda read: read.entry.file):
         try:
             with safe_open(path, framework="pt") as file:
-                for read in of_file:
+                for read in itertools.chain.from_iterable(map(_in_pieces, of_file)):
                     read.target.copy_(_values(file, read, weights))
         except (OSError, SafetensorError) as error:
             raise JobFailed(f"{path}: cannot be read any more: {error}") from error
+
+
+def _in_pieces(read: Read) -> Iterator[Read]:
+    """A read as several, row by row, of which none makes a large copy."""
+    rows, target = read.target.shape[:1], read.target
+    if not rows or target.numel() * target.element_size() <= _AT_ONCE:
+        yield read
+        return
+    step = max(1, _AT_ONCE * rows[0] // (target.numel() * target.element_size()))
+    first, *rest = read.source
+    begin = first.start or 0
+    for row in range(0, rows[0], step):
+        last = min(row + step, rows[0])
+        source = (slice(begin + row, begin + last), *rest)
+        yield replace(read, source=source, target=target[row:last])
 
 
 def _values(file: Any, read: Read, weights: Pretrained) -> Tensor:
@@ -129,14 +161,12 @@ def _values(file: Any, read: Read, weights: Pretrained) -> Tensor:
     else:
         with safe_open(elsewhere, framework="pt") as other:
             of_blocks = other.get_tensor(name).float()
-    for dim, size in enumerate(weights.block):
-        start = read.source[dim].start or 0
-        numbers = torch.arange(start, start + stored.shape[dim]) // size
-        of_blocks = of_blocks.index_select(dim, numbers)
-    return stored.float() * of_blocks
+    rows, columns = (at.start or 0 for at in read.source)
+    return fp8.dequantized(stored, of_blocks, weights.block, (rows, columns))
 
 
-def _refuse_unequal(weights: Pretrained, copies: Mapping[str, str]) -> None:
+def refuse_unequal(weights: Pretrained, copies: Mapping[str, str]) -> None:
+    """Raises UsageError for copies (by name: the original's) that differ from their original."""
     found = weights.entries
     unequal = [
         f"{copy} is published once more as a copy of {original}, and differs from it"
@@ -157,7 +187,7 @@ def _equal(a: Entry, b: Entry) -> bool:
         other.seek(b.start)
         left = a.stop - a.start
         while left:
-            size = min(left, _COMPARED)
+            size = min(left, _AT_ONCE)
             if one.read(size) != other.read(size):
                 return False
             left -= size

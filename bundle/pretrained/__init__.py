@@ -6,6 +6,6 @@ in pickles are refused.
 
 from bundle.pretrained.directory import Pretrained, weights_in
 from bundle.pretrained.header import Entry
-from bundle.pretrained.matching import described, of_recipe
+from bundle.pretrained.matching import described, of_directory, of_recipe, opened
 
-__all__ = ["Entry", "Pretrained", "described", "of_recipe", "weights_in"]
+__all__ = ["Entry", "Pretrained", "described", "of_directory", "of_recipe", "opened", "weights_in"]

@@ -6,16 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bundle.architectures import from_config
+from bundle import files
+from bundle.architectures import Architecture, from_config, read_config
 from bundle.architectures.tensors import Tensors
-from bundle.errors import UsageError, shown
-from bundle.pretrained.directory import Pretrained, summarized, weights_in
+from bundle.errors import UsageError
+from bundle.pretrained.directory import INDEX, SINGLE, Pretrained, summarized, weights_in
 from bundle.pretrained.header import Entry, quoted
+from bundle.pretrained.quantization import FP8, SCALE, block_of, blocks
 from bundle.recipe import Recipe
 
 FLOATS = ("F32", "BF16", "F16")
-FP8 = "F8_E4M3"
-SCALE = "_scale_inv"  # behind the name of a tensor in FP8: the numbers to multiply its blocks by
 # What old files hold beside weights: constants that follow from the config.
 _CONSTANTS = re.compile(r"\.rotary_emb\.inv_freq$")
 
@@ -33,15 +33,61 @@ def of_recipe(recipe: Recipe) -> Pretrained | None:
         if model.weights == "load":
             raise UsageError(f"{model.path}: model.weights says load, and there are no weights")
         return None
-    block, violations = _block(model.config)
-    found = replace(found, block=block)
-    table = published(recipe)
-    violations = violations or list(_against(found, table, recipe.architecture.mtp_layers))
+    return _matched(
+        found,
+        model.config,
+        published(recipe),
+        recipe.architecture.mtp_layers,
+        "not the weights of this model (model.weights: random begins without them)",
+    )
+
+
+def of_directory(directory: Path, config: Mapping[str, Any], architecture: Architecture) -> Pretrained:
+    """The weights of a directory, which must be those of a model with all of its published tensors.
+
+    `config` is the directory's own; `architecture` says how many of its MTP layers there must be. Raises
+    UsageError with every reason why they are not.
+    """
+    found = weights_in(directory)
+    if found is None:
+        raise UsageError(f"{directory}: there are no weights")
+    table = Tensors(from_config(config, f"{directory / 'config.json'}"))
+    otherwise = f"not the weights of this {architecture.model_type} model"
+    return _matched(found, config, table, architecture.mtp_layers, otherwise)
+
+
+def opened(directory: Path) -> Pretrained | None:
+    """The weights of a directory, of whatever model they are; None where it is no Hugging Face directory.
+
+    Raises UsageError with everything that cannot be read.
+    """
+    if not any(files.is_file(directory / name) for name in (SINGLE, INDEX)):
+        return None
+    found = weights_in(directory)
+    assert found is not None
+    config = read_config(directory) if files.is_file(directory / "config.json") else {}
+    block, violations = block_of(config)
+    entries = found.entries
+    tensors = {
+        name: entry
+        for name, entry in entries.items()
+        if name.removesuffix(SCALE) not in entries.keys() - {name}
+    }
+    for name, entry in tensors.items():
+        violations += _misfit(name, entry, entry.shape, entries.get(f"{name}{SCALE}"), block)
     if violations:
-        raise UsageError(
-            f"{model.path}: not the weights of this model (model.weights: random begins without them)",
-            summarized(violations),
-        )
+        raise UsageError(f"{directory}: cannot be compared", summarized(violations))
+    return replace(found, block=block)
+
+
+def _matched(
+    found: Pretrained, config: Mapping[str, Any], table: Tensors, depths: int, otherwise: str
+) -> Pretrained:
+    block, violations = block_of(config)
+    found = replace(found, block=block)
+    violations = violations or list(_against(found, table, depths))
+    if violations:
+        raise UsageError(f"{found.directory}: {otherwise}", summarized(violations))
     return found
 
 
@@ -57,20 +103,6 @@ def described(recipe: Recipe, found: Pretrained | None) -> str:
 def published(recipe: Recipe) -> Tensors:
     """The table of what the config says is published: with its own MTP layers, however many are trained."""
     return Tensors(from_config(recipe.model.config, "model.config"), recipe.parallel.tp)
-
-
-def _block(config: Mapping[str, Any]) -> tuple[tuple[int, int] | None, list[str]]:
-    """The block of an FP8 scale, and what is against how the weights are quantised."""
-    said = config.get("quantization_config")
-    if said is None:
-        return None, []
-    method = said.get("quant_method") if isinstance(said, dict) else None
-    if not isinstance(said, dict) or method != "fp8":
-        return None, [f"quantization_config.quant_method {shown(method)}: only fp8 with blocks is read"]
-    block = said.get("weight_block_size")
-    if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
-        return (block[0], block[1]), []
-    return None, [f"quantization_config.weight_block_size {shown(block)}: must be two sizes, as [128, 128]"]
 
 
 def _against(found: Pretrained, table: Tensors, depths: int) -> Iterator[str]:
@@ -107,10 +139,10 @@ def _misfit(
         if block is None or scale is None or len(shape) != 2:
             yield f"{name} is {FP8} without {SCALE} and quantization_config.weight_block_size"
             return
-        blocks = tuple(-(-size // of) for size, of in zip(shape, block, strict=True))
-        if scale.shape != blocks or scale.dtype not in FLOATS:
+        wanted = blocks(shape, block)
+        if scale.shape != wanted or scale.dtype not in FLOATS:
             held = f"{scale.dtype} {list(scale.shape)}"
-            yield f"{name}{SCALE} is {held}, must be {list(blocks)} numbers, one per block of {list(block)}"
+            yield f"{name}{SCALE} is {held}, must be {list(wanted)} numbers, one per block of {list(block)}"
     elif entry.dtype not in FLOATS:
         yield f"{name} is {entry.dtype}: only {', '.join(FLOATS)} and {FP8} are read"
     elif scale is not None:

@@ -10,10 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from bundle import files
+from bundle.architectures import Architecture
 from bundle.architectures.published import NAMES
+from bundle.architectures.tensors import Tensors
+from bundle.pretrained import quantization
 from bundle.pretrained.directory import INDEX, SINGLE
 from bundle.pretrained.header import BYTES
 from bundle.recipe import Recipe
@@ -24,7 +27,31 @@ _BELONGINGS = (
     "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "special_tokens_map.json", "*.py",
     "added_tokens.json", "chat_template*", "generation_config.json",
 )  # fmt: skip
-_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+# In which the linear layers are written; with fp8 all others are bf16.
+Numbers = Literal["bf16", "fp32", "fp8"]
+NUMBERS: tuple[Numbers, ...] = get_args(Numbers)
+_DTYPES: dict[Numbers, str] = {"bf16": "bfloat16", "fp32": "float32", "fp8": "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What a directory says of a model beside its weights.
+
+    `config` is the published one with what was changed in it; tokenizer, chat template and the like are in
+    the directories `belongings`.
+    """
+
+    config: Mapping[str, Any]
+    architecture: Architecture
+    belongings: tuple[Path, ...] = ()
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> "Published":
+        """What the recipe's model was published as, with the tokenizer that it is trained with."""
+        kind, _, tokenizer = recipe.data.tokenizer.partition(":")
+        sources = [recipe.model.path, tokenizer if kind == "hf" else None]
+        belongings = tuple(Path(source) for source in sources if source)
+        return cls(recipe.model.config, recipe.architecture, belongings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +141,26 @@ def write_index(directory: Path, of: Mapping[str, Sequence[Stored]]) -> None:
         files.write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def write_config(directory: Path, recipe: Recipe) -> None:
+def write_config(directory: Path, model: Published, numbers: Numbers) -> None:
     """The config as it was published, in the words that it had, of the model as it was trained."""
-    architecture, config = recipe.architecture, dict(recipe.model.config)
+    architecture, config = model.architecture, dict(model.config)
     config.pop("quantization_config", None)  # loaders would look for scales
+    if numbers == "fp8":
+        config["quantization_config"] = quantization.described(Tensors(architecture))
     key = "dtype" if "dtype" in config else "torch_dtype"  # transformers 5 and 4
-    config[key] = _DTYPES[recipe.model.dtype]
+    config[key] = _DTYPES[numbers]
     names = NAMES[architecture.model_type]
     config.setdefault("architectures", [names.architecture])
     if names.mtp is not None:
         config["num_nextn_predict_layers"] = architecture.mtp_layers
     files.write_json(directory / "config.json", config)
+
+
+def complete(directory: Path, model: Published, numbers: Numbers, of: Mapping[str, Sequence[Stored]]) -> None:
+    """Writes all that belongs to these files of tensors: their index, the config, the tokenizer."""
+    write_index(directory, of)
+    write_config(directory, model, numbers)
+    copy_belongings(model.belongings, directory)
 
 
 def copy_belongings(sources: Iterable[Path], directory: Path) -> None:

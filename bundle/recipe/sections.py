@@ -423,9 +423,10 @@ class Checkpoint(Section):
     async_: bool = Field(
         default=False, alias="async", description="Write in the background while training goes on."
     )
-    export: Literal["hf"] | None = Field(
+    export: Literal["hf", "hf-fp8"] | None = Field(
         default=None,
-        description="hf: at the end, write the model as transformers opens it into hf/ of the run directory.",
+        description="hf: at the end, write the model as transformers opens it into hf/ of the run directory."
+        " hf-fp8: with the linear layers in FP8, a scale for each block of 128 x 128, as DeepSeek-V3 is.",
     )
 
     @property

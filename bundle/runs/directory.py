@@ -232,17 +232,24 @@ class RunDirectory:
         files.write_json(self.versions, versions)
 
 
-def starting_checkpoint(named: Path) -> Path:
-    """The checkpoint to begin with: `named` itself, or the newest of the run or of the folder that it names.
-
-    Raises UsageError where there is none.
-    """
+def newest_checkpoint(named: Path) -> Path | None:
+    """The checkpoint that is `named`, or the newest of the run or of the folder that it names, if any."""
     if (named / manifest.NAME).is_file():
         return named
     for folder in (named, RunDirectory(named).checkpoints):
         directory = CheckpointDirectory(folder)
         if steps := directory.steps():
             return directory.place(steps[0])
+    return None
+
+
+def starting_checkpoint(named: Path) -> Path:
+    """The checkpoint to begin with: `named` itself, or the newest of the run or of the folder that it names.
+
+    Raises UsageError where there is none.
+    """
+    if (found := newest_checkpoint(named)) is not None:
+        return found
     if not named.exists():
         raise UsageError(f"--from {named}: there is no such checkpoint")
     raise UsageError(

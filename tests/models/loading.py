@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from bundle import backends, pretrained
 from bundle.architectures.tensors import Tensors
 from bundle.patches import applying
+from bundle.pretrained.writing import Published
 from bundle.verification import decide, everything
 from tests import world
 from tests.engine.oracle import LAYOUTS, SEED, recipe
@@ -60,9 +61,46 @@ def compared(name: str, directory: Path, parallel: dict, runtime, *, packed: boo
     out = directory.parents[1] / "exported" / f"{name} {len(parallel)}"
     exporting.export(out, job, chunks, made)
     exported = differences(directory, out, Tensors(job.architecture).copies())
+    converted = through_torch_dist(directory, out.with_name(f"{out.name} converted"), job, chunks, found)
     groups.destroy()
     wrong = [n.name for n in found if not torch.equal(n.parameter, part(n, wanted[n.name]))]
-    return len(found), wrong + exported
+    return len(found), wrong + exported + converted
+
+
+def through_torch_dist(directory: Path, out: Path, job, chunks, found) -> list[str]:
+    """What is lost from megatron's own checkpoint to Hugging Face, or from there to what megatron reads."""
+    from bundle.mcore import checkpoints, torch_dist, unpickling
+    from bundle.models import conversion
+
+    def state():
+        sharded = enumerate(chunk.sharded_state_dict(metadata=content) for chunk in chunks)
+        return {f"model{number}": of_chunk for number, of_chunk in sharded}
+
+    content = {"singleton_local_shards": False}
+    saved, imported = (out.with_name(f"{out.name} {name}") for name in ("saved", "imported"))
+    table, first = Tensors(job.architecture), torch.distributed.get_rank() == 0
+    if first:
+        saved.mkdir()
+    torch.distributed.barrier()
+    with checkpoints.results_in(saved):
+        checkpoints.write(state(), saved)
+    wrong = []
+    if first:
+        conversion.to_hugging_face(torch_dist.Directory(saved), Published.of(job), out, "fp32")
+        wrong = differences(directory, out, table.copies())
+        weights_of = pretrained.of_directory(directory, job.model.config, job.architecture)
+        conversion.to_torch_dist(weights_of, table, imported)
+    torch.distributed.barrier()
+    before = [named.parameter.detach().clone() for named in found]
+    with torch.no_grad():
+        for named in found:
+            named.parameter.fill_(torch.nan)
+    with unpickling.data_only():
+        loaded = checkpoints.read(state(), conversion.newest(imported))
+    for number, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded[f"model{number}"])
+    lost = [n.name for n, was in zip(found, before, strict=True) if not torch.equal(n.parameter, was)]
+    return [*wrong, *(f"imported {name}" for name in lost)]
 
 
 def differences(directory: Path, out: Path, copies: Collection[str]) -> list[str]:

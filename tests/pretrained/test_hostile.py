@@ -8,8 +8,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from bundle.architectures import from_config, read_config
 from bundle.errors import UsageError
-from bundle.pretrained import of_recipe, weights_in
+from bundle.pretrained import of_directory, of_recipe, weights_in
 from tests.pretrained.directories import recipe, write, write_file
 
 ODD = st.one_of(
@@ -31,14 +32,20 @@ def whole(tmp_path_factory):
     return directory, of, (directory / "model.safetensors").read_bytes()
 
 
-def fine_or_refused(directory):
+def fine_or_refused(directory, taken=lambda directory: of_recipe(recipe(directory))):
     """Whether the directory is taken; an error must be ours, and short enough to be read."""
     try:
-        return of_recipe(recipe(directory)) is not None
+        return taken(directory) is not None
     except UsageError as error:
         assert len(str(error)) < 100_000
         assert str(error).isprintable() or all(c.isprintable() or c == "\n" for c in str(error))
         return False
+
+
+def by_its_config(directory):
+    """What `weights check` takes a directory for."""
+    config = read_config(directory)
+    return of_directory(directory, config, from_config(config))
 
 
 @settings(max_examples=250, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -88,6 +95,39 @@ def test_one_odd_value_in_an_index(tmp_path, data):
         index["weight_map"][name] = odd
     place.write_text(json.dumps(index))
     assert not fine_or_refused(directory)
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_one_odd_value_in_a_config(tmp_path, data):
+    directory = tmp_path / "model"
+    write(directory, "deepseek_v3")
+    place = directory / "config.json"
+    config = json.loads(place.read_text())
+    key = data.draw(
+        st.sampled_from([*sorted(config), "quantization_config", "rope_parameters", "auto_map", ""])
+    )
+    odd = data.draw(ODD)
+    if key == "":
+        config = odd
+    elif data.draw(st.booleans()) and isinstance(config.get(key), dict):
+        config[key][data.draw(st.sampled_from(sorted(config[key])))] = odd
+    else:
+        config[key] = odd
+    place.write_text(json.dumps(config))
+    if fine_or_refused(directory, by_its_config):
+        assert weights_in(directory) is not None, "a change that no tensor shows"
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 1500), st.binary(min_size=1, max_size=8), st.integers(0, 5))
+def test_bytes_of_a_config_overwritten_or_cut_off(tmp_path, at, odd, cut):
+    write(tmp_path / "model")
+    place = tmp_path / "model" / "config.json"
+    content = place.read_bytes()
+    mutated = content[:at] + odd + content[at + len(odd) :]
+    place.write_bytes(mutated[: len(mutated) - cut])
+    fine_or_refused(tmp_path / "model", by_its_config)
 
 
 @pytest.mark.parametrize(

@@ -87,13 +87,18 @@ def test_whoever_is_killed_leaves_what_was_there(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
+def written_config(directory, job, numbers):
+    model = writing.Published(job.model.config, job.architecture)
+    writing.write_config(directory / "out", model, numbers)
+
+
 def test_the_config_is_as_it_was_published_but_for_what_changed(tmp_path):
     write(tmp_path, "glm4_moe")
     published = json.loads((tmp_path / "config.json").read_text())
     stored = published | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     (tmp_path / "config.json").write_text(json.dumps(stored))
     (tmp_path / "out").mkdir()
-    writing.write_config(tmp_path / "out", recipe(tmp_path, mtp={"layers": 3}))
+    written_config(tmp_path, recipe(tmp_path, mtp={"layers": 3}), "bf16")
     said = json.loads((tmp_path / "out" / "config.json").read_text())
     assert said == published | {
         "torch_dtype": "bfloat16",
@@ -103,7 +108,7 @@ def test_the_config_is_as_it_was_published_but_for_what_changed(tmp_path):
     (tmp_path / "config.json").write_text(
         json.dumps(published | {"dtype": "float16", "architectures": ["Mine"]})
     )
-    writing.write_config(tmp_path / "out", recipe(tmp_path, dtype="fp32"))
+    written_config(tmp_path, recipe(tmp_path), "fp32")
     said = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (said["dtype"], said["architectures"], "torch_dtype" in said) == ("float32", ["Mine"], False)
 

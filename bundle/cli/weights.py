@@ -1,0 +1,169 @@
+"""`mcore-bundle weights`: a model's weights between Hugging Face and megatron, looked at and compared."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bundle import pretrained
+from bundle.architectures import from_config, read_config
+from bundle.cli import options
+from bundle.errors import ExitCode, UsageError
+from bundle.pretrained.writing import NUMBERS, Published
+from bundle.recipe import Recipe, load
+
+if TYPE_CHECKING:
+    from bundle.mcore.torch_dist import Directory
+    from bundle.models.sources import Source
+
+app = typer.Typer(
+    rich_markup_mode=None,
+    add_completion=False,
+    no_args_is_help=True,
+    help="Weights between Hugging Face and megatron: check, export, import, diff.",
+)
+
+HuggingFace = Annotated[Path, typer.Argument(metavar="DIR", help="A Hugging Face directory.")]
+Out = Annotated[
+    Path, typer.Argument(help="The directory to write; it is replaced when the new one is whole.")
+]
+
+
+@app.command()
+def check(
+    directory: HuggingFace,
+    recipe: Annotated[
+        str, typer.Argument(help="Whose model it is to be; without it, that of its config.json.")
+    ] = "",
+) -> None:
+    """Hold every header against the model's tensors: what is missing, extra, of another shape, truncated."""
+    if recipe:
+        overrides = [f"model.path={json.dumps(str(directory))}", "model.weights=load"]
+        job = load(recipe, overrides)
+        found, architecture = pretrained.of_recipe(job), job.architecture
+    else:
+        config = read_config(directory)
+        architecture = from_config(config, str(directory / "config.json"))
+        found = pretrained.of_directory(directory, config, architecture)
+    print(f"{found}: all of this {architecture.model_type} model, and no others")
+
+
+@app.command("export")
+def export_(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(help="A run, one of its checkpoints, or a torch_dist directory of megatron's."),
+    ],
+    out: Out,
+    like: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Where config and tokenizer are taken from: a Hugging Face directory. Without it, what the"
+            " run's recipe names.",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            callback=options.one_of(NUMBERS),
+            help=f"One of {', '.join(NUMBERS)}; without it, the recipe's, else bf16.",
+        ),
+    ] = "",
+) -> None:
+    """Write a checkpoint, of any layout, as a Hugging Face directory."""
+    found, job = _checkpoint(checkpoint, like, verified=True)
+    if job is not None:
+        model, numbers = Published.of(job), dtype or job.model.dtype
+    elif like is not None:
+        model, numbers = _as(like, found), dtype or "bf16"
+    else:
+        raise UsageError(f"{checkpoint}: no run of ours: say with --like DIR which model it is")
+    from bundle.models import conversion
+
+    conversion.to_hugging_face(found, model, out, next(one for one in NUMBERS if one == numbers))
+    print(out)
+
+
+@app.command("import")
+def import_(
+    directory: HuggingFace,
+    out: Out,
+    mtp_layers: Annotated[
+        int | None, typer.Option(min=0, help="MTP layers to import; without it, those of the config.")
+    ] = None,
+) -> None:
+    """Write a checkpoint that Megatron-LM loads (--ckpt-format torch_dist), in any layout."""
+    config = read_config(directory)
+    architecture = from_config(config, str(directory / "config.json"))
+    if mtp_layers is not None:
+        architecture = replace(architecture, mtp_layers=mtp_layers)
+    weights = pretrained.of_directory(directory, config, architecture)
+    from bundle.architectures.tensors import Tensors
+    from bundle.models import conversion
+
+    conversion.to_torch_dist(weights, Tensors(architecture), out)
+    print(out)
+
+
+@app.command()
+def diff(
+    first: Annotated[Path, typer.Argument(help="A Hugging Face directory, a run or a checkpoint.")],
+    second: Annotated[Path, typer.Argument(help="Another one.")],
+    as_json: options.JSON = False,
+) -> None:
+    """Compare two models tensor by tensor: names, shapes, dtypes, values; ends with 1 where they differ."""
+    from bundle.models.comparison import differences
+
+    one, other = _source(first, second), _source(second, first)
+    found = 0
+    for difference in differences(one, other):
+        found += 1
+        print(json.dumps(asdict(difference)) if as_json else difference)
+    count = len({*one.tensors, *other.tensors})
+    if not as_json:
+        print(f"{found} of {count} tensors differ" if found else f"{count} tensors are equal")
+    if found:
+        raise typer.Exit(int(ExitCode.JOB_FAILED))
+
+
+def _checkpoint(named: Path, like: Path | None, *, verified: bool) -> tuple["Directory", Recipe | None]:
+    """A checkpoint's tensors, and the recipe of the run that it is of, where it is one of ours."""
+    from bundle.checkpoints import manifest
+    from bundle.checkpoints.directory import MEGATRON
+    from bundle.errors import JobFailed
+    from bundle.mcore.torch_dist import Directory
+    from bundle.models.conversion import newest
+    from bundle.runs.directory import RunDirectory, newest_checkpoint
+
+    step = newest_checkpoint(named)
+    if step is None:
+        return Directory(newest(named)), None
+    if verified and (reasons := manifest.damage(step)):
+        raise JobFailed(f"{step}: this checkpoint cannot be used", reasons)
+    recipe = RunDirectory(step.absolute().parents[1]).recipe
+    overrides = [] if like is None else [f"model.path={json.dumps(str(like))}"]
+    job = load(str(recipe), overrides) if recipe.is_file() else None
+    return Directory(step / MEGATRON), job
+
+
+def _as(like: Path, checkpoint: "Directory") -> Published:
+    """What a Hugging Face directory says of a model that has the MTP layers of a checkpoint."""
+    config = read_config(like)
+    architecture = from_config(config, str(like / "config.json"))
+    return Published(config, replace(architecture, mtp_layers=checkpoint.mtp_layers), (like,))
+
+
+def _source(named: Path, other: Path) -> "Source":
+    """The tensors of a directory; those of a checkpoint by their published names where the other has such."""
+    from bundle.architectures.tensors import Tensors
+    from bundle.models.sources import AsPublished, HuggingFace, Megatron
+
+    if (weights := pretrained.opened(named)) is not None:
+        return HuggingFace(weights)
+    checkpoint, _ = _checkpoint(named, None, verified=False)
+    if pretrained.opened(other) is None:
+        return Megatron(checkpoint)
+    return AsPublished(checkpoint, Tensors(_as(other, checkpoint).architecture))

@@ -1,0 +1,146 @@
+"""`mcore-bundle weights`: what each verb says, writes and ends with; the page's commands, in their order."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bundle.cli import main
+from tests.pretrained.directories import write
+
+PAGE = Path(__file__).parents[2] / "docs" / "pretrained.md"
+
+
+def run(*words: str | Path) -> int:
+    """What the process would end with."""
+    before, sys.argv = sys.argv, ["mcore-bundle", "weights", *map(str, words)]
+    try:
+        main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    finally:
+        sys.argv = before
+    return 0
+
+
+@pytest.fixture
+def said(capfd):
+    """What was printed since the last call: (standard output, standard error)."""
+    return lambda: capfd.readouterr()
+
+
+def test_check_says_that_all_is_there(tmp_path, said):
+    write(tmp_path / "model", shards=2)
+    assert run("check", tmp_path / "model") == 0
+    assert "all of this qwen2 model" in said().out
+
+
+def test_check_says_all_that_is_wrong_at_once(tmp_path, said):
+    place = tmp_path / "model"
+    (of,) = write(place).values()
+    renamed = {key.replace("layers.3.", "layers.9."): value for key, value in of.items()}
+    from tests.pretrained.directories import write_file
+
+    write_file(place / "model.safetensors", renamed)
+    assert run("check", place) == 2
+    error = said().err
+    assert "model.layers.3.mlp.down_proj.weight is missing" in error
+    assert "model.layers.9.mlp.down_proj.weight is no tensor of this model" in error
+
+
+def test_check_holds_a_directory_against_another_models_recipe(tmp_path, said):
+    write(tmp_path / "model")
+    job = {
+        "name": "j",
+        "model": {"path": "elsewhere", "config": {"hidden_size": 64}},
+        "data": {"source": "text", "path": ["none"], "tokenizer": "hf:none", "sequence_length": 64},
+        "train": {"steps": 1, "global_batch_size": 1},
+    }
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    assert run("check", tmp_path / "model", tmp_path / "job.yaml") == 2
+    assert "model.norm.weight is [48], the model's is [64]" in said().err
+
+
+def test_check_imports_no_torch(tmp_path):
+    write(tmp_path / "model")
+    code = "import sys; from bundle.cli import main; main.__globals__['app'](standalone_mode=False); "
+    code += "assert not {'torch', 'numpy', 'megatron'} & set(sys.modules)"
+    command = [sys.executable, "-c", code, "weights", "check", str(tmp_path / "model")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=PAGE.parents[1])
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A tiny Qwen3 with random weights, as a directory of the Hub's."""
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("megatron.core")
+    torch.manual_seed(5)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 130}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = transformers.Qwen3Config(**sizes, **heads, max_position_embeddings=64)
+    model = transformers.Qwen3ForCausalLM(config).bfloat16()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.5, 0.2)
+    place = tmp_path_factory.mktemp("hub")
+    model.save_pretrained(place / "Qwen3-8B")
+    (place / "Qwen3-8B" / "chat_template.jinja").write_text("{{ messages }}")
+    return place
+
+
+def test_the_pages_commands_run_in_their_order(models, tmp_path, said, monkeypatch):
+    shutil.copytree(models / "Qwen3-8B", tmp_path / "Qwen3-8B")
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```console\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    shown = [line[2:] for block in blocks for line in block.splitlines() if line.startswith("$ ")]
+    commands = [shlex.split(line.partition(" #")[0])[2:] for line in shown if " weights " in line]
+    assert {words[0] for words in commands} == {"check", "import", "export", "diff"}
+    ends = {" ".join(words): run(*words) for words in commands}
+    wanted = {command: int("FP8" in command and command.startswith("diff")) for command in ends}
+    assert ends == wanted, said()
+
+
+def test_what_was_imported_and_exported_is_what_it_was(models, tmp_path, said):
+    theirs = models / "Qwen3-8B"
+    assert run("import", theirs, tmp_path / "megatron") == 0
+    assert run("export", tmp_path / "megatron", tmp_path / "back", "--like", theirs) == 0
+    assert run("diff", theirs, tmp_path / "back") == 0
+    assert run("diff", theirs, tmp_path / "megatron") == 0
+    assert "25 tensors are equal" in said().out
+    assert (tmp_path / "back" / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert run("export", tmp_path / "megatron", tmp_path / "fp8", "--like", theirs, "--dtype", "fp8") == 0
+    assert run("check", tmp_path / "fp8") == 0
+    assert run("diff", tmp_path / "megatron", tmp_path / "fp8", "--json") == 1
+    differences = [json.loads(line) for line in said().out.splitlines() if line.startswith("{")]
+    assert {found["kind"] for found in differences} == {"dtype"}
+    assert all(0 < found["relative"] <= 1 / 16 for found in differences)
+    assert len(differences) == 14, "seven linear layers of two decoder layers"
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_anything_is_written(models, tmp_path, said):
+    assert run("import", models / "Qwen3-8B", tmp_path / "megatron") == 0
+    other = tmp_path / "other"
+    write(other, "qwen3")
+    assert run("export", tmp_path / "megatron", tmp_path / "out", "--like", other) == 2
+    error = said().err
+    assert "decoder.layers.mlp.linear_fc2.weight is [2, 64, 96], the model's is [4, 48, 80]" in error
+    assert not (tmp_path / "out").exists()
+    assert run("export", tmp_path / "megatron", tmp_path / "out") == 2
+    assert "say with --like DIR" in said().err
+    (tmp_path / "megatron" / "release" / ".metadata").write_bytes(b"cos\nsystem\n(S'touch run'\ntR.")
+    assert run("export", tmp_path / "megatron", tmp_path / "out", "--like", other) == 2
+    assert "os.system, which is not data" in said().err
+    assert run("export", tmp_path / "nothing", tmp_path / "out", "--like", other) == 2
+    assert "no torch_dist checkpoint" in said().err
+
+
+def test_the_verbs_say_what_they_take():
+    assert run("check") == 2
+    assert run("export", "a", "b", "--dtype", "int4") == 2
