@@ -107,8 +107,10 @@ def script(job: Job, options: Options, workdir: Path) -> str:
     """
     where = placed(job)
     texts = (*options.sbatch, options.image, *options.mounts, str(workdir), str(where.directory))
-    controls = [f"{shown(text)}: holds a control character" for text in texts if not text.isprintable()]
-    if wrong := [*options.violations(), *controls]:
+    wrong_names = [f"{shown(text)}: holds a control character" for text in texts if not text.isprintable()]
+    if "%" in str(where.directory):
+        wrong_names.append(f"--run-directory {shown(str(job.directory))}: Slurm reads % as its own")
+    if wrong := [*options.violations(), *wrong_names]:
         raise UsageError("no batch script can be written", wrong)
     ours = {
         "job-name": job.recipe.name,
@@ -117,7 +119,7 @@ def script(job: Job, options: Options, workdir: Path) -> str:
         "exclusive": "",
         "mem": "0",
         "chdir": str(workdir),
-        "output": str(where.directory).replace("%", "%%") + "/slurm-%j.log",
+        "output": f"{where.directory}/slurm-%j.log",
         "open-mode": "append",
         "requeue": "",
         "signal": f"TERM@{GRACE_SECONDS}",
