@@ -5,6 +5,7 @@ from pathlib import Path
 
 from bundle.errors import UsageError
 from bundle.patches.catalogue import PATCHES
+from bundle.patches.subject import DEFAULT
 
 _ENTRY = '''"""{title}."""
 
@@ -17,10 +18,8 @@ _TARGET = "megatron.core.module:Class.method"  # what the wrapper replaces
 @reads(_TARGET)  # and all else that the answer is read in
 def _defect(method: Definition) -> Presence:
     """Whether ... (the question that the source answers)."""
-    return Presence.told(
-        method.has("the_wrong_code(_, 1)"),  # as in the releases that have it; `_` is any expression
-        absent=method.has("the_mended_code(_, 2)"),  # and where neither is, nobody knows
-    )
+    # The wrong code as in the releases that have it, `_` is any expression; where neither is, nobody knows.
+    return Presence.told(method.has("the_wrong_code(_, 1)"), absent=method.has("the_mended_code(_, 2)"))
 
 
 PATCHES = (
@@ -69,16 +68,17 @@ _TEST = '''"""{patch_id}: what goes wrong without the patch does not with it."""
 import pytest
 
 from bundle.verification import Status, verify
+from tests.patches.trees import Release
 
 
 @pytest.mark.world
-def test_it_is_proven():
-    pytest.importorskip("megatron.core")
-    (result,) = verify("cpu", ["{patch_id}"])
+def test_it_is_proven(release: Release):
+    (result,) = verify("cpu", ["{patch_id}"], tree=release("{having}"))
     assert result.status is Status.PROVEN, result.reason
 '''
 _STEPS = """\
 Written: {files}
+{having} stands for a release that has the defect: name yours wherever it is named, in {test} too.
 
 1. Evidence: in {entry}
    name the target, and have _defect tell the wrong code from the mended one. In
@@ -88,16 +88,20 @@ Written: {files}
      python -m tools.patches.review --write .cache/reviewed/*
      tests/patches/test_releases.py, PRESENT:  "{patch_id}": [("0.12.0", "0.19.2")],
      tests/history/truth.py, PRESENT:  "{patch_id}": _has("module", r"the wrong code"),
-   Look: mcore-bundle patches plan --mcore .cache/reviewed/0.16.1 says APPLY, or SKIP where it is mended.
+   and the same releases in `range` of the entry: "" is all of them.
+   Look: mcore-bundle patches plan --mcore .cache/reviewed/{having} says APPLY, or SKIP where it is mended.
 3. Check: in {measurement}
    show the defect as a distance or an error, and put into bundle/verification/check.py, in CHECKS:
      "{patch_id}": measured("{module}:distance", Gap(1e-2)),
      or Raises("TypeError", "part of the message") for the gap; and world=2 for two ranks.
-   Look: mcore-bundle patches verify {patch_id} --backend cpu fails for the gap that the patch leaves.
+   Look: PYTHONPATH=.cache/reviewed/{having} mcore-bundle patches verify {patch_id} --backend cpu
+   fails for the gap that the patch leaves.
 4. Replacement: in {wrapper} mend it around the original.
    Look: the same command says "proven".
 5. Page: python -m tools.patches.page > docs/patches.md
-6. Green: BUNDLE_RELEASES=.cache/reviewed python -m pytest {test} tests/patches tests/tools
+6. Green: ruff format . && make lint
+     BUNDLE_RELEASES=.cache/reviewed python -m pytest {test} tests/patches tests/tools tests/verification
+   docs/patches.md, "Sending one", says what goes with them.
 """
 
 
@@ -115,7 +119,8 @@ def create(patch_id: str, checkout: Path) -> str:
     if not (checkout / "bundle/patches/catalogue").is_dir():
         raise UsageError(f"{checkout} is no checkout of mcore-bundle: go to one")
     module = patch_id.replace("-", "_")
-    names = {"patch_id": patch_id, "module": module, "title": patch_id.replace("-", " ").capitalize()}
+    title = patch_id.replace("-", " ").capitalize()
+    names = {"patch_id": patch_id, "module": module, "title": title, "having": DEFAULT}
     files = {
         "entry": (f"bundle/patches/catalogue/{module}.py", _ENTRY),
         "wrapper": (f"bundle/wrappers/{module}.py", _WRAPPER),

@@ -50,6 +50,25 @@ every target of every release and takes it off again.
 """
 
 
+_SENDING = """\
+## Sending one
+
+`mcore-bundle patches new ID`, in a checkout after `make lint`, writes the files that a patch starts from, and
+prints the way from them to a green test: the evidence, the releases that have it, the check, the replacement,
+this page. A patch is sent as one pull request with exactly these files and the lines that the steps name. It
+says:
+
+- what a user sees, with the smallest program or recipe that shows it, and in which release
+- where upstream knows of it (an issue, a commit), or how it was found, and the first release without it
+- what `patches verify ID` printed before the replacement and after it, on which machine
+- what it assumes of its caller, if anything: the loss function, the labels, what has been summed
+
+The replacement calls the original, and copies nothing of it. Where no narrow one is possible, the defect is a
+`Trap` instead, with what to do. A defect without a measurement is not taken; one that only an accelerator
+shows says so by `NotProvable`, with what was printed there.
+"""
+
+
 _NOT_SO = """\
 ## Reported, and not in the list
 
@@ -74,6 +93,7 @@ def markdown() -> str:
             ("trap", "releases", "met by", "silent", "what happens, and why", "instead"), map(_trap, TRAPS)
         ),
         _NOT_SO,
+        _SENDING,
         "## Seams\n\nPrivate names that the bundle relies on without replacing them.\n",
         table(
             ("seam", "releases", "names", "use"),
