@@ -118,6 +118,14 @@ def test_what_is_applied_is_what_enable_applies(environment: Environment):
     assert environment.ran("-c", by_hand + MEGATRON + APPLIED).stdout.splitlines()[-1] == wanted
 
 
+def test_a_program_that_enables_other_patches_itself_keeps_those(light: Environment):
+    by_hand = "from bundle import patches; patches.enable(('packed', 'mla'))\nimport megatron.core\n"
+    wanted = light.ran("-c", by_hand + APPLIED).stdout
+    hook("enable", "--env", light.root, "--features", "mtp")
+    assert light.ran("-c", by_hand + APPLIED).stdout == wanted
+    assert light.ran("-c", "import megatron.core\n" + APPLIED).stdout != wanted
+
+
 def test_an_interpreter_starts_as_before(light: Environment):
     says = "import sys; print(sorted(sys.modules), sys.path, dir(), sorted(vars(__builtins__)))"
     before = light.ran("-c", says)
