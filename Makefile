@@ -82,10 +82,11 @@ clusters: $(DEVELOP)  ## a real Slurm of two nodes; as root, after apt-get insta
 npu-contract: $(NPU)  ## the real torch-npu over stand-ins for CANN: what can be told without an NPU
 	$(NPU_VENV)/bin/python -m tests.npu
 
-bench: $(DEVELOP)  ## the verbs' start, patching, packing, and training against a bare megatron-core loop
+bench: $(DEVELOP)  ## the verbs' start, patching, packing, weights against a copy, training against a bare megatron-core loop
 	$(VENV)/bin/python -m benchmarks.cli
 	$(VENV)/bin/python -m benchmarks.patching
 	$(VENV)/bin/python -m benchmarks.sequences
+	$(VENV)/bin/python -m benchmarks.weights
 	$(VENV)/bin/python -m benchmarks.training
 
 images: $(DEVELOP)  ## builds the images with BuildKit, as far as this machine can, and runs the CPU image

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -139,6 +140,69 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_is_written(mod
     assert "os.system, which is not data" in said().err
     assert run("export", tmp_path / "nothing", tmp_path / "out", "--like", other) == 2
     assert "no torch_dist checkpoint" in said().err
+
+
+_KILLED = """
+import os, sys
+from bundle.pretrained import writing
+append, left = writing.File.append, int(sys.argv.pop(1))
+def one_less(file, values):
+    global left
+    left -= 1
+    if not left:
+        os.kill(os.getpid(), 9)
+    append(file, values)
+writing.File.append = one_less
+from bundle.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("tensor", [1, 20])
+def test_a_killed_export_leaves_the_old_directory_whole(models, tmp_path, tensor):
+    theirs, out = models / "Qwen3-8B", tmp_path / "out"
+    assert run("import", theirs, tmp_path / "megatron") == 0
+    assert run("export", tmp_path / "megatron", out, "--like", theirs) == 0
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    words = ["export", tmp_path / "megatron", out, "--like", theirs, "--dtype", "fp8"]
+    command = [sys.executable, "-c", _KILLED, str(tensor), "weights", *map(str, words)]
+    assert subprocess.run(command, cwd=PAGE.parents[1]).returncode == -signal.SIGKILL
+    assert (tmp_path / ".out.partial").exists(), "it was killed while it wrote"
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert run(*words) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["megatron", "out"]
+    assert (out / "model.safetensors").read_bytes() != before["model.safetensors"]
+
+
+def test_an_fp8_export_is_as_deepseek_publishes(models, tmp_path):
+    """What each file and the config say, read without any code of ours."""
+    import torch
+    from safetensors.torch import load_file
+
+    theirs, out = models / "Qwen3-8B", tmp_path / "fp8"
+    assert run("import", theirs, tmp_path / "megatron") == 0
+    assert run("export", tmp_path / "megatron", out, "--like", theirs, "--dtype", "fp8") == 0
+    assert json.loads((out / "config.json").read_text())["quantization_config"] == {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head"],
+    }
+    plain, stored = load_file(theirs / "model.safetensors"), load_file(out / "model.safetensors")
+    linear = {name for name in plain if name.endswith("_proj.weight")}
+    assert stored.keys() == plain.keys() | {f"{name}_scale_inv" for name in linear}
+    for name, value in plain.items():
+        if name not in linear:
+            assert torch.equal(stored[name], value), name
+            continue
+        assert stored[name].dtype == torch.float8_e4m3fn
+        scale = stored[f"{name}_scale_inv"]
+        assert scale.dtype == torch.float32
+        rows, columns = value.shape
+        wide = torch.kron(scale, torch.ones(128, 128))[:rows, :columns]
+        bound = torch.maximum(value.float().abs() / 16, wide / 1024) * (1 + 1e-6)
+        assert ((stored[name].float() * wide - value.float()).abs() <= bound).all(), name
 
 
 def test_the_verbs_say_what_they_take():

@@ -1,0 +1,82 @@
+"""Directories that torch's own writer has made are read entry by entry; damaged ones are an error of ours."""
+
+import dataclasses
+import pickle
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed import checkpoint
+
+from bundle.errors import BundleError, JobFailed, UsageError
+from bundle.mcore.torch_dist import Directory
+
+STACKED = torch.arange(4 * 3 * 5).reshape(4, 3, 5).float()
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A checkpoint of two tensors, of which each is one chunk."""
+    state = {"decoder.layers.weight": STACKED, "norm": torch.randn(7).bfloat16()}
+    checkpoint.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    return tmp_path / "saved"
+
+
+def changed(place, change):
+    """Writes the index again as `change` leaves it."""
+    index = pickle.loads((place / ".metadata").read_bytes())
+    change(index)
+    (place / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def test_an_entry_of_a_chunk_of_many_is_read_alone(place):
+    found = Directory(place)
+    assert found.tensors["decoder.layers.weight"] == ((4, 3, 5), torch.float32)
+    for layer in range(4):
+        assert torch.equal(found.read("decoder.layers.weight", (layer,)), STACKED[layer])
+    assert torch.equal(found.read("decoder.layers.weight"), STACKED)
+    assert found.read("norm").dtype == torch.bfloat16
+
+
+def test_chunks_that_are_not_all_of_a_tensor_once_are_refused(place):
+    def twice_the_first_half(index):
+        stored = index.state_dict_metadata["decoder.layers.weight"]
+        (chunk,) = stored.chunks
+        half = dataclasses.replace(chunk, sizes=torch.Size((2, 3, 5)))
+        stored.chunks[:] = [half, half]
+
+    changed(place, twice_the_first_half)
+    with pytest.raises(JobFailed, match="its chunks are not the 60 values once each"):
+        Directory(place).read("decoder.layers.weight")
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../other", "gone.distcp"])
+def test_files_that_are_not_in_the_directory_are_not_opened(place, name):
+    def elsewhere(index):
+        for info in index.storage_data.values():
+            info.relative_path = name
+
+    changed(place, elsewhere)
+    with pytest.raises(UsageError, match="files are missing"):
+        Directory(place)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_bytes_overwritten_or_cut_off(place, data):
+    """In the index or in the file of values: what was written, other values, or an error of ours."""
+    file = place / data.draw(st.sampled_from([".metadata", "__0_0.distcp"]))
+    content = file.read_bytes()
+    at = data.draw(st.integers(0, len(content)))
+    odd, cut = data.draw(st.binary(min_size=1, max_size=8)), data.draw(st.integers(0, 40))
+    mutated = content[:at] + odd + content[at + len(odd) :]
+    file.write_bytes(mutated[: len(mutated) - cut])
+    try:
+        found = Directory(place)
+        for key in found.tensors:
+            found.read(key)
+    except BundleError as error:
+        assert str(place) in str(error)
+    finally:
+        file.write_bytes(content)
