@@ -5,9 +5,9 @@ import json
 import typer
 
 from bundle.cli import options
-from bundle.environment import facts, image, interpreters, machine, packages
+from bundle.environment import image, interpreters, machine, packages
 from bundle.environment.doctor import examine
-from bundle.environment.facts import Finding, Level
+from bundle.environment.machine import Finding, Level
 from bundle.errors import ExitCode
 from bundle.patches import hook
 
@@ -28,8 +28,8 @@ def doctor(
         built = image.own()
         report = {
             "schema": 1,
-            "findings": facts.plain(findings),
-            "hardware": facts.plain(found),
+            "findings": machine.plain(findings),
+            "hardware": machine.plain(found),
             "image": built.model_dump(by_alias=True) if built else None,  # for `plan --image-record`
         }
         print(json.dumps(report, indent=2))

@@ -1,18 +1,22 @@
 """`mcore-bundle patches`: which patches this megatron-core needs, and why."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from bundle import files
 from bundle.cli import options
 from bundle.cli.patches_audit import audit
-from bundle.cli.patches_hook import disable, enable
-from bundle.environment import BACKENDS, packages
+from bundle.environment import BACKENDS, interpreters, packages
+from bundle.environment.packages import Stack
 from bundle.errors import ExitCode
-from bundle.patches import Action, Decision
+from bundle.patches import Action, Decision, enabling, hook
+from bundle.patches import features as features_
 from bundle.patches.entry import NOTHING
+from bundle.patches.hook import Words
 from bundle.patches.plan import Survey, survey
 from bundle.patches.subject import installed, named
 from bundle.patches.table import load
@@ -58,8 +62,6 @@ def plan(
 
 
 app.command()(audit)
-app.command()(enable)
-app.command()(disable)
 
 
 @app.command()
@@ -175,3 +177,50 @@ def _lines(found: Survey) -> list[str]:
 def _assumed(of: str) -> str:
     """The end of a line about a patch: what it takes for granted of its caller, where it does."""
     return "" if of in ("", NOTHING) else f" (assumes that {of})"
+
+
+Environment = Annotated[
+    str,
+    typer.Option(
+        metavar="PYTHON",
+        help="An environment's python, or its directory: it is started; without it, this command's own.",
+    ),
+]
+
+
+@app.command()
+def enable(
+    env: Environment = "",
+    features: Annotated[
+        str,
+        typer.Option(metavar="WORD,...", help="What its programs use, like mtp,cp; without it, anything."),
+    ] = "",
+    vouch: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ID", help="The programs are what this patch assumes of its caller."),
+    ] = None,
+    allow_drift: options.AllowDrift = None,
+    backend: options.OwnBackend = "auto",
+) -> None:
+    """Have every program of an environment patched when it imports megatron.core."""
+    words = Words(features_.named(features), tuple(vouch or ()), tuple(allow_drift or ()), backend)
+    at = interpreters.sites_of(env or sys.executable)
+    stack = Stack(interpreters.search_path_of(at.python))
+    said = ["there is no megatron-core here yet: programs that bring one are patched"]
+    if stack.megatron.core is not None:
+        decided, _ = enabling.planned(
+            stack, words.features, vouched=words.vouched, allowed=words.allowed, backend=backend
+        )
+        used = features_.known(words.features or ())
+        said = [*enabling.lines(decided), *enabling.warnings(decided, used)]
+    written = hook.install(at, words)
+    print(f"{'written' if written else 'there already'}: {files.printable(at.own / hook.NAME)}")
+    print("\n".join(said))
+
+
+@app.command()
+def disable(env: Environment = "") -> None:
+    """Take away what `enable` has put into an environment."""
+    at = interpreters.sites_of(env or sys.executable)
+    gone = hook.remove(at)
+    print(f"{'removed' if gone else 'not there'}: {files.printable(at.own / hook.NAME)}")

@@ -14,7 +14,7 @@ from bundle.cli import options, output
 from bundle.environment import hardware, image, machine, packages
 from bundle.environment.ascend import cann
 from bundle.environment.doctor import package_findings
-from bundle.environment.facts import Level
+from bundle.environment.machine import Level
 from bundle.environment.packages import parse_version
 from bundle.errors import EnvironmentUnfit, UsageError
 from bundle.launch import job as job_file

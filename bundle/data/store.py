@@ -4,6 +4,11 @@ A store is a directory with `facts.json`. It holds `tokens.bin` and `tokens.idx`
 is learned, `learned.bin` and `learned.idx`: the loss mask in the same format, 1 where a token is learned. The
 store of files that somebody else wrote holds nothing but their facts. One that is being made has another
 name; when it is interrupted, whoever makes it next goes on after the last chunk that its journal names.
+
+All ids of PREFIX.bin are in one row, and PREFIX.idx says where each document begins. The index, as
+`IndexedDataset` of every release reads it, little endian: a mark, the version (uint64), the type of the ids
+(uint8), the number of sequences S and of document bounds D (uint64 each), then the lengths of the sequences
+(int32 [S]), the bytes before each (int64 [S]), the sequences before each document (int64 [D]).
 """
 
 import hashlib
@@ -11,18 +16,19 @@ import json
 import logging
 import os
 import shutil
+import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bundle import files
-from bundle.data import indexed
 from bundle.data.sources import DataErrors, Noted
 from bundle.data.tokenizers import Learned, Tokens
 from bundle.errors import JobFailed
@@ -31,8 +37,84 @@ _log = logging.getLogger(__name__)
 
 TOGETHER = 2**24  # tokens that are looked at together
 COMMIT_SECONDS = 2.0  # between two entries of the journal: what a kill costs at most
-Ints = NDArray[np.int64]
 Progress = Callable[[int], None]
+Ints = NDArray[np.int64]
+MARK, VERSION = b"MMIDIDX\0\0", 1
+HEADER = struct.Struct("<9sQBQQ")
+# What the type of the ids is called; 6 and 7 are floats, of which no model takes any.
+TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+
+
+class Indexed(NamedTuple):
+    """What PREFIX.bin holds: all documents in one row, mapped read only."""
+
+    values: NDArray[Any]  # [tokens]
+    lengths: Ints  # [documents]
+
+
+class IndexedWriter:
+    """Writes PREFIX.bin document by document, and at last PREFIX.idx; raises OSError where that fails."""
+
+    def __init__(self, prefix: Path, dtype: str, kept: Ints | None = None) -> None:
+        """`dtype` is one of TYPES; `kept` are lengths of documents that are there: what follows them goes."""
+        self._prefix, self._dtype = prefix, np.dtype(dtype)
+        (self._type,) = (number for number, name in TYPES.items() if name == dtype)
+        self.path = prefix.with_name(f"{prefix.name}.bin")
+        self.lengths: list[int] = [] if kept is None else kept.tolist()
+        self._file = self.path.open("r+b" if self.lengths else "wb")
+        self._file.seek(sum(self.lengths) * self._dtype.itemsize)
+        self._file.truncate()
+
+    def add(self, values: NDArray[Any]) -> None:
+        """Appends one document, of one sequence."""
+        self._file.write(values.astype(self._dtype).tobytes())
+        self.lengths.append(len(values))
+
+    def flush(self) -> None:
+        """Hands what was added to the system, where a killed process leaves it."""
+        self._file.flush()
+
+    def finish(self) -> None:
+        """Writes the index, without which nobody reads the rest."""
+        self._file.close()
+        count, lengths = len(self.lengths), np.asarray(self.lengths, "<i8")
+        begins = (np.cumsum(lengths) - lengths) * self._dtype.itemsize
+        columns = (lengths.astype("<i4"), begins.astype("<i8"), np.arange(count + 1, dtype="<i8"))
+        header = HEADER.pack(MARK, VERSION, self._type, count, count + 1)
+        index = self._prefix.with_name(f"{self._prefix.name}.idx")
+        index.write_bytes(header + b"".join(column.tobytes() for column in columns))
+
+
+def read_indexed(prefix: Path) -> Indexed:
+    """The documents of PREFIX.bin; raises ValueError or OSError saying why they cannot be had.
+
+    A document is what the index says to be one, of however many sequences.
+    """
+    content = prefix.with_name(f"{prefix.name}.idx").read_bytes()
+    tokens = prefix.with_name(f"{prefix.name}.bin")
+    if len(content) < HEADER.size:
+        raise ValueError(f"{prefix}.idx is too short to be megatron's")
+    mark, version, kind, sequences, bounds = HEADER.unpack_from(content)
+    if (mark, version) != (MARK, VERSION):
+        raise ValueError(f"{prefix}.idx does not begin as an index of megatron's")
+    if kind not in TYPES:
+        raise ValueError(f"{prefix}.idx: ids of type {kind} are none that a model takes")
+    if HEADER.size + 12 * sequences + 8 * bounds > len(content):  # modes of multimodal data may follow
+        raise ValueError(f"{prefix}.idx is cut: it has not all of {sequences} sequences, {bounds} documents")
+    dtype, at = np.dtype(TYPES[kind]), HEADER.size
+    lengths = np.frombuffer(content, "<i4", sequences, at).astype(np.int64)
+    begins = np.frombuffer(content, "<i8", sequences, at + 4 * sequences)
+    first = np.frombuffer(content, "<i8", bounds, at + 12 * sequences)
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    if (lengths < 0).any() or (begins != ends[:-1] * dtype.itemsize).any():
+        raise ValueError(f"{prefix}.idx names sequences that do not follow each other")
+    if bounds == 0 or first[0] != 0 or (np.diff(first) < 0).any() or first[-1] != sequences:
+        raise ValueError(f"{prefix}.idx names documents that do not follow each other")
+    size, named = tokens.stat().st_size, int(ends[-1]) * dtype.itemsize
+    if size != named:
+        raise ValueError(f"{prefix}.bin has {size} bytes instead of the {named} that its index names")
+    values = np.memmap(tokens, dtype, mode="r") if size else np.zeros(0, dtype)
+    return Indexed(values, np.diff(ends[first]))
 
 
 @dataclass(frozen=True)
@@ -61,9 +143,14 @@ class Store:
 
     ids: NDArray[Any]
     learned: NDArray[np.bool_] | None
-    starts: Ints  # [documents]
-    lengths: Ints
+    lengths: Ints  # [documents]
     facts: dict[str, Any]  # what was wrong with the data, and "sha256" of the tokens
+
+    @cached_property
+    def starts(self) -> Ints:
+        """Where each document begins: [documents]."""
+        starts: Ints = np.cumsum(self.lengths) - self.lengths
+        return starts
 
 
 def unwritable(directory: Path, error: OSError) -> JobFailed:
@@ -100,8 +187,8 @@ class _Parts:
         kept, noted = _noted(folder, np.dtype(dtype).itemsize)
         self.chunks, self.tokens = noted["chunks"], int(kept.sum())
         errors.extend(noted["errors"])
-        self._ids = indexed.Writer(folder / "tokens", dtype, kept)
-        self._learned = indexed.Writer(folder / "learned", "u1", kept) if noted["masked"] else None
+        self._ids = IndexedWriter(folder / "tokens", dtype, kept)
+        self._learned = IndexedWriter(folder / "learned", "u1", kept) if noted["masked"] else None
         self._lengths = (folder / "lengths").open("r+b" if len(kept) else "wb")
         self._lengths.seek(8 * len(kept))
         self._lengths.truncate()
@@ -111,7 +198,7 @@ class _Parts:
         for document in chunk.documents:
             self._ids.add(document.ids)
             if document.learned is not None:
-                self._learned = self._learned or indexed.Writer(self._folder / "learned", "u1")
+                self._learned = self._learned or IndexedWriter(self._folder / "learned", "u1")
                 self._learned.add(document.learned)
             self.tokens += len(document.ids)
         self._lengths.write(np.asarray([len(one.ids) for one in chunk.documents], "<i8").tobytes())
@@ -120,7 +207,7 @@ class _Parts:
         if time.monotonic() - self._committed >= COMMIT_SECONDS:
             self._commit()
 
-    def _writers(self) -> list[indexed.Writer]:
+    def _writers(self) -> list[IndexedWriter]:
         return [self._ids] if self._learned is None else [self._ids, self._learned]
 
     def _commit(self) -> None:
@@ -176,7 +263,7 @@ def adopt(directory: Path, prefix: Path, vocabulary: int, progress: Progress) ->
     read, and for ids that a model with this vocabulary has not.
     """
     try:
-        found = indexed.read(prefix)
+        found = read_indexed(prefix)
     except (OSError, ValueError) as error:
         raise JobFailed(f"{prefix}: not megatron's .bin and .idx: {error}") from error
     digest = hashlib.sha256(found.values.dtype.name.encode())
@@ -184,7 +271,7 @@ def adopt(directory: Path, prefix: Path, vocabulary: int, progress: Progress) ->
         part = found.values[start : start + TOGETHER]
         wrong = np.flatnonzero((part < 0) | (part >= vocabulary))
         if len(wrong):
-            document = int(np.searchsorted(found.starts, start + wrong[0], side="right")) - 1
+            document = int(np.searchsorted(np.cumsum(found.lengths), start + wrong[0], side="right"))
             raise JobFailed(
                 f"{prefix}.bin: token {part[wrong[0]]} of document {document} is not in the model's"
                 f" vocabulary of {vocabulary}; name the files of the model's own tokenizer"
@@ -204,14 +291,14 @@ def open_store(directory: Path) -> Store | None:
     _refuse_strangers(directory)
     try:
         facts = json.loads((directory / "facts.json").read_text())
-        found = indexed.read(directory / facts["prefix"])
-        learned = indexed.read(directory / "learned") if facts["masked"] else None
+        found = read_indexed(directory / facts["prefix"])
+        learned = read_indexed(directory / "learned") if facts["masked"] else None
         if learned is not None and not np.array_equal(learned.lengths, found.lengths):
             raise ValueError("tokens and loss mask are not of the same documents")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise JobFailed(f"{directory}: damaged ({error}); delete it, it will be made again") from error
     mask = None if learned is None else learned.values.view(np.bool_)
-    return Store(found.values, mask, found.starts, found.lengths, facts)
+    return Store(found.values, mask, found.lengths, facts)
 
 
 def _refuse_strangers(path: Path) -> None:

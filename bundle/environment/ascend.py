@@ -9,18 +9,18 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from bundle.environment.facts import (
+from bundle.environment.host import weakest
+from bundle.environment.machine import (
     MOST_DEVICES,
     MOST_DIGITS,
     NUMBER,
     Device,
     Fact,
+    Machine,
     Selection,
     VendorDevices,
     assignment,
 )
-from bundle.environment.host import weakest
-from bundle.environment.machine import Machine
 
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 INFO = ("npu-smi", "info")

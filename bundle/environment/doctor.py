@@ -14,10 +14,9 @@ from packaging.version import Version
 import bundle
 from bundle import files
 from bundle.environment.ascend import cann
-from bundle.environment.facts import Fact, Finding, Hardware, fail, ok, warn
 from bundle.environment.hardware import detect
 from bundle.environment.image import image_findings
-from bundle.environment.machine import Machine
+from bundle.environment.machine import Fact, Finding, Hardware, Machine, fail, ok, warn
 from bundle.environment.packages import Package, Stack, minor_version
 from bundle.environment.search import SearchPath
 from bundle.errors import EnvironmentUnfit, bytes_shown

@@ -6,9 +6,8 @@ Nothing is imported from a framework: its answer changes with what it patches.
 from collections.abc import Sequence
 
 from bundle.environment import BACKENDS, ascend, nvidia
-from bundle.environment.facts import Device, Fact, Hardware, Host, VendorDevices
 from bundle.environment.host import host, rdma
-from bundle.environment.machine import Machine, local
+from bundle.environment.machine import Device, Fact, Hardware, Host, Machine, VendorDevices, local
 from bundle.errors import EnvironmentUnfit, UsageError
 
 CHOICES = ("auto", *BACKENDS)

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 from pathlib import PurePosixPath
 
-from bundle.environment.facts import NUMBER, Fact, Host
-from bundle.environment.machine import Machine
+from bundle.environment.machine import NUMBER, Fact, Host, Machine
 
 # cgroup v1 writes "no limit" as the largest multiple of the page size below 2^63.
 _NO_LIMIT_V1 = 2**62

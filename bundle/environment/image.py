@@ -10,8 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bundle import files
 from bundle.environment import search
-from bundle.environment.facts import Finding, ok, warn
-from bundle.environment.machine import Machine
+from bundle.environment.machine import Finding, Machine, ok, warn
 from bundle.environment.packages import PACKAGES, Package, Stack
 from bundle.errors import BundleError, UsageError, by_key
 

@@ -1,9 +1,12 @@
-"""The thin edge: everything detection may touch is a root directory, an environment and a command runner.
+"""What a machine is, as values that carry the reason we believe them, and what `doctor` finds about it.
 
-A vendor's tool is asked within limits: a driver in trouble keeps its tool silent for minutes, or talking.
+Everything that detection may touch is a root directory, an environment and a command runner. A vendor's tool
+is asked within limits: a driver in trouble keeps its tool silent for minutes, or talking.
 """
 
+import dataclasses
 import logging
+import math
 import os
 import re
 import selectors
@@ -13,10 +16,189 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from bundle import files
-from bundle.environment.facts import Fact
+
+T = TypeVar("T")
+
+# Of one machine. What lists more than that is not telling the truth, and pairs of devices are compared.
+MOST_DEVICES = 1024
+# A number that a tool or a file says: no count or size has more digits, and Python reads no endless ones.
+MOST_DIGITS = 18
+NUMBER = rf"\d{{1,{MOST_DIGITS}}}"
+
+# MindSpeed's install guide names Atlas A2 and A3 training products and Ascend 950, and no others.
+NOT_FOR_TRAINING = {"310": "an inference card", "a1": "older than anything that MindSpeed supports"}
+
+
+@dataclass(frozen=True)
+class Fact(Generic[T]):
+    """A value and where it was read; `value` None means unknown, and `reason` says why."""
+
+    value: T | None
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{'unknown' if self.value is None else self.value} ({self.reason})"
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator as a process sees it: the framework calls it `index`, the driver `number`."""
+
+    index: int
+    number: int
+    name: str
+    identity: str  # UUID or bus id
+    memory: Fact[int]  # bytes
+    generation: Fact[str]  # CUDA: the compute capability, "9.0"; Ascend: a1, a2, a3, a5 or 310
+
+
+class Selection(NamedTuple):
+    """What a visibility variable leaves of a vendor's devices, by that vendor's own rules.
+
+    `chosen` are positions in the order a framework counts them; `fault` if the driver refuses the value.
+    """
+
+    chosen: tuple[int, ...]
+    reason: str
+    fault: str | None = None
+
+
+class VendorDevices(NamedTuple):
+    """One vendor's devices: `present` in this container, of which `devices` are visible, and why."""
+
+    backend: str
+    noun: str  # "GPU", "NPU"
+    present: int
+    devices: tuple[Device, ...]
+    reason: str
+    driver: Fact[str]
+    toolkit: Fact[str]
+    link: Fact[str]
+    faults: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Host:
+    """What this process may use beside the devices; sizes in bytes, `math.inf` means unlimited."""
+
+    processors: Fact[float]
+    memory: Fact[float]
+    shared_memory: Fact[float]
+    locked_memory: Fact[float]
+    open_files: Fact[float]
+    stack: Fact[float]
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The machine: the backend it calls for and why, the visible devices, the links, the host's limits."""
+
+    backend: str  # cuda, ascend or cpu
+    reason: str
+    devices: tuple[Device, ...]
+    driver: Fact[str]
+    toolkit: Fact[str]  # CANN on Ascend; what the driver supports is all that CUDA tells
+    link: Fact[str]  # the weakest link between two visible devices: NV18, HCCS, PHB ...
+    rdma: Fact[tuple[str, ...]]  # the active ports
+    host: Host
+    notes: tuple[str, ...] = ()  # what is odd, though not wrong
+
+    @property
+    def device_memory(self) -> Fact[int]:
+        """Bytes of the smallest visible device: what a rank can count on."""
+        sizes = [device.memory for device in self.devices]
+        if not sizes:
+            return Fact(None, "no accelerator: ranks share the host's memory")
+        return min(sizes, key=lambda size: -1 if size.value is None else size.value)
+
+    @property
+    def generation(self) -> Fact[str]:
+        """The oldest generation among the visible devices, as `Device.generation` spells it."""
+        known = [device.generation for device in self.devices]
+        if not known:
+            return Fact(None, "no accelerator")
+        return min(known, key=lambda fact: _order(fact.value))
+
+    @property
+    def unfit(self) -> str | None:
+        """Why these devices cannot train at all; None where they can."""
+        why = NOT_FOR_TRAINING.get(self.generation.value or "")
+        if why is None:
+            return None
+        return f"{self.devices[0].name} is {why}: use Atlas A2, A3 or Ascend 950 devices"
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """(major, minor) of the CUDA compute capability that all visible devices have; None if unknown."""
+        if self.backend != "cuda" or self.generation.value is None:
+            return None
+        major, minor = self.generation.value.split(".")
+        return int(major), int(minor)
+
+
+def _order(generation: str | None) -> tuple[float, str]:
+    if generation is None:
+        return (-1.0, "")
+    return (float(generation), "") if generation[0].isdigit() else (0.0, generation)
+
+
+def assignment(name: str, value: str) -> str:
+    """A variable and its value, as a message quotes them."""
+    return f"{name}={value}" if len(value) <= 200 else f"{name}={value[:200]}..."
+
+
+class Level(StrEnum):
+    """How bad it is; only `fail` makes the environment unfit."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+class Finding(NamedTuple):
+    """What was found about `subject`; `fix` is empty where nothing is to be done."""
+
+    subject: str
+    level: Level
+    cause: str
+    fix: str = ""
+
+
+def ok(subject: str, cause: str) -> Finding:
+    """A finding that needs nothing."""
+    return Finding(subject, Level.OK, cause)
+
+
+def warn(subject: str, cause: str, fix: str) -> Finding:
+    """A finding that will slow a job down or break some jobs."""
+    return Finding(subject, Level.WARN, cause, fix)
+
+
+def fail(subject: str, cause: str, fix: str) -> Finding:
+    """A finding that no job survives."""
+    return Finding(subject, Level.FAIL, cause, fix)
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON can hold it: records as objects, other tuples as lists, infinity as "unlimited"."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    if hasattr(value, "_asdict"):  # a NamedTuple
+        return plain(value._asdict())
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in (sorted(value) if isinstance(value, (set, frozenset)) else value)]
+    if isinstance(value, float) and math.isinf(value):
+        return "unlimited"
+    return value
+
 
 _log = logging.getLogger(__name__)
 

@@ -5,18 +5,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from bundle.environment.facts import (
+from bundle.environment.host import weakest
+from bundle.environment.machine import (
     MOST_DEVICES,
     MOST_DIGITS,
     NUMBER,
     Device,
     Fact,
+    Machine,
     Selection,
     VendorDevices,
     assignment,
 )
-from bundle.environment.host import weakest
-from bundle.environment.machine import Machine
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 FIELDS = ("index", "uuid", "name", "compute_cap", "memory.total", "driver_version", "mig.mode.current")

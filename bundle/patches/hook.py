@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bundle import digest, files
-from bundle.environment.facts import Finding, ok, warn
 from bundle.environment.interpreters import Sites
+from bundle.environment.machine import Finding, ok, warn
 from bundle.errors import EnvironmentUnfit, PatchError
 from bundle.patches import applying
 from bundle.patches.enabling import enable

@@ -18,7 +18,7 @@ from itertools import accumulate
 from typing import NamedTuple, Self
 
 from bundle.capabilities import LayerTraits
-from bundle.environment.facts import Fact
+from bundle.environment.machine import Fact
 from bundle.errors import bytes_shown
 from bundle.planning.activations import ActivationBytes, activations
 from bundle.planning.code import EXPERT_GROUPS_BY_ETP, MegatronCode

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from bundle.environment.facts import plain
+from bundle.environment.machine import plain
 from bundle.errors import bytes_shown
 from bundle.patches import Action
 from bundle.planning.layout import Chunk, RankLayout

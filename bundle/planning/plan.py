@@ -8,8 +8,8 @@ from packaging.version import Version
 from bundle import capabilities
 from bundle.capabilities import Choice, Peak, Variable
 from bundle.environment import packages
-from bundle.environment.facts import Hardware
 from bundle.environment.hardware import NAMES, detect, preset
+from bundle.environment.machine import Hardware
 from bundle.environment.packages import Packages
 from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, PatchError, UsageError
 from bundle.patches import subject, table

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from bundle.capabilities import Capabilities
-from bundle.environment.facts import Hardware
+from bundle.environment.machine import Hardware
 from bundle.errors import ExitCode, bytes_shown
 from bundle.fp8 import SCALINGS, Scaling
 from bundle.patches import Action, Decision

@@ -4,8 +4,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bundle.environment.facts import Fact
-from bundle.environment.machine import Machine, spoken
+from bundle.environment.machine import Fact, Machine, spoken
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

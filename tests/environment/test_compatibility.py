@@ -3,8 +3,8 @@
 import pytest
 
 from bundle.environment.doctor import AUTOLOAD, package_findings
-from bundle.environment.facts import Fact, Level
 from bundle.environment.hardware import detect
+from bundle.environment.machine import Fact, Level
 from tests.environment.machines import recorded
 from tests.environment.trees import install, install_megatron, install_torch, stack_of
 

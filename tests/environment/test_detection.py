@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from bundle.environment.facts import plain
 from bundle.environment.hardware import detect
+from bundle.environment.machine import plain
 from bundle.errors import EnvironmentUnfit
 from tests.environment.machines import machine_at, merged, recorded
 

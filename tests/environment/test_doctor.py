@@ -10,7 +10,7 @@ import pytest
 
 import bundle
 from bundle.environment.doctor import examine, interpreter
-from bundle.environment.facts import Level
+from bundle.environment.machine import Level
 from bundle.environment.search import search_path
 from tests.environment.machines import recorded
 from tests.environment.trees import install_megatron, install_torch, stack_of

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from bundle.environment.doctor import machine_findings
-from bundle.environment.facts import Fact, Level
 from bundle.environment.hardware import detect
+from bundle.environment.machine import Fact, Level
 from tests.environment.machines import recorded
 
 

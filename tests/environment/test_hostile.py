@@ -7,9 +7,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bundle.environment.facts import Fact, Hardware, plain
 from bundle.environment.hardware import detect
-from bundle.environment.machine import LARGEST_FILE, Machine
+from bundle.environment.machine import LARGEST_FILE, Fact, Hardware, Machine, plain
 from bundle.environment.nvidia import FIELDS
 from bundle.errors import EnvironmentUnfit
 from tests.environment.machines import FIXTURES, recorded

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from bundle.environment import image
 from bundle.environment.doctor import examine
-from bundle.environment.facts import Level
 from bundle.environment.image import (
     BuildInfo,
     differences,
@@ -19,6 +18,7 @@ from bundle.environment.image import (
     own,
     parse,
 )
+from bundle.environment.machine import Level
 from bundle.errors import BundleError, EnvironmentUnfit, UsageError
 from tests.environment.machines import machine_at
 from tests.environment.trees import stack_of

@@ -2,8 +2,7 @@
 
 import pytest
 
-from bundle.environment.facts import Fact
-from bundle.environment.machine import Machine
+from bundle.environment.machine import Fact, Machine
 from bundle.environment.nvidia import QUERY, find
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from bundle.environment.facts import Hardware
+from bundle.environment.machine import Hardware
 from bundle.patches import Decision
 from bundle.patches.plan import Survey
 from bundle.patches.subject import Subject
