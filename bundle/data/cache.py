@@ -26,7 +26,7 @@ from bundle.recipe.sources import MEGATRON, Source
 
 _log = logging.getLogger(__name__)
 
-FORMAT = 4  # of the files of a store, and of what their names are made from
+FORMAT = 5  # of the files of a store, and of what their names are made from
 NAME = ".tokens"
 # What tokens do not depend on, or by what else stands in their name.
 _APART = {"path", "weights", "tokenizer", "sequence_length", "packed"}
@@ -105,7 +105,7 @@ def _only_one(path: Path, progress: Progress) -> Iterator[None]:
             lock = held.enter_context(path.with_name(f".{path.name}.lock").open("a"))
             begun, seen = building(path) / "tokens.bin", -1
             while not _locked(lock):
-                written = begun.stat().st_size if begun.exists() else 0
+                written = _size(begun)
                 if seen < 0:
                     _log.info("%s: another process makes these tokens, this one waits", path)
                 if written > seen:
@@ -115,6 +115,14 @@ def _only_one(path: Path, progress: Progress) -> Iterator[None]:
         except OSError as error:
             raise unwritable(path, error) from error
         yield  # the lock goes with the file, and with the process, however it ends
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file; 0 where there is none, which others may take away at any time."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _locked(file: TextIO) -> bool:

@@ -37,7 +37,7 @@ HELD_OUT = "validation"
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Rows of a data set that did not become tokens as they are: how many, and the first of them with why."""
+    """Rows of a data set that did not become tokens as they are: how many, and a line for each reason."""
 
     skipped: int  # corrupt rows and files that were passed over
     deleted: int  # rows that were too long (`data.truncation`), and so those that are cut

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 PATIENCE = PATIENCE_SECONDS
 # Between two words of a reader; and between two lines on the terminal.
 SECONDS, LINE_SECONDS = 1.0, 10.0
-SHOWN = 3  # rows on the terminal, of each kind
+SHOWN = 3  # reasons on the terminal, of each kind
 
 
 class _Readers:
@@ -124,7 +124,7 @@ def told(others: Callable[[], None] = lambda: None) -> Callable[[int], None]:
 
 
 def _tell(where: str, left_out: LeftOut) -> None:
-    """What was left out of a data set, with the first few rows of each kind."""
+    """What was left out of a data set, with the first few reasons of each kind."""
     skipped, deleted, cut = left_out.skipped, left_out.deleted, left_out.cut
     corrupt = f"{where} has {skipped:,} corrupt rows or files, which are skipped"
     long = f"of the rows of {where} that are too long {deleted:,} are deleted and {cut:,} cut"
@@ -132,7 +132,7 @@ def _tell(where: str, left_out: LeftOut) -> None:
         (corrupt, skipped, left_out.skipped_rows),
         (long, deleted + cut, left_out.long_rows),
     ):
-        more = [f"and {count - SHOWN:,} more"] if count > SHOWN else []
+        more = ["and others, which `check` lists"] if len(first) > SHOWN else []
         if count:
             _log.info("\n  - ".join([what, *first[:SHOWN], *more]))
 

@@ -10,13 +10,14 @@ from bundle.errors import EnvironmentUnfit, JobFailed, shown
 from bundle.recipe.sections import Data
 from bundle.recipe.sources import Source
 
-# Enough to see the pattern; a wholly corrupt file would otherwise print a line per row.
-SHOWN = 20
+# Enough to see the pattern; data that is wrong in every row would otherwise print a line for each.
+SHOWN = 20  # reasons
+PLACES = 3  # of each reason
 PARQUET_ROWS = 4096
 
 Values = dict[str, Any]
-# Of corrupt, deleted and cut rows: how many, and the first of them.
-Noted = list[tuple[int, list[str]]]
+# Of corrupt, deleted and cut rows: how many, and for each of the first reasons how many and the first places.
+Noted = list[tuple[int, list[tuple[str, int, list[str]]]]]
 A = TypeVar("A")
 B = TypeVar("B")
 
@@ -30,26 +31,52 @@ class Corrupt(Exception):
 
 
 class Told:
-    """How many rows or files something happened to, and what to the first of them."""
+    """How many rows or files something happened to, and of each reason how many and the first places."""
 
     def __init__(self) -> None:
         self.count = 0
-        self.first: list[str] = []
+        self._reasons: dict[str, tuple[int, list[str]]] = {}
 
     def add(self, place: str, reason: object) -> None:
         """Counts one more; `place` is "file:line" or "file"."""
-        self.count += 1
-        if len(self.first) < SHOWN:
-            self.first.append(f"{place}: {reason}")
+        self.extend(1, [(str(reason), 1, [place])])
+
+    def extend(self, count: int, reasons: Iterable[tuple[str, int, list[str]]]) -> None:
+        """Adds what `dump` gave of others, which came later."""
+        self.count += count
+        for reason, more, places in reasons:
+            if reason in self._reasons or len(self._reasons) < SHOWN:
+                many, first = self._reasons.get(reason, (0, []))
+                self._reasons[reason] = many + more, [*first, *places][:PLACES]
+
+    def dump(self) -> tuple[int, list[tuple[str, int, list[str]]]]:
+        """What was counted so far, as JSON values."""
+        return self.count, [(reason, many, places) for reason, (many, places) in self._reasons.items()]
+
+    def lines(self) -> list[str]:
+        """A line for each reason, after the first places that have it."""
+        return [
+            f"{', '.join(places)}{f' and {many - PLACES:,} more' if many > PLACES else ''}: {reason}"
+            for reason, (many, places) in self._reasons.items()
+        ]
+
+    @property
+    def unlisted(self) -> int:
+        """How many have a reason that came when there were enough."""
+        return self.count - sum(many for many, _ in self._reasons.values())
 
 
-class DataErrors(Told):
+class DataErrors:
     """Collects corrupt rows and files; whether they stop the job is the recipe's `data.on_error`."""
 
     def __init__(self, policy: str) -> None:
-        super().__init__()
         self.policy = policy
+        self.corrupt = Told()
         self.deleted, self.cut = Told(), Told()  # rows that were too long
+
+    def add(self, place: str, reason: object) -> None:
+        """Counts a corrupt one."""
+        self.corrupt.add(place, reason)
 
     def passed(self, given: Iterable[tuple[str, A]], make: Callable[[A], B]) -> Iterator[tuple[str, B]]:
         """Each place with what `make` makes of its value; where that raises Corrupt, it is recorded."""
@@ -65,30 +92,29 @@ class DataErrors(Told):
 
     def dump(self) -> Noted:
         """What was found so far, as JSON values."""
-        return [(told.count, list(told.first)) for told in (self, self.deleted, self.cut)]
+        return [told.dump() for told in (self.corrupt, self.deleted, self.cut)]
 
     def extend(self, noted: Noted) -> None:
         """Adds what `dump` gave of others, which came later."""
-        for told, (count, first) in zip((self, self.deleted, self.cut), noted, strict=True):
-            told.count += count
-            told.first = [*told.first, *first][:SHOWN]
+        for told, found in zip((self.corrupt, self.deleted, self.cut), noted, strict=True):
+            told.extend(*found)
 
     def taken(self) -> Noted:
         """What was found so far, which is forgotten here."""
         noted = self.dump()
-        for told in (self, self.deleted, self.cut):
-            told.count, told.first = 0, []
+        self.corrupt, self.deleted, self.cut = Told(), Told(), Told()
         return noted
 
     def conclude(self) -> dict[str, Any]:
         """What to keep beside the tokens. Raises JobFailed for corrupt rows, unless they are skipped."""
-        if self.count and self.policy == "stop":
-            more = [f"and {self.count - SHOWN} more"] if self.count > SHOWN else []
-            what = f"the data has {self.count} corrupt rows or files"
-            raise JobFailed(f"{what}; mend them, or set data.on_error: skip", [*self.first, *more])
-        long = [*self.deleted.first, *self.cut.first]
-        counts = {"skipped_count": self.count, "deleted": self.deleted.count, "cut": self.cut.count}
-        return {"skipped": self.first, "long": long, **counts}
+        corrupt = self.corrupt
+        if corrupt.count and self.policy == "stop":
+            more = [f"and {corrupt.unlisted:,} more"] if corrupt.unlisted else []
+            what = f"the data has {corrupt.count} corrupt rows or files"
+            raise JobFailed(f"{what}; mend them, or set data.on_error: skip", [*corrupt.lines(), *more])
+        long = [*self.deleted.lines(), *self.cut.lines()]
+        counts = {"skipped_count": corrupt.count, "deleted": self.deleted.count, "cut": self.cut.count}
+        return {"skipped": corrupt.lines(), "long": long, **counts}
 
 
 def texts(data: Data, sources: Sequence[Source], errors: DataErrors) -> Iterator[tuple[str, str]]:

@@ -65,7 +65,7 @@ def _cut(encoding: Encoding, sources: list[Source]) -> Iterator[_Rows]:
         if len(chunk) == ROWS or size >= CHARACTERS:
             yield chunk, errors.taken()
             chunk, size = [], 0
-    if chunk or errors.count:
+    if chunk or errors.corrupt.count:
         yield chunk, errors.taken()
 
 

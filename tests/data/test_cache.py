@@ -1,5 +1,6 @@
 """Tokens are made once, for every run that asks: by many processes, and after a kill from where it was."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -272,3 +273,26 @@ def test_who_waits_tells_what_the_other_has_made(tmp_path, monkeypatch):
             time.sleep(0.5)
     waiting.join()
     assert told[-1] == -1 and told[:-1] == sorted(told[:-1]) and 30 in told
+
+
+def test_what_the_other_takes_away_while_somebody_waits_is_no_error(tmp_path, monkeypatch):
+    """It has finished, or failed, between two looks at what it has made."""
+    monkeypatch.setattr(cache, "_SECONDS", 0.05)
+    path, told = tmp_path / "tokens-x", []
+    begun = store.building(path) / "tokens.bin"
+    begun.parent.mkdir()
+    begun.write_bytes(bytes(20))
+    look = Path.stat
+
+    def last_look(of, **options):
+        found = look(of, **options)
+        if of == begun:
+            begun.unlink()
+        return found
+
+    monkeypatch.setattr(Path, "stat", last_look)
+    held = path.with_name(f".{path.name}.lock").open("a")
+    fcntl.flock(held, fcntl.LOCK_EX)
+    threading.Timer(0.5, held.close).start()
+    with cache._only_one(path, told.append):
+        assert not begun.exists() and told == [10]

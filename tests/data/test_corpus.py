@@ -217,7 +217,9 @@ def test_too_little_data_says_what_to_do(tmp_path):
 def test_sequences_that_are_too_long_for_sft_are_named_not_cut(rows, tmp_path):
     with pytest.raises(JobFailed) as caught:
         prepare(recipe(rows, "task=sft", "data.sequence_length=32"), tmp_path)
-    assert f"{rows}:1: " in caught.value.violations[0] and "exceed the 32" in caught.value.violations[0]
+    assert (
+        caught.value.violations[0].startswith(f"{rows}:1, ") and "exceed the 32" in caught.value.violations[0]
+    )
 
 
 def test_the_demo_reads_the_standard_library(tmp_path):

@@ -33,10 +33,8 @@ def test_one_rank_of_a_node_makes_tokens_all_have_them_and_skipped_rows_are_told
         assert tokens == others and (first, second) == (writes, "wrote 0")
         told, *reasons = out.splitlines()
         assert told.endswith("INFO rank 0: the data has 1,500 corrupt rows or files, which are skipped")
-        assert [line.split(": not JSON")[0] for line in reasons] == [
-            *(f"  - rows.jsonl:{line}" for line in (81, 82, 83)),
-            "  - and 1,497 more",
-        ]
+        (reason,) = reasons
+        assert reason.startswith("  - rows.jsonl:81, rows.jsonl:82, rows.jsonl:83 and 1,497 more: not JSON")
         shutil.rmtree(rows / "logs")
 
 
@@ -47,14 +45,14 @@ def test_rows_that_are_too_long_are_told_when_training_starts(rows):
     keys = ("task=sft", "data.sequence_length=32", "data.validation=0", "data.truncation=right")
     own = ("data.validation_sets.own.path=own.jsonl", "data.on_error=skip")
     out, _ = finish(start(rows, WORKER, "same", *keys, *own), 0, 120)
-    told, *reasons, of_own, first, second, long, sixth, eighth = out.splitlines()
+    told, *reasons, of_own, corrupt, long, sixth, eighth = out.splitlines()
     assert told.endswith("INFO rank 0: of the rows of the data that are too long 4 are deleted and 2 cut")
     assert [line.split(": ")[0] for line in reasons] == [
         *(f"  - rows.jsonl:{n}" for n in (1, 3, 5)),
-        "  - and 3 more",
+        "  - and others, which `check` lists",
     ]
     assert of_own.endswith("data.validation_sets.own has 2 corrupt rows or files, which are skipped")
-    assert first.startswith("  - own.jsonl:5: ") and second.startswith("  - own.jsonl:6: ")
+    assert corrupt.startswith("  - own.jsonl:5, own.jsonl:6: ")
     assert "of the rows of data.validation_sets.own that are too long 0 are deleted and 2 cut" in long
     assert sixth.startswith("  - own.jsonl:3: ") and eighth.startswith("  - own.jsonl:4: ")
 

@@ -101,8 +101,7 @@ def test_ids_that_the_model_does_not_have_are_named_by_row(tmp_path, monkeypatch
     (tmp_path / "a.txt").write_text("one\n\n\nñ\n\n\ntwo\n\n\n\n\n\nthree\n\né\n\n\n")
     made = recipe(tmp_path / "a.txt", r'data.separator="\n\n\n"', source="text")
     assert corrupt(tmp_path, made) == (
-        f"{tmp_path}/a.txt:4: token 258 is not in the vocabulary of 258",
-        f"{tmp_path}/a.txt:13: token 258 is not in the vocabulary of 258",
+        f"{tmp_path}/a.txt:4, {tmp_path}/a.txt:13: token 258 is not in the vocabulary of 258",
     )
     rows = [{"prompt": "q", "response": said, "text": said} for said in ("a", "é", "b")]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -128,16 +127,27 @@ def test_what_a_template_refuses_is_named_by_row_and_can_be_skipped(tmp_path):
     path.write_text("\n".join(json.dumps({"messages": messages}) for messages in rows))
     keys = [f"data.tokenizer=hf:{tokenizer}", "data.template=chat", "task=sft", "data.validation=0"]
     refused = "the chat template refuses it: roles must take turns, and this one does not"
-    assert corrupt(tmp_path, recipe(path, *keys)) == (f"{path}:2: {refused}", f"{path}:4: {refused}")
+    assert corrupt(tmp_path, recipe(path, *keys)) == (f"{path}:2, {path}:4: {refused}",)
     corpus = prepare(recipe(path, *keys, "data.on_error=skip"), tmp_path / "cache")
-    assert len(corpus.stores[0].lengths) == 3 and len(corpus.left_out.skipped_rows) == 2
+    assert len(corpus.stores[0].lengths) == 3 and corpus.left_out.skipped == 2
+
+
+def test_a_reason_is_told_once_with_a_count_and_the_first_places(tmp_path):
+    """As where the recipe names a column that no row has."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(["x", *[json.dumps({"content": "y"})] * 6000, "x"]))
+    assert corrupt(tmp_path, recipe(path)) == (
+        f"{path}:1, {path}:6002: not JSON: Expecting value: line 1 column 1 (char 0)",
+        f"{path}:2, {path}:3, {path}:4 and 5,997 more: field text: missing; the row has content",
+    )
 
 
 def test_a_limit_keeps_the_message_short_and_counts_the_rest(tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_text("x\n" * 1000)
+    path.write_text("\n".join(json.dumps({"text": number % 500}) for number in range(1000)))
     found = corrupt(tmp_path, recipe(path))
-    assert len(found) == 21 and found[-1] == "and 980 more"
+    assert len(found) == 21 and found[-1] == "and 960 more"
+    assert found[0] == f"{path}:1, {path}:501: field text: must be text, is 0"
 
 
 def test_skipping_counts_and_goes_on_also_from_the_cache(tmp_path):
@@ -146,8 +156,9 @@ def test_skipping_counts_and_goes_on_also_from_the_cache(tmp_path):
     made = recipe(path, "data.on_error=skip", "data.validation=0")
     for _ in range(2):
         corpus = prepare(made, tmp_path / "cache")
-        assert corpus.left_out.skipped == 30 and len(corpus.left_out.skipped_rows) == 20
-        assert all("not JSON" in reason for reason in corpus.left_out.skipped_rows)
+        (line,) = corpus.left_out.skipped_rows
+        assert corpus.left_out.skipped == 30
+        assert line.startswith(f"{path}:6, {path}:7, {path}:8 and 27 more: not JSON")
         assert len(corpus.stores[0].lengths) == 5
 
 

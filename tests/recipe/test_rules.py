@@ -94,6 +94,11 @@ def test_each_broken_rule_is_named_once(name, overrides, named):
     assert len(caught.value.violations) == 1 and named in caught.value.violations[0]
 
 
+def test_an_early_stop_looks_at_validation_sets_where_nothing_is_held_out():
+    sets = "data.validation_sets={own: {path: [own.txt]}}"
+    assert load("demo", ["train.early_stop={patience: 2}", "data.validation=0", sets]).train.early_stop
+
+
 def test_an_interleaved_pipeline_needs_micro_batches_in_multiples_of_its_stages():
     recipe = load("qwen3-pp2-vpp2", ["train.global_batch_size=6"])
     (violation,) = recipe.layout_violations(2)
