@@ -47,6 +47,7 @@ class Checkpoints:
         Raises JobFailed, with nothing left half written, when it cannot be written.
         """
         self.poll(wait=True)
+        self.engine.gather_weights()
         partial = on_rank_0(lambda: self.directory.start(now.step))
         engine = self.engine
         with self._whole_or_not(partial):
@@ -95,9 +96,24 @@ class Checkpoints:
 
     def load_from(self, directory: Path) -> Loaded:
         """Reads a checkpoint that a person named; raises JobFailed for a damaged one."""
+        self._refuse_damaged(directory)
+        return self._read(directory)
+
+    def load_weights(self, directory: Path) -> None:
+        """Reads the weights of a checkpoint that a person named, whatever optimizer and data they come from.
+
+        Optimizer, schedule and random states stay those of a beginning. Raises UsageError for those of
+        another model, JobFailed for a damaged checkpoint and for one that cannot be loaded.
+        """
+        self._refuse_damaged(directory)
+        self._saved(directory)
+        engine = self.engine
+        with _loading(directory / MEGATRON) as place, engine.runtime.megatron():
+            megatron_checkpoints.load_weights(place, engine.models, engine.optimizer)
+
+    def _refuse_damaged(self, directory: Path) -> None:
         if reasons := self._damage(directory):
             raise JobFailed(f"{directory}: this checkpoint cannot be used", reasons)
-        return self._read(directory)
 
     def _write_our_part(self, partial: Path, now: state.TrainState) -> None:
         engine = self.engine
@@ -163,20 +179,15 @@ class Checkpoints:
 
     def _read(self, directory: Path) -> Loaded:
         """Raises UsageError for another model's or optimizer's, JobFailed for one that cannot be loaded."""
-        saved, engine = state.read(directory), self.engine
-        if changes := state.model_changes(saved.model, engine.recipe.architecture):
-            raise UsageError(f"{directory} holds another model than the recipe's", changes)
+        saved, engine = self._saved(directory), self.engine
         if (own := state.optimizer_kept(engine.recipe.optimizer)) != saved.optimizer:
             raise UsageError(
                 f"{directory} holds the state of another optimizer: {saved.optimizer} between data-parallel"
-                f" ranks; the recipe's (optimizer.name, optimizer.use_distributed_optimizer) is {own}"
+                f" ranks; the recipe's (optimizer.name, optimizer.use_distributed_optimizer) is {own};"
+                " --weights-only begins with its weights alone"
             )
-        place = directory / MEGATRON
-        try:
-            with engine.runtime.megatron():
-                megatron_checkpoints.load(place, engine.models, engine.optimizer, saved.sharding)
-        except _MEGATRON_FAILED as error:
-            raise JobFailed(f"{place}: cannot be loaded: {_cause(error)}") from error
+        with _loading(directory / MEGATRON) as place, engine.runtime.megatron():
+            megatron_checkpoints.load(place, engine.models, engine.optimizer, saved.sharding)
         engine.scheduler.load_state_dict(dict(saved.scheduler))
         if dict(saved.layout) == dict(self._layout()):
             with engine.runtime.megatron():
@@ -187,10 +198,26 @@ class Checkpoints:
         note = f"{directory.name} was written at {_spelled(saved.layout)}: random states begin anew"
         return Loaded(saved.state, directory, (note,))
 
+    def _saved(self, directory: Path) -> state.Saved:
+        """What a checkpoint says of itself. Raises UsageError for another model's."""
+        saved = state.read(directory)
+        if changes := state.model_changes(saved.model, self.engine.recipe.architecture):
+            raise UsageError(f"{directory} holds another model than the recipe's", changes)
+        return saved
+
     def _layout(self) -> Mapping[str, int]:
         groups = self.engine.groups
         axes = {name: getattr(groups, name).size for name in ("tp", "pp", "cp", "ep", "etp", "dp")}
         return {**axes, "vpp": groups.vpp}
+
+
+@contextmanager
+def _loading(place: Path) -> Iterator[Path]:
+    """Raises JobFailed for whatever megatron raises while it reads `place`."""
+    try:
+        yield place
+    except _MEGATRON_FAILED as error:
+        raise JobFailed(f"{place}: cannot be loaded: {_cause(error)}") from error
 
 
 def _cause(error: BaseException) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bundle.cli import options
+from bundle.cli import beginning, options
 from bundle.errors import UsageError, bytes_shown
 from bundle.planning.inputs import input_problems
 from bundle.planning.size import Disk, disk
@@ -22,13 +22,17 @@ def check(
     recipe: options.Recipe,
     overrides: options.Overrides = None,
     run_directory: options.RunDirectory = None,
+    start_from: options.From = None,
+    weights_only: options.WeightsOnly = False,
     samples: Annotated[int, typer.Option(min=0, max=100, help="Samples to show.")] = 3,
     as_json: options.JSON = False,
 ) -> None:
     """Read the data as `train` will and say what it comes to; `train` then finds the tokens made."""
     job = load(recipe, overrides or ())
     directory = run_directory or Path("runs") / job.name
-    if problems := [problem.text for problem in input_problems(job, directory)]:
+    start = beginning.start(fresh=False, resume=False, start_from=start_from, weights_only=weights_only)
+    begins = beginning.beginning(job, directory, start)
+    if problems := [problem.text for problem in input_problems(job, directory, begins)]:
         raise UsageError(f"recipe {job.name} cannot be checked", problems)
     from bundle.data import prepare
     from bundle.data.cache import place
@@ -40,9 +44,10 @@ def check(
     counts |= counts.pop("left_out")
     room = disk(job, directory)
     if as_json:
-        print(json.dumps({"schema": 1, **counts, "disk": asdict(room), "samples": shown}, indent=2))
+        said = {"weights": begins.described, **counts, "disk": asdict(room), "samples": shown}
+        print(json.dumps({"schema": 1, **said}, indent=2))
         return
-    print("\n".join([*_lines(job, counts), _disk(room, directory)]))
+    print("\n".join([f"weights    {begins.described}", *_lines(job, counts), _disk(room, directory)]))
     named = ((f"data.validation_sets.{name}: ", each) for name, each in corpus.validation_left_out.items())
     for where, left_out in (("", corpus.left_out), *named):
         for reason in (*left_out.skipped_rows, *left_out.long_rows):

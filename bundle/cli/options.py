@@ -24,6 +24,13 @@ From = Annotated[
     Path | None,
     typer.Option("--from", help="A checkpoint, or a run's newest, that a new run begins with."),
 ]
+WeightsOnly = Annotated[
+    bool,
+    typer.Option(
+        "--weights-only",
+        help="Of --from the weights alone: optimizer, schedule and data, which may be others, begin anew.",
+    ),
+]
 DevicesPerNode = Annotated[
     int | None,
     typer.Option(min=1, help="Devices of each machine; without it, the recipe's."),

@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 from bundle import files
-from bundle.cli import options
+from bundle.cli import beginning, options
 from bundle.environment import image
 from bundle.errors import ExitCode
 from bundle.launch import outcomes, torchrun
 from bundle.launch.rendezvous import LOOPBACK, Rendezvous
 from bundle.planning import Plan, plan_for, to_json, to_text
-from bundle.planning.inputs import input_problems, weights
+from bundle.planning.inputs import input_problems
 from bundle.recipe import load
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -31,6 +31,7 @@ def plan(
     fresh: options.Fresh = False,
     resume: options.Resume = False,
     start_from: options.From = None,
+    weights_only: options.WeightsOnly = False,
     backend: options.Backend = "",
     mcore: options.Mcore = "",
     allow_drift: options.AllowDrift = None,
@@ -49,7 +50,8 @@ def plan(
     directory = run_directory or Path("runs") / asked.name
     of = image.named(record) if record else None
     elsewhere = bool(hardware or of)
-    begins = None if elsewhere else weights(asked)
+    start = beginning.start(fresh=fresh, resume=resume, start_from=start_from, weights_only=weights_only)
+    begins = None if elsewhere else beginning.beginning(asked, directory, start)
     made = plan_for(
         asked,
         backend=backend or None,
@@ -65,9 +67,8 @@ def plan(
     run = starts = ""
     if made.code is ExitCode.OK:
         if job:
-            from bundle.launch.job import Start, of_plan
+            from bundle.launch.job import of_plan
 
-            start = Start(fresh=fresh, resume=resume, origin=str(start_from) if start_from else None)
             built = of if elsewhere else image.own()
             drifted = tuple(allow_drift or ())
             decided = of_plan(made, directory, start=start, record=built, allow_drift=drifted)

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bundle.checkpoints.directory import CheckpointDirectory
-from bundle.cli import options, output
+from bundle.cli import beginning, options, output
 from bundle.environment import hardware, image, machine, packages
 from bundle.environment.ascend import cann
 from bundle.environment.doctor import package_findings
@@ -19,15 +18,16 @@ from bundle.environment.packages import parse_version
 from bundle.errors import EnvironmentUnfit, UsageError
 from bundle.launch import job as job_file
 from bundle.launch import process, torchrun
-from bundle.launch.job import Job, Start
+from bundle.launch.job import Job
 from bundle.launch.rendezvous import Rendezvous, discover
+from bundle.launch.start import Start
 from bundle.patches import subject, table
 from bundle.planning import Problem, hardware_problem, plan_for, recipe_problem
 from bundle.planning.inputs import input_problems
 from bundle.planning.plan import refuse
 from bundle.planning.problems import devices_problems
 from bundle.recipe import Recipe, load
-from bundle.runs.directory import RunDirectory, starting_checkpoint
+from bundle.runs.directory import RunDirectory
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 # Which node this is, which its ranks learn from whoever starts them.
@@ -45,6 +45,7 @@ def train(
     fresh: options.Fresh = False,
     resume: options.Resume = False,
     start_from: options.From = None,
+    weights_only: options.WeightsOnly = False,
     backend: options.Backend = "",
     mcore: options.Mcore = "",
     allow_drift: options.AllowDrift = None,
@@ -89,7 +90,7 @@ def train(
     else:
         asked = load(recipe, overrides or ())
         where = here(asked.devices.nodes)
-        start = Start(fresh=fresh, resume=resume, origin=str(start_from) if start_from else None)
+        start = beginning.start(fresh=fresh, resume=resume, start_from=start_from, weights_only=weights_only)
         directory = run_directory or Path("runs") / asked.name
         drifted = tuple(allow_drift or ())
 
@@ -108,8 +109,8 @@ def train(
         launches = [replace(launch, arguments=words, files={}) for launch in every]
         print(torchrun.dry_run(launches, os.environ), end="")
         return
-    run, start = RunDirectory(told.directory), told.start
-    goes_on = run.begin(told.recipe, fresh=start.fresh, resume=start.resume, start_from=start.checkpoint)
+    run = RunDirectory(told.directory)
+    goes_on = run.begin(told.recipe, told.start)
     if goes_on and run.finished(told.recipe):
         print(run.nothing_left())
         return
@@ -191,14 +192,7 @@ def _check(told: Job, where: Rendezvous) -> None:
 
 def _files(recipe: Recipe, directory: Path, start: Start) -> list[Problem]:
     """What is wrong with what lies on this machine's disks."""
-    found = list(input_problems(recipe, directory))
-    origin = start.checkpoint
-    if origin and (start.fresh or not CheckpointDirectory(RunDirectory(directory).checkpoints).steps()):
-        try:
-            starting_checkpoint(origin)
-        except UsageError as error:
-            found.append(recipe_problem(str(error)))
-    return found
+    return list(input_problems(recipe, directory, beginning.beginning(recipe, directory, start)))
 
 
 def _starter(wanted: int | None, where: Rendezvous) -> list[Problem]:

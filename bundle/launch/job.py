@@ -13,7 +13,6 @@ from typing import Annotated, Any, NoReturn
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -31,6 +30,7 @@ from bundle.environment.packages import Megatron, base_version
 from bundle.errors import BundleError, EnvironmentUnfit, UsageError, by_key, shown
 from bundle.launch import outcomes, torchrun
 from bundle.launch.rendezvous import Rendezvous
+from bundle.launch.start import Start, Text
 from bundle.patches import plan, subject, table
 from bundle.patches.plan import PatchPlan, survey
 from bundle.planning import Plan, to_json
@@ -44,22 +44,6 @@ UNDECIDED = "undecided"
 LARGEST = 1 << 24
 _AGAIN = "write it again: mcore-bundle plan RECIPE --job FILE"
 _UNDERSTOOD = ConfigDict(extra="forbid", strict=True)
-_Text = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00]*$")]
-
-
-class Start(BaseModel):
-    """What to do with what the run directory holds, and the checkpoint or run that a new run begins with."""
-
-    model_config = ConfigDict(**_UNDERSTOOD, frozen=True)
-
-    fresh: bool = False
-    resume: bool = False
-    origin: _Text | None = None
-
-    @property
-    def checkpoint(self) -> Path | None:
-        """`origin` as a path."""
-        return None if self.origin is None else Path(self.origin)
 
 
 def _read_recipe(value: Any) -> Recipe:
@@ -90,12 +74,12 @@ class Job:
     backend: str = Field(pattern="^(cpu|cuda|ascend)$")
     nodes: int = Field(ge=1, le=MOST_RANKS)
     per_node: int = Field(ge=1, le=MOST_PER_NODE)
-    environment: dict[_Text, _Text]  # that the ranks are started with
+    environment: dict[Text, Text]  # that the ranks are started with
     attention: str = Field(pattern="^(auto|flash|fused|unfused)$")  # the kernel that the plan says
-    megatron: _Text  # the version that it was planned for
+    megatron: Text  # the version that it was planned for
     # None: the sources of its megatron-core were not at hand.
     patches: Annotated[PatchPlan | None, BeforeValidator(_read_patches), PlainSerializer(_write_patches)]
-    allow_drift: tuple[_Text, ...] = ()
+    allow_drift: tuple[Text, ...] = ()
     image: BuildInfo | None  # the record of the image that it runs in; None: in none of ours
     directory: Annotated[Path, AfterValidator(_possible)]  # where its run lives
     start: Start

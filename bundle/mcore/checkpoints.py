@@ -81,11 +81,7 @@ def load(
 
     Raises what megatron and torch raise, UnpicklingError for a file that holds more than data.
     """
-    state = _state(models, optimizer, written_as, loading=True)
-    with unpickling.data_only():
-        loaded = dist_checkpointing.load(state, str(directory))
-        for name, model in _named(models):
-            model.load_state_dict(loaded[name])
+    loaded = _load(directory, models, _state(models, optimizer, written_as, loading=True))
     with _steps_apart(optimizer):
         for index, part in enumerate(_parts(optimizer)):
             tensors = loaded["optimizer"][index]["param_state"]
@@ -98,6 +94,37 @@ def load(
             part.load_state_dict(own | {"param_state": tensors, "param_state_sharding_type": written_as})
 
 
+def load_weights(directory: Path, models: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
+    """Reads the models alone; a new optimizer takes up their weights. Raises what `load` does."""
+    _load(directory, models, _weights(models, _content(sharding())))
+    optimizer.reload_model_params()
+
+
+def _load(directory: Path, models: Sequence[torch.nn.Module], state: dict[str, Any]) -> dict[str, Any]:
+    """Fills the models with what the directory has of `state`; returns all of that."""
+    with unpickling.data_only():
+        loaded: dict[str, Any] = dist_checkpointing.load(state, str(directory))
+        for name, model in _named(models):
+            model.load_state_dict(loaded[name])
+    return loaded
+
+
+def _content(form: str) -> dict[str, Any]:
+    """What megatron's modules and optimizers are told of the form that is asked for."""
+    return {
+        "distrib_optim_sharding_type": form,
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "singleton_local_shards": False,
+        "dp_cp_group": data_parallel_with_context(),
+    }
+
+
+def _weights(models: Sequence[torch.nn.Module], content: dict[str, Any]) -> dict[str, Any]:
+    """Returns the models' tensors, each with its place in the whole."""
+    # Names as Megatron-LM gives them, so that its tools read our checkpoints.
+    return {name: model.sharded_state_dict(metadata=dict(content)) for name, model in _named(models)}
+
+
 def _state(
     models: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, form: str, *, loading: bool = False
 ) -> dict[str, Any]:
@@ -108,16 +135,8 @@ def _state(
     optimizer only with ep or etp above 1), which megatron cannot read across.
     """
     _allocate(optimizer)
-    content = {
-        "distrib_optim_sharding_type": form,
-        "distrib_optim_fully_reshardable_mem_efficient": False,
-        "singleton_local_shards": False,
-        "dp_cp_group": data_parallel_with_context(),
-    }
-    # Names as Megatron-LM gives them, so that its tools read our checkpoints.
-    state: dict[str, Any] = {
-        name: model.sharded_state_dict(metadata=dict(content)) for name, model in _named(models)
-    }
+    content = _content(form)
+    state = _weights(models, content)
     of_optimizer = inspect.signature(DistributedOptimizer.sharded_state_dict).parameters
     options = {"metadata": content} if "metadata" in of_optimizer else {"sharding_type": form}
     parts, step = {}, 0

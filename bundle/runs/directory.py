@@ -8,17 +8,34 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bundle import files
 from bundle.checkpoints import manifest
 from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.errors import UsageError
+from bundle.launch.start import Start
 from bundle.recipe import Recipe, differences, load
 from bundle.recipe.document import written
 
 # The first line of a run's recipe.yaml, by which a directory is known as a run's.
 _OURS = "# The recipe of the run in this directory, written by mcore-bundle.\n"
+
+
+class Origin(NamedTuple):
+    """The checkpoint that a run begins with, as it was named, and whether it takes its weights alone."""
+
+    checkpoint: Path
+    weights_only: bool = False
+
+    @classmethod
+    def of(cls, start: Start) -> "Origin | None":
+        """What a start names."""
+        named = start.checkpoint
+        return None if named is None else cls(named.absolute(), start.weights_only)
+
+    def __str__(self) -> str:
+        return f"the weights of {self.checkpoint}" if self.weights_only else str(self.checkpoint)
 
 
 class RunDirectory:
@@ -44,7 +61,7 @@ class RunDirectory:
         self.logs = root / "logs"
         self.result = root / "result.json"  # written when the run is finished, and only then
 
-    def begin(self, recipe: Recipe, *, fresh: bool, resume: bool, start_from: Path | None = None) -> bool:
+    def begin(self, recipe: Recipe, start: Start) -> bool:
         """Whether there is a run to go on with; looks only, and changes nothing.
 
         An unfinished run goes on without being asked: a scheduler starts the same command again. One that has
@@ -52,26 +69,26 @@ class RunDirectory:
         Raises UsageError for a finished run without a flag, for a recipe or an origin that is not the run's,
         for --resume where there is nothing, and where files lie that no run of ours has written.
         """
-        if fresh and resume:
+        if start.fresh and start.resume:
             raise UsageError("--fresh starts over and --resume goes on: say one of them")
         self._refuse_strangers()
         self._refuse_own_export(recipe.model.path)
         if not self.recipe.exists():
-            if resume:
+            if start.resume:
                 raise UsageError(f"{self.root}: there is no run to resume")
             return False
-        if fresh:
-            self._refuse_to_remove(start_from)
+        if start.fresh:
+            self._refuse_to_remove(start.checkpoint)
             return False
-        if not resume and not self._trained():
+        if not start.resume and not self._trained():
             return False
-        if self.finished(recipe) and not resume:
+        if self.finished(recipe) and not start.resume:
             raise UsageError(
                 f"{self.root}: this run is finished; --fresh overwrites it, --resume with more train.steps,"
                 " or with another train.early_stop where that has ended it, goes on with it"
             )
-        self._refuse_another(recipe, longer=resume)
-        self._refuse_another_origin(start_from)
+        self._refuse_another(recipe, longer=start.resume)
+        self._refuse_another_origin(Origin.of(start))
         return True
 
     def finished(self, recipe: Recipe) -> bool:
@@ -101,18 +118,19 @@ class RunDirectory:
             " or with another train.early_stop where that has ended it"
         )
 
-    def began_with(self) -> Path | None:
+    def began_with(self) -> Origin | None:
         """What this run's --from was."""
         if not self.origin.exists():
             return None
-        return Path(json.loads(self.origin.read_text(encoding="utf-8"))["from"])
+        said = json.loads(self.origin.read_text(encoding="utf-8"))
+        return Origin(Path(said["from"]), said.get("weights_only", False))
 
     def write_start(
         self,
         recipe: Recipe,
         job: Mapping[str, Any],
         versions: Mapping[str, Any],
-        start_from: Path | None = None,
+        origin: Origin | None = None,
     ) -> None:
         """Writes what makes this run; what an earlier run here made, but for its logs, is removed first.
 
@@ -131,8 +149,9 @@ class RunDirectory:
             path.unlink(missing_ok=True)
         self.root.mkdir(parents=True, exist_ok=True)
         self._write_recipe(recipe)
-        if start_from is not None:
-            files.write_json(self.origin, {"from": str(start_from.absolute())})
+        if origin is not None:
+            said = {"from": str(origin.checkpoint), "weights_only": origin.weights_only}
+            files.write_json(self.origin, said)
         self._describe(job, versions)
 
     def write_again(self, recipe: Recipe, job: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
@@ -215,12 +234,12 @@ class RunDirectory:
                 [str(change) for change in changed],
             )
 
-    def _refuse_another_origin(self, start_from: Path | None) -> None:
+    def _refuse_another_origin(self, origin: Origin | None) -> None:
         before = self.began_with()
-        if start_from is not None and start_from.absolute() != before:
+        if origin is not None and origin != before:
             raise UsageError(
                 f"{self.root} holds a run that began {f'with {before}' if before else 'anew'}, not with"
-                f" {start_from}: leave out --from to go on with it, name this run otherwise,"
+                f" {origin}: leave out --from to go on with it, name this run otherwise,"
                 " or --fresh overwrites it"
             )
 

@@ -26,7 +26,7 @@ from bundle.mcore import groups
 from bundle.models import exporting
 from bundle.pretrained import Pretrained
 from bundle.recipe import Recipe, with_steps
-from bundle.runs.directory import RunDirectory, starting_checkpoint
+from bundle.runs.directory import Origin, RunDirectory, starting_checkpoint
 from bundle.runs.metrics import JsonLines, Metrics, Profiler, Sink, Speed, TensorBoard, finite, terminal
 from bundle.runs.trackers import trackers
 from bundle.training import loop
@@ -133,19 +133,29 @@ class Trainer:
     def _restored(self, *, goes_on: bool) -> Progress:
         """Where training begins: after the newest usable checkpoint, or the start; says what is left out."""
         loaded = self.checkpoints.load_newest() if goes_on else None
-        if loaded is None and (named := on_rank_0(self.directory.began_with)) is not None:
-            loaded = self.checkpoints.load_from(on_rank_0(lambda: starting_checkpoint(named)))
-            if loaded.state.step >= self.recipe.train.steps:
-                raise UsageError(
-                    f"{loaded.directory} is of step {loaded.state.step}:"
-                    f" train.steps {self.recipe.train.steps} leaves nothing to train"
-                )
+        origin = None if loaded else on_rank_0(self.directory.began_with)
+        if origin is not None:
+            checkpoint = on_rank_0(lambda: starting_checkpoint(origin.checkpoint))
+            if origin.weights_only:
+                self.checkpoints.load_weights(checkpoint)
+                _log.info("begins with the weights of %s", checkpoint)
+                return Progress()
+            loaded = self.checkpoints.load_from(checkpoint)
         if loaded is None:
             return Progress()
         saved = loaded.state
         if saved.data_digest != of_json(self.corpus.identity):
             changes = data.changed(saved.metrics.get("data", {}), self.corpus.identity)
-            raise UsageError(f"{loaded.directory.name} was trained on other data", changes)
+            raise UsageError(
+                f"{loaded.directory.name} was trained on other data: put that back as it was, or begin"
+                f" another run with these weights alone (--from {loaded.directory} --weights-only)",
+                changes,
+            )
+        if origin is not None and saved.step >= self.recipe.train.steps:
+            raise UsageError(
+                f"{loaded.directory} is of step {saved.step}: train.steps {self.recipe.train.steps} leaves"
+                " nothing to train; --weights-only begins at step 0"
+            )
         self.engine.restore_losses(saved.metrics["losses"])
         for note in loaded.notes:
             _log.info(note)
@@ -199,9 +209,9 @@ def _with_steps(recipe: Recipe, corpus: data.Corpus) -> Recipe:
 
 def _begin(job: Job, directory: RunDirectory) -> bool | None:
     """Returns whether there is a run to go on with, None where nothing is left to do; writes its start."""
-    recipe, start, origin = job.recipe, job.start, job.start.checkpoint
+    recipe, origin = job.recipe, Origin.of(job.start)
     versions = {p.name: {"version": p.version, "commit": p.commit} for p in packages.detect().packages()}
-    goes_on = directory.begin(recipe, fresh=start.fresh, resume=start.resume, start_from=origin)
+    goes_on = directory.begin(recipe, job.start)
     if not goes_on:
         directory.write_start(recipe, job.dump(), versions, origin)
     elif directory.finished(recipe):

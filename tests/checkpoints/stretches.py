@@ -21,6 +21,7 @@ class Stretch:
     save: str | None = None
     every: int = 2
     background: bool = False
+    weights_only: bool = False
     dropout: float = 0.0
     arithmetic: dict[str, Any] = field(default_factory=lambda: {"dtype": "fp32"})
     optimizer: dict[str, Any] = field(default_factory=dict)
@@ -48,7 +49,11 @@ def train(stretch: Stretch, runtime: Any, folder: Path) -> dict[str, Any]:
     engine = make_engine(stretch.case(), runtime)
     found: dict[str, Any] = {"losses": []}
     step = 0
-    if stretch.load:
+    if stretch.load and stretch.weights_only:
+        kept = CheckpointDirectory(folder / stretch.load)
+        step = kept.steps()[0]  # for the sake of the rows that are trained on
+        Checkpoints(kept, engine, keep=2).load_weights(kept.place(step))
+    elif stretch.load:
         loaded = Checkpoints(CheckpointDirectory(folder / stretch.load), engine, keep=2).load_newest()
         assert loaded
         step = loaded.state.step

@@ -75,6 +75,25 @@ UNDIVIDED: dict[str, dict[str, Any]] = {
     )
 }
 
+STILL = {"lr": 1e-12, "min_lr": 0.0}
+ALONE: dict[str, dict[str, Any]] = {
+    f"{dtype} {name}": stretch | {"arithmetic": {"dtype": dtype}}
+    for dtype in ("fp32", "bf16")
+    for name, stretch in {
+        "begun": {"parallel": EP2, "steps": 2, "save": dtype},
+        "resumed": {"parallel": EP2, "steps": 2, "load": dtype, "optimizer": STILL},
+        "alone": {"parallel": EP2, "steps": 2, "load": dtype, "weights_only": True, "optimizer": STILL},
+        "as pp2": {
+            "parallel": PP2,
+            "steps": 2,
+            "load": dtype,
+            "weights_only": True,
+            "optimizer": STILL | {"name": "sgd"},
+        },
+        "as tp2": {"parallel": TP2, "steps": 2, "load": dtype, "weights_only": True, "optimizer": STILL},
+    }.items()
+}
+
 
 def far(seen: list[list[float]], expected: list[list[float]]) -> float:
     """The largest relative difference; not a number is larger than any."""
@@ -85,7 +104,7 @@ def far(seen: list[list[float]], expected: list[list[float]]) -> float:
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory, installed: Core) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("stretches")
-    plan = PLAN | SCALES | DROPOUT | UNDIVIDED
+    plan = PLAN | SCALES | DROPOUT | UNDIVIDED | ALONE
     found: dict[str, Any] = launch("tests.checkpoints.stretches", folder, 2, plan, installed)
     return found
 
@@ -114,6 +133,15 @@ def test_an_optimizer_that_is_not_divided_goes_on_bit_for_bit_and_in_any_layout(
         found = seen[f"{name} {layout}"]["losses"]
         assert far([step[:-1] for step in found], [step[:-1] for step in rest]) < loss
         assert far(found, rest) < 10 * loss
+
+
+def test_weights_alone_are_taken_up_by_another_optimizer_in_any_layout(seen):
+    """By an optimizer that as good as stands still, every loss is that of the weights that were loaded."""
+    for dtype, bound in (("fp32", 1e-5), ("bf16", 1e-3)):
+        resumed = [step[:-1] for step in seen[f"{dtype} resumed"]["losses"]]
+        assert [step[:-1] for step in seen[f"{dtype} alone"]["losses"]] == resumed
+        for layout in ("as pp2", "as tp2"):
+            assert far([step[:-1] for step in seen[f"{dtype} {layout}"]["losses"]], resumed) < bound
 
 
 def test_delayed_scales_go_on_too(seen):

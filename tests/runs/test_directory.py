@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from bundle.errors import UsageError
+from bundle.launch.start import Start
 from bundle.recipe import Recipe, load
 from bundle.recipe.document import written
-from bundle.runs.directory import RunDirectory
+from bundle.runs.directory import Origin, RunDirectory
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,7 +32,7 @@ def finish(run: RunDirectory, step: int = 300) -> None:
 
 
 def begin(run: RunDirectory, *overrides: str, **flags: Any) -> bool:
-    return run.begin(recipe(*overrides), **({"fresh": False, "resume": False} | flags))
+    return run.begin(recipe(*overrides), Start(**flags))
 
 
 def train(run: RunDirectory) -> None:
@@ -48,11 +49,11 @@ def everything(root: Path) -> dict[str, bytes]:
 
 
 def test_a_new_directory_begins_and_an_unfinished_one_goes_on(run):
-    assert not run.begin(recipe(), fresh=False, resume=False)
+    assert not begin(run)
     assert not run.root.exists(), "looking changes nothing"
     run.write_start(recipe(), {"patches": []}, {"torch": "2"})
     run.metrics.write_text('{"step": 1}\n')
-    assert run.begin(recipe(), fresh=False, resume=False)
+    assert begin(run)
     assert json.loads(run.job.read_text()) == {"patches": []}
 
 
@@ -61,33 +62,33 @@ def test_every_built_in_recipe_reads_back_as_itself(run):
 
     for name in built_in():
         run.write_start(load(name), {}, {})
-        assert run.begin(load(name), fresh=False, resume=True)
+        assert run.begin(load(name), Start(resume=True))
 
 
 def test_a_finished_run_is_not_overwritten_by_accident(run):
     run.write_start(recipe(), {}, {})
     finish(run)
     with pytest.raises(UsageError, match="finished; --fresh overwrites it, --resume"):
-        run.begin(recipe(), fresh=False, resume=False)
-    assert not run.begin(recipe(), fresh=True, resume=False)
-    assert run.begin(recipe(), fresh=False, resume=True)
+        begin(run)
+    assert not begin(run, fresh=True)
+    assert begin(run, resume=True)
 
 
 def test_a_changed_recipe_is_refused_key_by_key(run):
     train(run)
     with pytest.raises(UsageError) as refused:
-        run.begin(recipe("optimizer.lr=0.5", "seed=7", "checkpoint.keep=9"), fresh=False, resume=True)
+        begin(run, "optimizer.lr=0.5", "seed=7", "checkpoint.keep=9", resume=True)
     assert any("optimizer.lr" in line and "0.5" in line for line in refused.value.violations)
     assert any(line.startswith("seed:") for line in refused.value.violations)
     assert len(refused.value.violations) == 2
-    assert not run.begin(recipe("seed=7"), fresh=True, resume=False)
+    assert not begin(run, "seed=7", fresh=True)
 
 
 def test_flags_that_make_no_sense_are_refused(run):
     with pytest.raises(UsageError, match="no run to resume"):
-        run.begin(recipe(), fresh=False, resume=True)
+        begin(run, resume=True)
     with pytest.raises(UsageError, match="one of them"):
-        run.begin(recipe(), fresh=True, resume=True)
+        begin(run, fresh=True, resume=True)
 
 
 def test_a_fresh_start_keeps_nothing_of_the_old_run_but_logs(run):
@@ -242,34 +243,53 @@ def test_a_run_that_an_early_stop_has_ended_goes_on_under_another_or_none(run):
 
 def test_a_run_keeps_what_it_began_with(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run.write_start(recipe(), {}, {}, Path("first"))
+    run.write_start(recipe(), {}, {}, Origin.of(Start(origin="first")))
     run.metrics.write_text('{"step": 1}\n')
-    assert run.began_with() == tmp_path / "first"
+    assert run.began_with() == Origin(tmp_path / "first")
     assert begin(run), "a scheduler may leave it out"
-    assert begin(run, start_from=Path("first"))
-    assert begin(run, start_from=tmp_path / "first", resume=True)
-    with pytest.raises(UsageError, match=rf"began with {tmp_path}/first, not with second: leave out --from"):
-        begin(run, start_from=Path("second"))
-    assert not begin(run, start_from=Path("second"), fresh=True)
+    assert begin(run, origin="first")
+    assert begin(run, origin=f"{tmp_path}/first", resume=True)
+    with pytest.raises(UsageError, match=rf"began with {tmp_path}/first, not with {tmp_path}/second: leave"):
+        begin(run, origin="second")
+    with pytest.raises(
+        UsageError, match=rf"with {tmp_path}/first, not with the weights of {tmp_path}/first:"
+    ):
+        begin(run, origin="first", weights_only=True)
+    assert not begin(run, origin="second", fresh=True)
     run.write_start(recipe(), {}, {})
     run.metrics.write_text('{"step": 1}\n')
     assert run.began_with() is None
-    with pytest.raises(UsageError, match=r"began anew, not with first"):
-        begin(run, start_from=Path("first"))
+    with pytest.raises(UsageError, match=rf"began anew, not with {tmp_path}/first"):
+        begin(run, origin="first")
+
+
+def test_a_run_keeps_that_it_began_with_weights_alone(run, tmp_path):
+    start = {"origin": f"{tmp_path}/first", "weights_only": True}
+    run.write_start(recipe(), {}, {}, Origin.of(Start(**start)))
+    run.metrics.write_text('{"step": 1}\n')
+    assert run.began_with() == Origin(tmp_path / "first", weights_only=True)
+    assert begin(run) and begin(run, **start)
+    with pytest.raises(UsageError, match=rf"began with the weights of {tmp_path}/first, not with {tmp_path}"):
+        begin(run, origin=f"{tmp_path}/first")
+
+
+def test_weights_alone_are_those_of_a_checkpoint():
+    with pytest.raises(UsageError, match="--weights-only takes the weights of a checkpoint: name that"):
+        Start(weights_only=True)
 
 
 def test_a_fresh_start_does_not_remove_what_it_begins_with(run):
     train(run)
     for start_from in (run.root, run.checkpoints, run.checkpoints / "step-00000001"):
         with pytest.raises(UsageError, match="--fresh would remove"):
-            begin(run, fresh=True, start_from=start_from)
+            begin(run, fresh=True, origin=str(start_from))
 
 
 def test_a_start_that_was_interrupted_is_no_run(run, monkeypatch):
     run.write_start(recipe(), {}, {})
     with pytest.raises(TypeError):
         run.write_start(recipe(), {"plan": object()}, {})
-    assert not run.begin(recipe("seed=7"), fresh=False, resume=False)
+    assert not run.begin(recipe("seed=7"), Start())
 
 
 def test_metrics_after_the_resumed_step_are_taken_out(run):

@@ -1,6 +1,7 @@
 """What training begins with: the weights of model.path, random ones, or a checkpoint; what it exports."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -114,8 +115,47 @@ def test_weights_that_are_gathered_by_the_next_pass_are_exported_after_the_last_
     late = "distributed={overlap_grad_reduce: true, overlap_param_gather: true}"
     train(tmp_path / "at once", model, *values)
     train(tmp_path / "late", model, *values, late)
-    at_once, gathered = (
-        safetensors.load_file(tmp_path / name / "hf" / "model.safetensors") for name in ("at once", "late")
-    )
-    assert at_once.keys() == gathered.keys()
-    assert not [name for name in at_once if not at_once[name].equal(gathered[name])]
+    at_once, late_ones = (tmp_path / name / "hf" / "model.safetensors" for name in ("at once", "late"))
+
+    def stale() -> list[str]:
+        wanted, found = safetensors.load_file(at_once), safetensors.load_file(late_ones)
+        assert wanted.keys() == found.keys()
+        return [name for name in wanted if not wanted[name].equal(found[name])]
+
+    assert not stale()
+    shutil.rmtree(late_ones.parent)
+    train(tmp_path / "late", model, *values)  # exports what the checkpoint holds
+    assert not stale()
+
+
+@pytest.mark.world
+def test_weights_of_a_run_begin_another_task_on_other_data_in_another_layout(tmp_path):
+    pytest.importorskip("megatron.core")
+    model, before = tmp_path / "model", tmp_path / "before"
+    reference.write(CASE.__class__(CASE.name, CASE.config | {"vocab_size": 258}), model)
+    train(before, model, "train.steps=2", "checkpoint.export=hf")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "b", "response": "cd"}\n' * 9)
+    task = (
+        "task=sft", "data.source=jsonl", f"data.path=[{rows}]", "data.validation=0", "train.steps=2",
+        "optimizer={name: sgd, lr: 0.5, min_lr: 0.1}",
+    )  # fmt: skip
+    halves = ("parallel.tp=2", "devices.per_node=2")
+    begins = ["--from", str(before)]
+    said = train(tmp_path / "refused", model, *task[:-1], *halves, code=2, flags=begins)
+    assert "step-00000002 was trained on other data: put that back" in said
+    assert f"(--from {before}/checkpoints/step-00000002 --weights-only)" in said
+
+    after = tmp_path / "after"
+    said = train(after, model, *task, *halves, flags=[*begins, "--weights-only"])
+    assert f"begins with the weights of {before}/checkpoints/step-00000002" in said
+    assert "goes on" not in said and "begins with random" not in said
+    told = json.loads((after / "job.json").read_text())["start"]
+    assert (told["origin"], told["weights_only"]) == (str(before), True)
+    train(tmp_path / "published", before / "hf", *task)
+    wanted = noted(tmp_path / "published", "train/loss")
+    assert noted(after, "train/loss") == pytest.approx(wanted, rel=1e-5)
+    assert noted(after, "train/learning_rate") == [0.5, 0.1]
+    assert noted(after, "train/samples") == [2, 4]
+    more = train(after, model, *task, *halves, "train.steps=3", flags=[*begins, "--weights-only", "--resume"])
+    assert "goes on after step 2" in more
