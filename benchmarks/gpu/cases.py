@@ -26,6 +26,9 @@ _PACKED = (
 # Optimizers whose state every rank has whole.
 _UNDIVIDED = ("optimizer.use_distributed_optimizer=false",)
 _SGD = ("optimizer.name=sgd", "optimizer.sgd_momentum=0.9", "optimizer.lr=0.05")
+_AWARE = ("optimizer.use_precision_aware_optimizer=true",)
+_TYPED = (*_AWARE, "optimizer.exp_avg_dtype=bf16", "optimizer.exp_avg_sq_dtype=bf16")
+_OFFLOADED = (*_AWARE, "optimizer.optimizer_cpu_offload=true")
 # Drawn wide, so that attention is sharp from the first step and the loss feels a wrong position.
 _YARN = (
     "model.config.initializer_range=0.1",
@@ -92,6 +95,15 @@ CURVES = (
     Case("fp32 sgd", "demo", (*_DEMO, *_SGD), cuda=5, cpu=5),
     Case("bf16 undivided", "demo", (*_DEMO, *_BF16, *_UNDIVIDED), cuda=5),
     Case("bf16 sgd", "demo", (*_DEMO, *_BF16, *_SGD), cuda=5, cpu=5),
+    Case("bf16 precision-aware", "demo", (*_DEMO, *_BF16, *_AWARE), cuda=60),
+    Case("bf16 moments", "demo", (*_DEMO, *_BF16, *_TYPED), cuda=60),
+    Case("bf16 offloaded", "demo", (*_DEMO, *_BF16, *_OFFLOADED), cuda=60),
+    Case(
+        "bf16 half offloaded",
+        "demo",
+        (*_DEMO, *_BF16, *_OFFLOADED, "optimizer.optimizer_offload_fraction=0.5"),
+        cuda=60,
+    ),
     Case("bf16 packed", "demo", (*_DEMO, *_BF16, *_PACKED), cuda=60, cpu=5),
     Case("fp32 yarn", "demo", (*_DEMO, *_YARN), cuda=2, cpu=2),
     Case("fp32 yarn packed", "demo", (*_DEMO, *_YARN, *_PACKED), cuda=2, cpu=2),

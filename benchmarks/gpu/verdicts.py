@@ -141,12 +141,17 @@ _EMULATED = ("delayed", "tensorwise", "blockwise")
 _EXACT = ("fp32", "fp32 gqa", "fp32 yarn", "fp32 yarn packed")
 _LAYOUTS = ("fp32 tp2", "fp32 tp2 etp1 ep2", "fp32 ep2", "fp32 pp2")
 
+# What adam keeps in other types, and on the host.
+_KEPT = ("bf16 precision-aware", "bf16 moments", "bf16 offloaded", "bf16 half offloaded")
+
 CLAIMS: tuple[Claim, ...] = (
     *(Falls(run, 0.6) for run in (*_TRAINED, *_QUANTISED)),
     *(Near(run, f"{run} on cpu", steps=2, nats=0.001) for run in _EXACT),
     *(SameGradient(run, f"{run} on cpu", 1e-4) for run in _EXACT),
     Near("fp32 undivided", "fp32", steps=5, nats=0.001),
     Near("bf16 undivided", "bf16", steps=3, nats=0.01),
+    *(Near(run, "bf16", steps=10, nats=0.02) for run in _KEPT),
+    *(Falls(run, 0.6) for run in _KEPT),
     Near("fp32 sgd", "fp32 sgd on cpu", steps=5, nats=0.001),
     Near("bf16 sgd", "bf16 sgd on cpu", steps=3, nats=0.01),
     Far("fp32 sgd", "fp32", steps=5, nats=0.1),

@@ -23,6 +23,7 @@ class LayerTraits(NamedTuple):
     fused_kernels: bool  # norms, the gate and attention keep only what their own backward kernel reads
     fused_loss: bool  # one kernel, which makes an fp32 copy of the logits, where torch works in place
     adam_counters: bool  # the optimizer keeps a step count with every tensor
+    typed_adam: bool  # the optimizer can keep its moments in other types than fp32
     source: str
 
 

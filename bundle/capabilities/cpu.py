@@ -20,6 +20,7 @@ LOCAL = LayerTraits(
     fused_kernels=False,
     fused_loss=False,
     adam_counters=True,
+    typed_adam=False,
     source="megatron-core's local layers on torch's own kernels; torch.optim.AdamW",
 )
 

@@ -29,6 +29,7 @@ TRANSFORMER_ENGINE = LayerTraits(
     fused_kernels=True,
     fused_loss=True,
     adam_counters=False,
+    typed_adam=True,
     source="Transformer Engine's layers and FusedAdam, bias_activation_fusion; measured on an H200, 2.14.1",
 )
 FLASH = AttentionKernel(

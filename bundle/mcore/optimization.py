@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from bundle.mcore import context, known
 from bundle.mcore.gpt import DTYPES
 from bundle.recipe import Recipe
+from bundle.recipe.sections import Optimizer
 
 ForwardStep = Callable[[Iterator[Any], torch.nn.Module], tuple[torch.Tensor, Callable[..., Any]]]
 
@@ -86,9 +87,26 @@ def optimizer(
         params_dtype=dtype,
         use_distributed_optimizer=options.use_distributed_optimizer,
         **known(OptimizerConfig, overlap_param_gather=recipe.distributed.overlap_param_gather),
+        **_kept(options),
         **megatrons,
     )
     return get_megatron_optimizer(config, list(chunks))
+
+
+def _kept(options: Optimizer) -> dict[str, Any]:
+    """In which types the optimizer's state is kept, and where.
+
+    Never as `store_param_remainders`, the 16 bits of an fp32 weight that bf16 lacks: megatron writes them
+    into a checkpoint that any layout can load, and fails when it reads them (seen with 0.16.1 on a GPU).
+    """
+    if not options.use_precision_aware_optimizer:
+        return {}
+    kept: dict[str, Any] = {name: DTYPES[of] for name, of in options.types.items()}
+    kept |= known(OptimizerConfig, store_param_remainders=False)
+    if options.optimizer_cpu_offload:
+        kept |= {"optimizer_cpu_offload": True}
+        kept |= {"optimizer_offload_fraction": options.optimizer_offload_fraction}
+    return {"use_precision_aware_optimizer": True, **kept}
 
 
 def leave_out_what_is_not_finite(optimizer: MegatronOptimizer) -> None:

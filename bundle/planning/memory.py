@@ -4,7 +4,8 @@ allocates them, and with the activations beside them whether a device has as muc
 Megatron's data-parallel wrapper lays parameters in one contiguous buffer and gradients in another, both
 whole on every data-parallel rank; the distributed optimizer divides the rest: with bf16 an fp32 copy of the
 weights, and Adam's two moments in fp32 (DistributedOptimizer._build_model_and_main_param_groups). Without it
-every rank has all of that, and nothing is padded.
+every rank has all of that, and nothing is padded. A precision-aware one keeps what the recipe says; what is
+offloaded is on the host, where its gradient is copied to as well (HybridDeviceOptimizer).
 
 A buffer with it: parameters go in from the last to the first, each at a multiple of 64 elements; a bucket
 ends at a multiple of lcm(ranks, 128), so that every rank's part is equal and aligned
@@ -28,6 +29,7 @@ from bundle.recipe import Recipe
 from bundle.recipe.sections import Optimizer
 
 FP32, BF16 = 4, 2
+_BYTES = {"fp32": FP32, "bf16": BF16}
 PARAMETER_MULTIPLE = 64
 BUCKET_MULTIPLE = 128
 # What a plan does not count: the device's context, communication buffers, workspaces and fragmentation.
@@ -35,18 +37,22 @@ HEADROOM = 0.1
 
 
 class StateBytes(NamedTuple):
-    """Bytes of one rank. `moments` of any optimizer; `counters` are the step counts of torch's own Adam."""
+    """Bytes of one rank. `moments` of any optimizer; `counters` are the step counts of torch's own Adam.
+
+    `host` is what an offloaded optimizer has there; all else is on the device.
+    """
 
     parameters: int = 0
     gradients: int = 0
     master: int = 0
     moments: int = 0
     counters: int = 0
+    host: int = 0
 
     @property
     def total(self) -> int:
-        """All of them."""
-        return sum(self)
+        """All that is on the device."""
+        return sum(self) - self.host
 
 
 class MemoryEstimate(NamedTuple):
@@ -225,13 +231,21 @@ class StateBuffers(NamedTuple):
         return [(rank, *sizes) for rank, sizes in zip(sorted(changes), kept, strict=True) if rank < there]
 
     def _states(self, elements: int, own: int, tensors: int) -> StateBytes:
-        adam, states = self.optimizer.name == "adam", len(self.optimizer.states)
+        optimizer = self.optimizer
+        adam, states = optimizer.name == "adam", len(optimizer.states)
+        master, moments = FP32 if self.bf16 else 0, states * FP32
+        offloaded = 0
+        if optimizer.optimizer_cpu_offload:  # whole tensors of a rank's share, until it is as much or more
+            offloaded = math.ceil(own * optimizer.optimizer_offload_fraction)
+        elif optimizer.use_precision_aware_optimizer:
+            moments = sum(_BYTES[of] for of in optimizer.types.values())
         return StateBytes(
             parameters=elements * (BF16 if self.bf16 else FP32),
             gradients=elements * FP32,
-            master=own * FP32 if self.bf16 else 0,
-            moments=own * states * FP32,
+            master=(own - offloaded) * master,
+            moments=(own - offloaded) * moments,
             counters=tensors * FP32 if adam and self.traits.adam_counters else 0,
+            host=offloaded * (master + moments + FP32),
         )
 
 

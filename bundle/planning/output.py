@@ -220,6 +220,8 @@ def _memory(plan: Plan) -> Iterator[str]:
             f"activations {bytes_shown(flying.held)} ({max(flying.in_flight)} in flight)",
             f"passing {bytes_shown(flying.passing)}",
         ]
+        if states.host:
+            parts.append(f"and on the host {bytes_shown(states.host)}")
         yield f"{stage.stage}: {bytes_shown(stage.total)} = {', '.join(parts)}"
     size = plan.hardware.device_memory
     if plan.memory and size.value is not None:

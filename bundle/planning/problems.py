@@ -55,7 +55,19 @@ def backend_problems(
         why = can.fp8_refusal(model.fp8.scaling, model.fp8.format, hardware.generation.value)
         if why is not None:
             yield hardware_problem(f"model.fp8: {why}")
+    yield from _optimizer(recipe, can)
     yield from _recomputation(recipe, can, code)
+
+
+def _optimizer(recipe: Recipe, can: Capabilities) -> Iterator[Problem]:
+    optimizer = recipe.optimizer
+    if optimizer.use_precision_aware_optimizer and not can.layers.typed_adam:
+        yield hardware_problem(
+            "optimizer.use_precision_aware_optimizer: needs Transformer Engine's FusedAdam, which backend"
+            f" {can.backend} does not have: false"
+        )
+    if optimizer.optimizer_cpu_offload and can.device == "cpu":
+        yield hardware_problem("optimizer.optimizer_cpu_offload: backend cpu is on the host already: false")
 
 
 def layout_problems(

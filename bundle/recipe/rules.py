@@ -222,6 +222,7 @@ def _training(recipe: Recipe) -> Iterator[Violation]:
         )
     yield from _wsd(recipe)
     yield from _distributed_optimizer(recipe)
+    yield from _precision_aware(recipe)
     evaluated = bool(recipe.data.validation or recipe.data.validation_sets)
     if train.early_stop is not None and not (evaluated and train.eval_interval):
         key = "train.eval_interval" if evaluated else "data.validation"
@@ -253,6 +254,27 @@ def _distributed_optimizer(recipe: Recipe) -> Iterator[Violation]:
     elif optimizer.name != "adam":
         key = "optimizer.use_distributed_optimizer"
         yield key, f"megatron-core divides the state of adam alone: false, or null, with {optimizer.name}"
+
+
+def _precision_aware(recipe: Recipe) -> Iterator[Violation]:
+    optimizer, key = recipe.optimizer, "optimizer.use_precision_aware_optimizer"
+    offload = optimizer.optimizer_cpu_offload
+    typed = [f"optimizer.{name}" for name, of in optimizer.types.items() if of != "fp32"]
+    if optimizer.use_precision_aware_optimizer:
+        if optimizer.name != "adam" or not optimizer.use_distributed_optimizer:
+            yield key, "megatron-core has it for adam with use_distributed_optimizer: true alone"
+        if recipe.model.dtype != "bf16":
+            yield key, "keeps weights beside those in bf16: needs model.dtype bf16"
+    else:
+        for name in typed:
+            yield name, "belongs to use_precision_aware_optimizer: set that true"
+        if offload:
+            yield "optimizer.optimizer_cpu_offload", f"megatron-core has it only with {key}: set that true"
+    if offload:
+        for name in typed:
+            yield name, "the host's Adam keeps all in fp32: leave it out, or the offload"
+    elif optimizer.optimizer_offload_fraction != 1:
+        yield "optimizer.optimizer_offload_fraction", "belongs to optimizer_cpu_offload: set that true"
 
 
 def _profile(recipe: Recipe) -> Iterator[Violation]:

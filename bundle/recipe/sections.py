@@ -360,6 +360,24 @@ class Optimizer(Section):
         description="Divide its state between data-parallel ranks; null or left out: where megatron-core can,"
         " which is adam's.",
     )
+    use_precision_aware_optimizer: bool = Field(
+        default=False,
+        description="adam with bf16: Transformer Engine's FusedAdam keeps its moments in the types below.",
+    )
+    # Not fp16: a step makes fp32 of all of it at once, which takes what was won (seen on an H200).
+    exp_avg_dtype: Literal["fp32", "bf16"] = Field(
+        default="fp32", description="Precision-aware: adam's first moment."
+    )
+    exp_avg_sq_dtype: Literal["fp32", "bf16"] = Field(
+        default="fp32", description="Precision-aware: adam's second moment."
+    )
+    optimizer_cpu_offload: bool = Field(
+        default=False,
+        description="Keep state on the host and step there; needs use_precision_aware_optimizer.",
+    )
+    optimizer_offload_fraction: float = Field(
+        default=1.0, gt=0, le=1, description="Offload: the share of the weights whose state is on the host."
+    )
     lr: Positive = Field(default=1e-3, description="Highest learning rate.")
     min_lr: NotNegative = Field(
         default=0.0,
@@ -393,6 +411,11 @@ class Optimizer(Section):
         if isinstance(given, dict) and given.get("use_distributed_optimizer") is None:
             return given | {"use_distributed_optimizer": given.get("name", "adam") == "adam"}
         return given
+
+    @property
+    def types(self) -> dict[str, str]:
+        """The types of the moments of a precision-aware optimizer, by key."""
+        return {"exp_avg_dtype": self.exp_avg_dtype, "exp_avg_sq_dtype": self.exp_avg_sq_dtype}
 
     @property
     def states(self) -> tuple[str, ...]:

@@ -72,6 +72,32 @@ BROKEN = [
         ],
         "gathers what optimizer.use_distributed_optimizer divides",
     ),
+    (
+        "demo",
+        ["optimizer.use_precision_aware_optimizer=true"],
+        "beside those in bf16: needs model.dtype bf16",
+    ),
+    (
+        "demo",
+        ["model.dtype=bf16", "optimizer={name: sgd, use_precision_aware_optimizer: true}"],
+        "for adam with use_distributed_optimizer: true alone",
+    ),
+    ("demo", ["optimizer.exp_avg_dtype=bf16"], "exp_avg_dtype: belongs to use_precision_aware_optimizer"),
+    (
+        "demo",
+        ["optimizer.optimizer_cpu_offload=true"],
+        "only with optimizer.use_precision_aware_optimizer: set that true",
+    ),
+    (
+        "demo",
+        [
+            "model.dtype=bf16",
+            "optimizer={use_precision_aware_optimizer: true, optimizer_cpu_offload: true}",
+            "optimizer.exp_avg_sq_dtype=bf16",
+        ],
+        "exp_avg_sq_dtype: the host's Adam keeps all in fp32",
+    ),
+    ("demo", ["optimizer.optimizer_offload_fraction=0.5"], "belongs to optimizer_cpu_offload: set that true"),
     ("demo", ["train.early_stop={patience: 2}", "data.validation=0"], "data.validation 0 makes none"),
     ("demo", ["train.early_stop={patience: 2}", "train.eval_interval=0"], "train.eval_interval 0 makes none"),
     ("demo", ["distributed.overlap_param_gather=true"], "overlap_grad_reduce"),

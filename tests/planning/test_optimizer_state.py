@@ -1,0 +1,64 @@
+"""What an optimizer keeps in other types than fp32, or on the host: its bytes, and who cannot have it."""
+
+import math
+from typing import Any
+
+import pytest
+
+from bundle.environment.hardware import detect, preset
+from bundle.errors import ExitCode
+from bundle.planning import to_json, to_text
+from tests.environment.machines import recorded
+from tests.planning.jobs import QWEN3, job, plan
+
+AWARE = {"use_precision_aware_optimizer": True}
+OFFLOADED = AWARE | {"optimizer_cpu_offload": True}
+
+
+def states(**optimizer: Any) -> dict[str, int]:
+    """Bytes of the only rank."""
+    made = plan(job(QWEN3, optimizer=optimizer), preset("h200"), per_node=1)
+    assert made.problems == ()
+    (stage,) = made.memory
+    return stage.states._asdict() | {"total": stage.states.total}
+
+
+@pytest.mark.parametrize(
+    ("types", "moments"),
+    [
+        ({}, 8),
+        ({"exp_avg_dtype": "bf16"}, 6),
+        ({"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}, 4),
+    ],
+)
+def test_each_type_is_counted(types, moments):
+    plain, typed = states(), states(**AWARE, **types)
+    weights = plain["master"] // 4
+    assert (typed["master"], typed["moments"]) == (4 * weights, moments * weights)
+    assert typed["total"] == plain["total"] - (8 - moments) * weights
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.3])
+def test_what_is_offloaded_is_on_the_host_with_its_gradient(fraction):
+    plain, offloaded = states(), states(**OFFLOADED, optimizer_offload_fraction=fraction)
+    there = math.ceil(fraction * plain["master"] / 4)
+    assert offloaded["host"] == there * (4 + 8 + 4)
+    assert offloaded["total"] == plain["total"] - there * (4 + 8)
+
+
+def test_a_plan_says_what_is_on_the_host():
+    made = plan(job(QWEN3, optimizer=OFFLOADED), preset("h200"), per_node=1)
+    (stage,) = to_json(made)["stages"]
+    assert stage["bytes"]["host"] == made.memory[0].states.host > 0
+    assert "and on the host " in to_text(made, "", "")
+    assert "on the host" not in to_text(plan(job(QWEN3), preset("h200"), per_node=1), "", "")
+
+
+def test_a_cpu_refuses_both_by_name():
+    made = plan(job(QWEN3, optimizer=OFFLOADED, backend="cpu"), detect("cpu", recorded("cgroup-v1")))
+    assert made.code is ExitCode.ENVIRONMENT_UNFIT
+    assert [problem.text for problem in made.problems] == [
+        "optimizer.use_precision_aware_optimizer: needs Transformer Engine's FusedAdam, which backend cpu"
+        " does not have: false",
+        "optimizer.optimizer_cpu_offload: backend cpu is on the host already: false",
+    ]
