@@ -11,7 +11,7 @@ from bundle.recipe import Recipe
 from bundle.runs.directory import RunDirectory, starting_checkpoint
 
 
-def start(*, fresh: bool, resume: bool, start_from: Path | None, weights_only: bool) -> Start:
+def start(*, fresh: bool = False, resume: bool = False, start_from: Path | None, weights_only: bool) -> Start:
     """The options of that as they go into a job. Raises UsageError for weights of no checkpoint."""
     origin = str(start_from) if start_from else None
     return Start(fresh=fresh, resume=resume, origin=origin, weights_only=weights_only)

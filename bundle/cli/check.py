@@ -30,7 +30,7 @@ def check(
     """Read the data as `train` will and say what it comes to; `train` then finds the tokens made."""
     job = load(recipe, overrides or ())
     directory = run_directory or Path("runs") / job.name
-    start = beginning.start(fresh=False, resume=False, start_from=start_from, weights_only=weights_only)
+    start = beginning.start(start_from=start_from, weights_only=weights_only)
     begins = beginning.beginning(job, directory, start)
     if problems := [problem.text for problem in input_problems(job, directory, begins)]:
         raise UsageError(f"recipe {job.name} cannot be checked", problems)

@@ -6,11 +6,12 @@ from typing import Annotated
 
 import typer
 
-from bundle.cli import options, output
+from bundle.cli import beginning, options, output
 from bundle.environment import image
 from bundle.environment.image import BuildInfo
 from bundle.errors import UsageError, shown
-from bundle.launch.job import Job, Start, of_plan
+from bundle.launch.job import Job, of_plan
+from bundle.launch.start import Start
 from bundle.planning import plan_for
 from bundle.recipe import Recipe, load
 from bundle.targets import kubernetes as objects
@@ -29,6 +30,7 @@ def slurm(
     run_directory: options.RunDirectory = None,
     resume: options.Resume = False,
     start_from: options.From = None,
+    weights_only: options.WeightsOnly = False,
     backend: options.Backend = "",
     mcore: options.Mcore = "",
     allow_drift: options.AllowDrift = None,
@@ -66,7 +68,9 @@ def slurm(
     job = _decided(
         asked,
         (run_directory or Path("runs") / asked.name).absolute(),
-        Start(resume=resume, origin=str(start_from.absolute()) if start_from else None),
+        beginning.start(
+            resume=resume, start_from=start_from and start_from.absolute(), weights_only=weights_only
+        ),
         _record(container_image, record),
         backend=backend,
         hardware=hardware,
@@ -98,6 +102,7 @@ def kubernetes(
     run_directory: options.RunDirectory = None,
     resume: options.Resume = False,
     start_from: options.From = None,
+    weights_only: options.WeightsOnly = False,
     backend: options.Backend = "",
     mcore: options.Mcore = "",
     allow_drift: options.AllowDrift = None,
@@ -140,7 +145,7 @@ def kubernetes(
     job = _decided(
         load(recipe, overrides or ()),
         run_directory,
-        Start(resume=resume, origin=str(start_from) if start_from else None),
+        beginning.start(resume=resume, start_from=start_from, weights_only=weights_only),
         _record(container_image, record),
         backend=backend,
         hardware=hardware,

@@ -278,7 +278,8 @@ def test_who_waits_tells_what_the_other_has_made(tmp_path, monkeypatch):
 def test_what_the_other_takes_away_while_somebody_waits_is_no_error(tmp_path, monkeypatch):
     """It has finished, or failed, between two looks at what it has made."""
     monkeypatch.setattr(cache, "_SECONDS", 0.05)
-    path, told = tmp_path / "tokens-x", []
+    told: list[int] = []
+    path = tmp_path / "tokens-x"
     begun = store.building(path) / "tokens.bin"
     begun.parent.mkdir()
     begun.write_bytes(bytes(20))

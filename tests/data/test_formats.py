@@ -304,4 +304,4 @@ def test_a_table_has_the_same_conversations(tmp_path):
     )
     errors = DataErrors("stop")
     found = list(read((*expand([str(tmp_path)], "parquet"),), errors))
-    assert errors.count == 0 and found == [conversation(row, data()) for row in rows]
+    assert errors.corrupt.count == 0 and found == [conversation(row, data()) for row in rows]

@@ -264,11 +264,11 @@ def test_a_run_keeps_what_it_began_with(run, tmp_path, monkeypatch):
 
 
 def test_a_run_keeps_that_it_began_with_weights_alone(run, tmp_path):
-    start = {"origin": f"{tmp_path}/first", "weights_only": True}
-    run.write_start(recipe(), {}, {}, Origin.of(Start(**start)))
+    start = Start(origin=f"{tmp_path}/first", weights_only=True)
+    run.write_start(recipe(), {}, {}, Origin.of(start))
     run.metrics.write_text('{"step": 1}\n')
     assert run.began_with() == Origin(tmp_path / "first", weights_only=True)
-    assert begin(run) and begin(run, **start)
+    assert begin(run) and run.begin(recipe(), start)
     with pytest.raises(UsageError, match=rf"began with the weights of {tmp_path}/first, not with {tmp_path}"):
         begin(run, origin=f"{tmp_path}/first")
 
