@@ -74,7 +74,7 @@ foreign: $(DEVELOP)  ## frameworks and Megatron-LM as they are: audits, training
 	# Megatron-LM's training imports six and does not declare it.
 	$(PIP) six
 	TREE='$(abspath $(TREE))' $(VENV)/bin/python -m pytest -m releases -rs \
-	  tests/history/test_foreign.py tests/history/test_pretraining.py
+	  tests/history/test_foreign.py tests/history/test_pretraining.py tests/history/test_imports.py
 
 clusters: $(DEVELOP)  ## a real Slurm of two nodes; as root, after apt-get install slurmctld slurmd slurm-client
 	$(VENV)/bin/python -m pytest -m clusters -rs

@@ -60,7 +60,7 @@ def ran(
         port = found.getsockname()[1]
     known = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if path is not None:
-        known["PYTHONPATH"] = str(path)
+        known["PYTHONPATH"] = os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")])
     ranks = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "bundle.patched", *before, str(script), *arguments],
