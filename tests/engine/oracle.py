@@ -80,6 +80,12 @@ def sequences_of(name: str) -> list[Text]:
     return texts(UNEVEN, CONFIGS[name]["vocab_size"])
 
 
+def predictions(name: str) -> list[float]:
+    """The plain model's loss of each depth of multi-token prediction."""
+    found = _wanted(name)
+    return [float(found[f"loss {k}"]) for k in range(1, model.depths(CONFIGS[name]) + 1)]
+
+
 @functools.cache
 def _wanted(name: str) -> Numbers:
     """The plain model's numbers, gradients under megatron's names; once for all layouts of a process."""

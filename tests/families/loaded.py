@@ -1,7 +1,8 @@
 """How far models whose weights are loaded as `train` loads them are from transformers' numbers, in a layout.
 
 python -m tests.families.loaded DIRECTORY LAYOUT (by `reference.write`) prints an object on rank 0:
-case -> the largest distance of a log-probability from transformers', relative to the largest of them.
+case -> the largest distance of a log-probability from transformers', relative to the largest of them. One
+process also exports each model again, beside what it has loaded.
 """
 
 import json
@@ -18,8 +19,9 @@ from tests import world
 from tests.families import reference
 from tests.families.cases import CASES, LENGTH, Case
 
+ALONE, EXPORTED = "one process", "exported"
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "one process": {},
+    ALONE: {},
     "tp2 and sequence parallel": {"tp": 2, "sequence_parallel": True},
     "pp2": {"pp": 2},
     "ep2": {"ep": 2},
@@ -31,7 +33,7 @@ LENGTHS = (LENGTH, 13)
 
 def cases_of(layout: str) -> list[Case]:
     """All on one process; elsewhere one of each family, Qwen2's tied one among them."""
-    if layout == "one process":
+    if layout == ALONE:
         return list(CASES)
     of_families = {case.family: case for case in CASES}.values()
     return [case for case in of_families if layout != "ep2" or "num_experts_per_tok" in case.config]
@@ -52,6 +54,7 @@ def main(directory: Path, layout: str) -> None:
 def distance(case: Case, directory: Path, layout: str, runtime) -> float:
     from bundle.engine import Engine
     from bundle.mcore import groups
+    from bundle.models import exporting
     from bundle.recipe import from_mapping
 
     packed = layout.startswith("packed")
@@ -83,6 +86,8 @@ def distance(case: Case, directory: Path, layout: str, runtime) -> float:
     lengths = LENGTHS if packed else (LENGTH,)
     seen = engine.log_probs([_batch(engine, numbers["tokens"], lengths)])[0].log_probs.flatten()
     wanted = torch.cat([numbers["log-probs"][:length] for length in lengths])
+    if layout == ALONE:
+        exporting.export(directory / EXPORTED, job, engine.models, made)
     groups.destroy()
     return float((seen - wanted).abs().max() / wanted.abs().max())
 

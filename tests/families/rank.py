@@ -1,7 +1,8 @@
 """How far our models are from transformers' numbers.
 
 python -m tests.families.rank DIRECTORY (what `reference.write` left, by case) prints an object: case -> the
-largest distance of a log-probability, an entropy or the loss [nats].
+largest distance of a log-probability, an entropy or the loss [nats], and that of a gradient, relative to the
+largest number of its tensor.
 """
 
 import json
@@ -29,7 +30,7 @@ def main(directory: Path) -> None:
     print(json.dumps(found))
 
 
-def distance(case: Case, directory: Path, runtime) -> float:
+def distance(case: Case, directory: Path, runtime) -> tuple[float, float]:
     from bundle.engine import Engine
     from bundle.engine.microbatch import from_rows
     from bundle.mcore import groups
@@ -62,8 +63,24 @@ def distance(case: Case, directory: Path, runtime) -> float:
         "entropy": scores.entropy[0],
         "loss": torch.tensor([engine.take_losses().main]),
     }
+    gradient = of_gradients(engine, reference.tensors(directory / reference.GRADIENTS))
     groups.destroy()
-    return max(float((seen[name] - wanted[name]).abs().max()) for name in seen)
+    return max(float((seen[name] - wanted[name]).abs().max()) for name in seen), gradient
+
+
+def of_gradients(engine, theirs: dict[str, torch.Tensor]) -> float:
+    """How far our gradients are from theirs; those of the padding of the vocabulary are to be zero."""
+    from bundle.models import naming
+
+    (model,) = engine.models
+    found = []
+    for named in naming.parameters(model, engine.groups):
+        wanted = weights.ours(named.name, theirs, engine.recipe.architecture)
+        seen = named.parameter.main_grad
+        padding = seen[len(wanted) :].abs().sum()
+        largest = wanted.abs().max().clamp(min=1e-20)  # no token has met every expert
+        found.append((seen[: len(wanted)] - wanted).abs().max() / largest + padding)
+    return float(torch.stack(found).max())  # not a number where one is
 
 
 def fill(engine, theirs: dict[str, torch.Tensor]) -> None:

@@ -1,6 +1,7 @@
-"""Which parameters are not the published ones after loading, or not after exporting, in a layout.
+"""Which parameters are not the published ones after loading, or not after exporting, in a layout; and how
+far the losses of multi-token prediction are from a plain model's.
 
-python -m tests.models.loading DIRECTORY LAYOUT prints how many were compared, and the names of those; in
+python -m tests.models.loading DIRECTORY LAYOUT prints how many were compared, those names and distances; in
 DIRECTORY there is one for every config of the references, which write megatron's layout out by hand.
 """
 
@@ -18,6 +19,8 @@ from bundle.patches import applying
 from bundle.pretrained.writing import Published
 from bundle.verification import decide, everything
 from tests import world
+from tests.engine import oracle
+from tests.engine.experiments import micro_batches
 from tests.engine.oracle import LAYOUTS, SEED, recipe
 from tests.reference import experts, weights
 from tests.reference.configs import CONFIGS
@@ -40,31 +43,46 @@ def main(directory: Path, layout: str) -> None:
         found = world.each(
             cases, lambda name: compared(name, directory / name, parallel, runtime, packed=form == "thd")
         )
-    wrong = [f"{name} {tensor}" for name, (_, tensors) in found.items() for tensor in tensors]
-    print(json.dumps({"compared": sum(count for count, _ in found.values()), "wrong": wrong}))
+    wrong = [f"{name} {tensor}" for name, (_, tensors, _) in found.items() for tensor in tensors]
+    predicted = {name: far for name, (*_, far) in found.items() if far is not None}
+    compared_tensors = sum(count for count, *_ in found.values())
+    print(json.dumps({"compared": compared_tensors, "wrong": wrong, "predicted": predicted}))
 
 
-def compared(name: str, directory: Path, parallel: dict, runtime, *, packed: bool) -> tuple[int, list[str]]:
+def compared(
+    name: str, directory: Path, parallel: dict, runtime, *, packed: bool
+) -> tuple[int, list[str], float | None]:
+    from bundle.engine import Engine
     from bundle.mcore import groups
-    from bundle.mcore.gpt import transformer_config
-    from bundle.models import exporting, gpt, naming
+    from bundle.models import exporting, naming
 
     job = recipe(CONFIGS[name], parallel, packed=packed)
     job = job.model_copy(update={"model": job.model.model_copy(update={"path": str(directory)})})
     wanted = weights.megatron_layout(CONFIGS[name], weights.drawn(CONFIGS[name], SEED))
     made = groups.initialize(job.parallel, seed=1, timeout_seconds=60)
-    config = transformer_config(job, runtime.options(job))
-    chunks = gpt.build(job, config, runtime, made, pretrained.of_recipe(job))
+    engine = Engine(job, runtime, made, torch.device("cpu"), pretrained.of_recipe(job))
+    chunks = engine.models
     found = [
         named for chunk in chunks for named in (*naming.parameters(chunk, made), *naming.buffers(chunk, made))
     ]
     out = directory.parents[1] / "exported" / f"{name} {len(parallel)}"
     exporting.export(out, job, chunks, made)
+    wrong = [n.name for n in found if not torch.equal(n.parameter, part(n, wanted[n.name]))]
     exported = differences(directory, out, Tensors(job.architecture).copies())
     converted = through_torch_dist(directory, out.with_name(f"{out.name} converted"), job, chunks, found)
+    predicted = of_predictions(engine, name, "thd" if packed else "bshd")
     groups.destroy()
-    wrong = [n.name for n in found if not torch.equal(n.parameter, part(n, wanted[n.name]))]
-    return len(found), wrong + exported + converted
+    return len(found), wrong + exported + converted, predicted
+
+
+def of_predictions(engine, name: str, form: str) -> float | None:
+    """How far the losses of multi-token prediction are from a plain model's with the same weights."""
+    if not engine.recipe.architecture.mtp_layers:
+        return None
+    sequences = oracle.sequences_of(name)
+    engine.forward_backward(micro_batches(engine, sequences, form, "token"))
+    seen, wanted = engine.take_losses().mtp, oracle.predictions(name)
+    return max(abs(float(a) - b) / b for a, b in zip(seen, wanted, strict=True))
 
 
 def through_torch_dist(directory: Path, out: Path, job, chunks, found) -> list[str]:

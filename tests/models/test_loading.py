@@ -14,6 +14,8 @@ from bundle.architectures.tensors import Tensors
 from bundle.errors import ExitCode, JobFailed
 from bundle.models import loading
 from bundle.pretrained import Pretrained, weights_in
+from tests.engine.cells import AGREES_WITH_DOUBLES
+from tests.families.record import note
 from tests.models.trees import Weight, chunk, groups
 from tests.reference.configs import CONFIGS
 from tests.reference.published import published
@@ -55,6 +57,11 @@ def test_every_rank_has_its_part_of_every_published_tensor(directories, installe
         found = json.loads(rank.splitlines()[-1])
         assert found["compared"] > 100
         assert not found["wrong"]
+        predicted = {CONFIGS[name]["model_type"]: far for name, far in found["predicted"].items()}
+        dense = set() if "ep" in layout else {"mimo"}  # experts are divided only where there are any
+        assert predicted.keys() == {"deepseek_v3", "kimi_k2", "glm4_moe"} | dense
+        assert not {family: far for family, far in predicted.items() if not far <= AGREES_WITH_DOUBLES}
+        note(installed.version, f"MTP {layout}", predicted)
 
 
 @pytest.fixture

@@ -68,8 +68,6 @@ CONFIGS: dict[str, Config] = {
         "tie_word_embeddings": True,
     },
     "mixtral bare": {"model_type": "mixtral", **_BARE, "num_local_experts": 6, "num_experts_per_tok": 3},
-    "glm4_moe bare": {"model_type": "glm4_moe", **_BARE, **_EXPERTS, **_SIGMOID},
-    "qwen3 bare": {"model_type": "qwen3", **_BARE},
     "qwen2": {"model_type": "qwen2", **_SIZES},
     "qwen2 tied": {"model_type": "qwen2", **_SIZES, "tie_word_embeddings": True, "num_key_value_heads": 4},
     "qwen3": {
@@ -85,6 +83,7 @@ CONFIGS: dict[str, Config] = {
             "truncate": False,
         },
     },
+    "qwen3 bare": {"model_type": "qwen3", **_BARE},
     "qwen3_moe": {
         "model_type": "qwen3_moe",
         **_SIZES,
@@ -134,6 +133,7 @@ CONFIGS: dict[str, Config] = {
             "factor": 2.5,
         },
     },
+    "glm4_moe bare": {"model_type": "glm4_moe", **_BARE, **_EXPERTS, **_SIGMOID},
     "deepseek_v2": {
         "model_type": "deepseek_v2",
         **_LATENT,

@@ -10,9 +10,11 @@ from bundle.architectures import SUPPORTED, from_config
 from bundle.architectures.config import ROPE_KINDS, Keys
 from bundle.architectures.families import FAMILIES
 from bundle.errors import UsageError
+from tests.families.record import note
 from tests.reference import model, rotary
 from tests.reference.configs import CONFIGS, Config
 from tests.reference.weights import drawn
+from tools.models import EVERY
 
 # What a field has where nobody thinks of it: no config here has it, so that forgetting the field shows.
 USUAL: Config = {
@@ -147,6 +149,7 @@ def test_every_field_is_held(family):
     }
     # Stretched positions are read by one reader for all families: below.
     assert forgotten <= {"rope_scaling", "rope_parameters"}
+    note(EVERY, "config", {family: 0.0})
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ROPE_KINDS if kind != "default"])

@@ -1,0 +1,113 @@
+"""docs/models.md, made from what runs have shown: `python -m tools.models > docs/models.md`."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from packaging.version import Version
+
+from bundle.architectures import SUPPORTED
+from bundle.architectures.published import NAMES
+from tools.markdown import table
+
+RECORD = Path(__file__).parents[1] / "tests" / "families" / "record.json"
+EVERY = "every release"  # of what no megatron-core takes part in
+_INTRODUCTION = """\
+# Models
+
+Which families of models are read from the Hub, trained and written back, and what runs have shown of each.
+Made by `python -m tools.models > docs/models.md` from tests/families/record.json, which tests write.
+
+Every family is tried with tiny models of random weights: unusual values in every field, no norm that is one
+and no bias that is zero, all kinds of rotary stretching, in the words of transformers 4 and of 5.
+Numbers are the largest distance that was seen, in fp32 on the cpu backend:
+
+- config: every field that is read is computed, as changing it shows, or refused by name, as unknown ones are
+- forward: log-probabilities, entropies and loss [nats] against transformers' own class
+- gradients: of one step against transformers', relative to the largest number of each tensor
+- import: log-probabilities against transformers', of the directory that it wrote, loaded as `train` does;
+  then the same on two ranks: tensor and sequence parallel, two stages, divided experts, divided packs
+- export: transformers opens what is written again, misses no tensor and finds none that it does not know, and
+  computes the same; every published tensor is the same, bit for bit
+- MTP: multi-token prediction, imported from the family's own names and exported under them: its losses
+  against a plain model's, on one rank, at tp 2, over uneven and interleaved stages, and at tp 2 x ep 2
+"""
+MODELS = {
+    "llama": "Llama 2, 3.1, 3.2, 3.3",
+    "mistral": "Mistral without its window",
+    "mixtral": "Mixtral 8x7B, 8x22B",
+    "qwen2": "Qwen2, Qwen2.5",
+    "mimo": "MiMo-7B",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3-MoE",
+    "deepseek_v2": "DeepSeek-V2-Lite, DeepSeek-V2",
+    "deepseek_v3": "DeepSeek-V3, R1, Moonlight",
+    "kimi_k2": "Kimi-K2",
+    "glm4_moe": "GLM-4.5, GLM-4.5-Air",
+}
+_LAYOUTS = {
+    "one process": "import",
+    "tp2 and sequence parallel": "tp2 + SP",
+    "pp2": "pp2",
+    "ep2": "ep2",
+    "packed cp2": "packed cp2",
+}
+_DENSE = ("llama", "mistral", "qwen2", "mimo", "qwen3")
+_MTP = ("MTP rows", "MTP tp", "MTP pp", "MTP vpp", "MTP tp ep")
+_NOT_RUN = "not run"
+Seen = dict[str, float]
+
+
+def markdown() -> str:
+    """The whole page."""
+    record: dict[str, dict[str, Seen]] = json.loads(RECORD.read_text())
+    releases = sorted((release for release in record if release != EVERY), key=Version)
+    parts = [_INTRODUCTION]
+    for release in reversed(releases):
+        parts += [f"## megatron-core {release}\n", table(_HEAD, _rows(record[release], record[EVERY]))]
+    return "\n".join([*parts, _REFUSED])
+
+
+_HEAD = ("family", "models", "config", "forward", "gradients", *_LAYOUTS.values(), "export", "MTP")
+_REFUSED = """\
+## Not here
+
+Any other `model_type` is refused before anything starts: gpt-oss (sinks, windows, biases of experts, MXFP4)
+and Qwen3-Next (gated delta net) are not computed yet. In the families above, windowed attention, biases in
+o_proj and in feed-forward layers, mrope, and stretchings other than linear, llama3 and yarn are refused by
+the name of their key.
+"""
+
+
+def _rows(seen: dict[str, Seen], of_configs: dict[str, Seen]) -> Iterator[list[str]]:
+    for family in SUPPORTED:
+        own = seen.get(family, {})
+        yield [
+            f"`{family}`",
+            MODELS[family],
+            _cell(of_configs.get(family, {}), "config", shown=lambda _: "every field"),
+            _cell(own, "forward"),
+            _cell(own, "gradients"),
+            *(_layout(family, own, layout) for layout in _LAYOUTS),
+            _cell(own, "exported", shown=lambda _: "the same"),
+            _prediction(family, own),
+        ]
+
+
+def _cell(own: Seen, what: str, shown: Callable[[float], str] = lambda value: f"{value:.0e}") -> str:
+    return shown(own[what]) if what in own else _NOT_RUN
+
+
+def _layout(family: str, own: Seen, layout: str) -> str:
+    return "no experts" if layout == "ep2" and family in _DENSE else _cell(own, layout)
+
+
+def _prediction(family: str, own: Seen) -> str:
+    if NAMES[family].mtp is None:
+        return "none published"
+    found = [own[what] for what in _MTP if what in own]
+    return f"{max(found):.0e}" if found else _NOT_RUN
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")
