@@ -122,9 +122,7 @@ def resolve(table: Table, backend: str, core: str = "") -> Answer:
         return wanted is None or _release(entry)[: len(wanted.release)] == wanted.release
 
     here = [seen for seen in table.combinations if seen.backend == backend]
-    best = sorted(
-        filter(asked, here), key=lambda s: (_release(s), s.device != EMULATED, s.date), reverse=True
-    )
+    best = sorted(filter(asked, here), key=_merit, reverse=True)
     images = tuple(image for image in table.images if image.backend == backend and asked(image))
     if best:
         also = tuple(seen for seen in best[1:] if seen.packages == best[0].packages)
