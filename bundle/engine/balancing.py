@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bundle.architectures import MoE
-from bundle.engine.microbatch import MicroBatch, packing_of
+from bundle.engine.microbatch import MicroBatch
 from bundle.engine.routes import seen
 from bundle.mcore import routers
 from bundle.mcore.context import in_backward
@@ -55,7 +55,7 @@ class Balancing:
             return None
         if self._groups.cp.rank:
             return 0
-        return sum(packing_of(one, self._groups.cp).padding.tokens for one in micro_batches)
+        return sum(one.packing.padding.tokens for one in micro_batches)
 
     @contextmanager
     def of_step(self, micro_batches: Sequence[MicroBatch], weight: Tensor | None) -> Iterator[None]:
@@ -63,7 +63,7 @@ class Balancing:
         if self._moe is None:
             yield
             return
-        self._rows = {id(one): self._of(packing_of(one, self._groups.cp)) for one in micro_batches}
+        self._rows = {id(one): self._of(one.packing) for one in micro_batches}
         self._weight = weight
         self._biases = [router.expert_bias.clone() for router in self._routers if self._moe.expert_bias]
         try:

@@ -1,19 +1,17 @@
 """One micro-batch as a model chunk reads it: cut for this context-parallel rank, with its MTP masks."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from bundle.engine.routes import Routes
-from bundle.mcore.groups import Axis
 from bundle.mcore.packed import packed_seq_params
 from bundle.recipe.alignment import Alignment
-from bundle.sequences.packing import Packing, join, shard
+from bundle.sequences.packing import Packing
 
 Mean = Literal["token", "sequence"]  # of what the loss is a mean
 
@@ -26,9 +24,9 @@ class MicroBatch:
     over sequences divided by the learned tokens of the sequence. `tokens` are the learned ones of this rank,
     `sequences` those that have some, counted on one context-parallel rank (None: a mean over tokens).
     `temperature` divides the logits for an objective, which may also read `values`, tensors cut like the ids.
-    `sequence_length` [tokens] and `rows` are those of the whole micro-batch before it was cut. `packed` is
-    megatron's PackedSeqParams, or None in bshd; `packing` is None for what was made from rows. `routes` are
-    what the routers choose, None: as they like.
+    `sequence_length` [tokens] and `rows` are those of the whole micro-batch before it was cut, `shape` is
+    what the ids had that it was made from. `packed` is megatron's PackedSeqParams, or None in bshd, which
+    rows of equal length are as well. `routes` are what the routers choose, None: as they like.
     """
 
     ids: Tensor
@@ -38,10 +36,11 @@ class MicroBatch:
     mtp_masks: tuple[Tensor, ...]
     rows: int
     sequence_length: int
+    shape: tuple[int, ...]
     tokens: Tensor
+    packing: Packing
     sequences: Tensor | None = None
     packed: Any | None = None
-    packing: Packing | None = None
     routes: Routes | None = None
     temperature: Tensor | None = None
     values: Mapping[str, Tensor] = field(default_factory=dict)
@@ -57,10 +56,7 @@ class MicroBatch:
 
         `shards` are those of all context-parallel ranks, one after the other: [cp * b, s / cp, ...].
         """
-        if self.packing is not None:
-            return self.packing.unpack(shards)
-        cp = shards.shape[0] // self.rows
-        return join(torch.cat(shards.chunk(cp), 1), cp)
+        return self.packing.unpack(shards).unflatten(0, self.shape)
 
 
 def from_rows(
@@ -77,31 +73,22 @@ def from_rows(
 ) -> MicroBatch:
     """A micro-batch of rows of equal length: `ids`, `labels`, the loss `mask` (0 or 1), `values` are [b, s].
 
-    `temperatures` [b] are one for each row.
+    `temperatures` [b] are one for each row. Rows that the ranks cannot share out evenly are padded.
     """
-
-    def cut(whole: Tensor) -> Tensor:
-        return shard(whole, cp, rank).contiguous()
-
-    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    weights, sequences = mask, None
-    if mean == "sequence":
-        learned = mask.sum(1, keepdim=True)
-        weights, sequences = mask / learned.clamp(min=1), _once(learned, rank)
-    later = (F.pad(weights[:, depth:], (0, depth)) for depth in range(1, mtp_layers + 1))
-    return MicroBatch(
-        ids=cut(ids),
-        labels=cut(labels),
-        loss_mask=cut(weights),
-        position_ids=cut(positions),
-        mtp_masks=tuple(cut(weights) for weights in later),
-        rows=ids.shape[0],
-        sequence_length=ids.shape[1],
-        tokens=cut(mask).sum().int(),
-        sequences=sequences,
-        temperature=None if temperatures is None else cut(temperatures[:, None].expand_as(ids)),
-        values={name: cut(value) for name, value in (values or {}).items()},
+    rows, length = ids.shape
+    alignment = Alignment("bshd", cp=cp)
+    packing = Packing.of([length] * rows, alignment, rank=rank, length=length, device=ids.device)
+    made = from_packing(
+        ids.flatten(),
+        labels.flatten(),
+        mask.flatten(),
+        packing,
+        mtp_layers=mtp_layers,
+        mean=mean,
+        temperatures=temperatures,
+        values={name: value.flatten(0, 1) for name, value in (values or {}).items()},
     )
+    return replace(made, shape=(rows, length))
 
 
 def from_packing(
@@ -122,7 +109,8 @@ def from_packing(
     weights, sequences = mask, None
     if mean == "sequence":
         learned = packing.sums(mask)
-        weights, sequences = mask / packing.repeat(learned.clamp(min=1)), _once(learned, packing.rank)
+        weights = mask / packing.repeat(learned.clamp(min=1))
+        sequences = (learned > 0).sum().int() * (packing.rank == 0)  # counted on the first rank only
     rows, length = packing.shape
     return MicroBatch(
         ids=packing.pack(ids),
@@ -132,6 +120,7 @@ def from_packing(
         mtp_masks=tuple(packing.pack(weights, roll=depth) for depth in range(1, mtp_layers + 1)),
         rows=rows,
         sequence_length=length * packing.alignment.cp,
+        shape=tuple(ids.shape),
         tokens=packing.pack(mask).sum().int(),
         sequences=sequences,
         packed=packed_seq_params(packing) if packing.layout == "thd" else None,
@@ -139,20 +128,3 @@ def from_packing(
         temperature=None if temperatures is None else packing.spread(temperatures, fill=1),
         values={name: packing.pack(value) for name, value in (values or {}).items()},
     )
-
-
-def packing_of(micro_batch: MicroBatch, cp: Axis) -> Packing:
-    """How a micro-batch was packed; rows of equal length are a bshd pack without padding."""
-    if micro_batch.packing is not None:
-        return micro_batch.packing
-    return Packing.of(
-        [micro_batch.sequence_length] * micro_batch.rows,
-        Alignment("bshd", cp=cp.size),
-        rank=cp.rank,
-        device=micro_batch.ids.device,
-    )
-
-
-def _once(learned: Tensor, rank: int) -> Tensor:
-    """The sequences that have something to learn, counted on the first context-parallel rank only; int32."""
-    return (learned > 0).sum().int() * (rank == 0)

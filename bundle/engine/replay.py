@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bundle.engine.microbatch import MicroBatch, packing_of
+from bundle.engine.microbatch import MicroBatch
 from bundle.engine.routes import Routes, Routing, forced, unseen
 from bundle.errors import JobFailed, UsageError
 from bundle.mcore import context, routers
@@ -65,7 +65,7 @@ class RouterReplay:
             yield
             return
         routing = self.routing
-        packings = [packing_of(one, self._groups.cp) for one in micro_batches]
+        packings = [one.packing for one in micro_batches]
         _check(routing, micro_batches, packings)
         layers = {router: layer for held in self._routers for router, layer in held.items()}
         self._run = _Run(

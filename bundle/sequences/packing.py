@@ -202,7 +202,7 @@ class Packing:
         return torch.from_numpy(values).to(self.device, non_blocking=True)
 
 
-def shard(x: Tensor, cp: int, rank: int, *, dim: int = 1) -> Tensor:
+def shard(x: Tensor, cp: int, rank: int) -> Tensor:
     """The chunks rank and 2·cp-1-rank of the 2·cp of a tensor [b, s, ...]: [b, s/cp, ...].
 
     A causal mask makes late rows dearer than early ones; pairing them gives every rank the same work. It is
@@ -210,26 +210,13 @@ def shard(x: Tensor, cp: int, rank: int, *, dim: int = 1) -> Tensor:
     """
     if cp == 1:
         return x
-    chunks = _chunks(x, cp, dim)
-    return torch.cat((chunks[rank], chunks[-1 - rank]), dim)
-
-
-def join(x: Tensor, cp: int, *, dim: int = 1) -> Tensor:
-    """The whole [b, s, ...] from the shards of ranks 0, 1, ... concatenated along `dim`."""
-    if cp == 1:
-        return x
-    chunks = _chunks(x, cp, dim)
-    return torch.cat((*chunks[0::2], *chunks[::-2]), dim)
-
-
-def _chunks(x: Tensor, cp: int, dim: int) -> tuple[Tensor, ...]:
-    if x.shape[dim] % (2 * cp):
+    if x.shape[1] % (2 * cp):
         raise JobFailed(
-            f"{x.shape[dim]} rows do not split over {cp} context-parallel ranks:"
+            f"{x.shape[1]} rows do not split over {cp} context-parallel ranks:"
             f" pad them to a multiple of {2 * cp} (recipe.alignment)."
         )
-    chunks: tuple[Tensor, ...] = x.chunk(2 * cp, dim)
-    return chunks
+    chunks = x.chunk(2 * cp, 1)
+    return torch.cat((chunks[rank], chunks[-1 - rank]), 1)
 
 
 @dataclass(frozen=True)
