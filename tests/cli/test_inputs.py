@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 import bundle
+from bundle.checkpoints import manifest
+from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.planning import inputs
 from bundle.recipe import load
 
@@ -55,6 +57,28 @@ def test_a_checkpoint_that_is_not_there(tmp_path):
     for flags in (["--dry-run"], []):
         said = run("train", "demo", "--from", "gone", *flags, cwd=tmp_path, code=2)
         assert "--from gone: there is no such checkpoint" in said
+
+
+@pytest.mark.parametrize("verb", ["plan", "check"])
+def test_what_a_run_would_take_of_a_checkpoint_is_said(tmp_path, verb):
+    kept = CheckpointDirectory(tmp_path / "before" / "checkpoints")
+    manifest.write(kept.start(7), {})
+    kept.publish(7, keep=1)
+    few = sets(
+        "data.path=[text.txt]", "data.validation=0", "train.global_batch_size=2", "train.micro_batch_size=1"
+    )
+    (tmp_path / "text.txt").write_text("a" * 2000)
+    said = run(verb, "demo", "--from", "before", *few, cwd=tmp_path)
+    assert "step-00000007: weights, optimizer and progress, which go on with the same data" in said
+    flags = ["--from", "before", "--weights-only", *few]
+    said = run(verb, "demo", *flags, cwd=tmp_path)
+    assert (
+        "weights" in said and "the weights of before/checkpoints/step-00000007; optimizer, schedule" in said
+    )
+    assert "--from gone: there is no such checkpoint" in run(
+        verb, "demo", "--from", "gone", *few, cwd=tmp_path, code=2
+    )
+    assert "name that with --from" in run(verb, "demo", "--weights-only", *few, cwd=tmp_path, code=2)
 
 
 def problems(directory, *overrides):
