@@ -113,6 +113,7 @@ def test_a_shell_inside_an_allocation_of_several_nodes_must_say_what_it_means():
         ({}, {"nodes": 2, "node_rank": 2, "endpoint": "a:1"}, ["--node-rank=2 is not below --nodes=2"]),
         ({}, {"nodes": 0}, ["--nodes 0 is not at least 1"]),
         ({**TORCHRUN, "MASTER_PORT": "70000", "RANK": "-1"}, {}, ["MASTER_PORT='70000'", "RANK='-1'"]),
+        ({**TORCHRUN, "MASTER_PORT": ""}, {}, ["MASTER_PORT is not set: the port on the host of rank 0"]),
     ],
 )
 def test_contradictions_name_both_sides_and_all_are_said(environment, flags, named):
