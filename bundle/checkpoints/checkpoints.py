@@ -54,12 +54,10 @@ class Checkpoints:
             on_all_ranks(lambda: self._write_our_part(partial, now))
             with engine.runtime.megatron():
                 if self.background:
-                    writing = megatron_checkpoints.Writing(
-                        partial / MEGATRON, engine.models, engine.optimizer
-                    )
+                    writing = megatron_checkpoints.Writing(partial / MEGATRON, engine.kept, engine.optimizer)
                     self._writing = (now.step, writing)
                     return
-                megatron_checkpoints.save(partial / MEGATRON, engine.models, engine.optimizer)
+                megatron_checkpoints.save(partial / MEGATRON, engine.kept, engine.optimizer)
             self._publish(now.step)
 
     def poll(self, *, wait: bool = False) -> int | None:
@@ -109,7 +107,7 @@ class Checkpoints:
         self._saved(directory)
         engine = self.engine
         with _loading(directory / MEGATRON) as place, engine.runtime.megatron():
-            megatron_checkpoints.load_weights(place, engine.models, engine.optimizer)
+            megatron_checkpoints.load_weights(place, engine.kept, engine.optimizer)
 
     def _refuse_damaged(self, directory: Path) -> None:
         if reasons := self._damage(directory):
@@ -129,6 +127,7 @@ class Checkpoints:
                 optimizer=state.optimizer_kept(engine.recipe.optimizer),
                 mcore=megatron_checkpoints.version(),
                 model=state.model_facts(engine.recipe.architecture),
+                adapters=engine.adapters,
             ).write(partial)
 
     @contextmanager
@@ -187,7 +186,7 @@ class Checkpoints:
                 " --weights-only begins with its weights alone"
             )
         with _loading(directory / MEGATRON) as place, engine.runtime.megatron():
-            megatron_checkpoints.load(place, engine.models, engine.optimizer, saved.sharding)
+            megatron_checkpoints.load(place, engine.kept, engine.optimizer, saved.sharding)
         engine.scheduler.load_state_dict(dict(saved.scheduler))
         if dict(saved.layout) == dict(self._layout()):
             with engine.runtime.megatron():
@@ -199,10 +198,19 @@ class Checkpoints:
         return Loaded(saved.state, directory, (note,))
 
     def _saved(self, directory: Path) -> state.Saved:
-        """What a checkpoint says of itself. Raises UsageError for another model's."""
+        """What a checkpoint says of itself. Raises UsageError for another model's, or other adapters."""
         saved = state.read(directory)
         if changes := state.model_changes(saved.model, self.engine.recipe.architecture):
             raise UsageError(f"{directory} holds another model than the recipe's", changes)
+        if saved.adapters != self.engine.adapters:
+            kept, asked = (
+                f"adapters {dict(of)}" if of else "all weights"
+                for of in (saved.adapters, self.engine.adapters)
+            )
+            raise UsageError(
+                f"{directory} holds {kept}, the recipe (model.lora) trains {asked}: export it with the recipe"
+                " that it was trained with (checkpoint.export: hf), and begin with that as model.path"
+            )
         return saved
 
     def _layout(self) -> Mapping[str, int]:

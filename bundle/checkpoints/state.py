@@ -59,6 +59,8 @@ class Saved:
     mcore: str
     model: Mapping[str, Any]
     """What the weights are of, as `model_facts` says it."""
+    adapters: Mapping[str, Any] | None = None
+    """What it holds in the place of the weights, as `models.adapters.noted` says it."""
 
     def write(self, directory: Path) -> None:
         """Writes it into a checkpoint."""

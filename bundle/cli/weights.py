@@ -146,6 +146,11 @@ def _checkpoint(named: Path, like: Path | None, *, verified: bool) -> tuple["Dir
     recipe = RunDirectory(step.absolute().parents[1]).recipe
     overrides = [] if like is None else [f"model.path={json.dumps(str(like))}"]
     job = load(str(recipe), overrides) if recipe.is_file() else None
+    if job is not None and job.model.lora is not None:
+        raise UsageError(
+            f"{step} holds the adapters of model.lora and no weights: have the run write the model, or"
+            " its adapters, itself (checkpoint.export: hf or peft)"
+        )
     return Directory(step / MEGATRON), job
 
 

@@ -18,7 +18,7 @@ from bundle.errors import JobFailed
 from bundle.mcore import mtp, optimization
 from bundle.mcore.gpt import transformer_config
 from bundle.mcore.groups import Groups
-from bundle.models import gpt
+from bundle.models import adapters, gpt
 from bundle.pretrained import Pretrained
 from bundle.recipe import Recipe
 
@@ -62,6 +62,7 @@ class Engine:
             if recipe.train.on_nan == "skip":
                 optimization.leave_out_what_is_not_finite(self.optimizer)
             self.scheduler = optimization.schedule(recipe, self.optimizer)
+        self.adapters = adapters.noted(recipe, loaded=weights is not None)
         self.replay = RouterReplay(recipe, self.models, groups)
         self._balancing = Balancing(recipe, self.models, groups)
         predicted = recipe.model.mtp
@@ -75,6 +76,11 @@ class Engine:
             tp_group=groups.tp.group,
             device=device,
         )
+
+    @property
+    def kept(self) -> list[torch.nn.Module]:
+        """What a checkpoint holds of the models: their adapters alone, where these are trained."""
+        return [adapters.kept(model) for model in self.models]
 
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], objective: Objective | None = None

@@ -157,6 +157,18 @@ def _state(
     return {**state, "optimizer": parts, "optimizer_step": step}
 
 
+def placed(
+    name: str, parameter: torch.Tensor, cut: tuple[int, int, int] | None, replica: tuple[int, int, int]
+) -> Any:
+    """A parameter with its place in the whole, for a state that is written or read.
+
+    `cut`: the dimension, which part of it this is, of how many; None: it is the whole. Of equal parts the one
+    whose `replica` is (0, 0, 0) is written.
+    """
+    offsets = () if cut is None else (cut,)
+    return dist_checkpointing.ShardedTensor.from_rank_offsets(name, parameter, *offsets, replica_id=replica)
+
+
 def _undivided(optimizer: MegatronOptimizer, models: dict[str, Any]) -> dict[int, dict[str, Any]]:
     """What an optimizer keeps that every data-parallel rank has whole, cut as its weights are."""
     weights, _ = extract_sharded_tensors_and_factories(models)

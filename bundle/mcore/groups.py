@@ -87,6 +87,11 @@ def data_parallel_with_context() -> ProcessGroup:
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
+def expert_data_parallel() -> ProcessGroup:
+    """The ranks that hold the same part of the same experts."""
+    return parallel_state.get_expert_data_parallel_group()
+
+
 def sharing_tokens() -> ProcessGroup:
     """The ranks that hold the parts of one micro-batch under sequence parallelism: tp x cp."""
     return parallel_state.get_tensor_and_context_parallel_group()

@@ -18,7 +18,7 @@ from bundle.architectures import tensors
 from bundle.architectures.tensors import Tensors
 from bundle.distributed.world import on_all_ranks, on_rank_0
 from bundle.mcore.groups import Groups
-from bundle.models import naming
+from bundle.models import adapters, naming
 from bundle.models.naming import Named
 from bundle.models.published import Output, files_of, stored
 from bundle.pretrained import writing
@@ -43,9 +43,9 @@ def write(
     table: Tensors,
     numbers: Numbers,
 ) -> dict[str, list[Stored]]:
-    """Writes the safetensors of all that is published; returns what is in each. All ranks call it.
+    """Writes the safetensors of all that is published, adapters merged; returns what is in each.
 
-    Raises JobFailed on all ranks where one cannot write.
+    All ranks call it; the chunks stay as they are. Raises JobFailed on all ranks where one cannot write.
     """
     own: dict[str, Named] = {}
     for chunk in chunks:
@@ -62,7 +62,7 @@ def write(
     for whole in everything:
         if rank not in whole.holders:
             continue
-        values = _gathered(own[whole.tensor.name], whole.holders, rank)
+        values = _gathered(adapters.merged(own[whole.tensor.name], chunks), whole.holders, rank)
         if values is not None:
             output.append(whole.tensor, values, numbers)
     on_all_ranks(output.close)

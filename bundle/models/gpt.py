@@ -16,7 +16,7 @@ import torch
 from bundle.backends import Runtime
 from bundle.mcore import gpt
 from bundle.mcore.groups import Groups
-from bundle.models import loading, naming
+from bundle.models import adapters, loading, naming, peft
 from bundle.models.naming import Named
 from bundle.pretrained import Pretrained
 from bundle.pretrained.matching import published
@@ -54,6 +54,10 @@ def build(
     initialize(
         drawn, seed=recipe.seed, std=architecture.initializer_range, num_layers=architecture.num_layers
     )
+    if recipe.model.lora is not None:
+        matrices = adapters.add(chunks, recipe, groups, recipe.model.lora)
+        adapters.draw(matrices, recipe.seed)
+        peft.load(matrices, recipe)
     return chunks
 
 

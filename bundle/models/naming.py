@@ -14,6 +14,8 @@ from bundle.architectures import tensors, transformer_engine
 from bundle.errors import JobFailed
 from bundle.mcore.groups import Groups
 
+# The module of a chunk that its adapters are in: they are no tensors of the model (`models.adapters`).
+ADAPTERS = "adapters"
 # Releases from 0.17 call the transformer layer inside an MTP layer differently.
 _RENAMED = {"mtp_model_layer": "transformer_layer"}
 
@@ -61,7 +63,8 @@ class Named:
 def parameters(chunk: torch.nn.Module, groups: Groups) -> Iterator[Named]:
     """Every parameter of one bare GPTModel chunk; layers count over all stages, experts over all ranks."""
     for path, parameter in chunk.named_parameters():
-        yield _named(chunk, path, parameter, groups)
+        if not path.startswith(f"{ADAPTERS}."):
+            yield _named(chunk, path, parameter, groups)
 
 
 def buffers(chunk: torch.nn.Module, groups: Groups) -> Iterator[Named]:

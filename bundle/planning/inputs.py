@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,13 +27,25 @@ class Weights(NamedTuple):
 
 def weights(recipe: Recipe) -> Weights:
     """What the recipe's model begins with, by the headers of its files."""
+    against = [*_refused("model.lora.path", lambda: pretrained.adapter_of_recipe(recipe))]
     try:
         found = pretrained.of_recipe(recipe)
     except UsageError as error:
-        lines = (str(error).partition("\n")[0], *error.violations)
-        return Weights("", tuple(recipe_problem(f"model.path: {line}") for line in lines))
+        return Weights("", (*_problems("model.path", error), *against))
     missing = () if found is None else tuple(_package("safetensors", "model.path with weights"))
-    return Weights(pretrained.described(recipe, found), missing)
+    return Weights(pretrained.described(recipe, found), (*missing, *against))
+
+
+def _refused(key: str, look: Callable[[], object]) -> Iterator[Problem]:
+    try:
+        look()
+    except UsageError as error:
+        yield from _problems(key, error)
+
+
+def _problems(key: str, error: UsageError) -> Iterator[Problem]:
+    for line in (str(error).partition("\n")[0], *error.violations):
+        yield recipe_problem(f"{key}: {line}")
 
 
 def input_problems(recipe: Recipe, directory: Path, begins: Weights | None = None) -> Iterator[Problem]:

@@ -24,7 +24,7 @@ from bundle.errors import bytes_shown
 from bundle.planning.activations import ActivationBytes, activations
 from bundle.planning.code import EXPERT_GROUPS_BY_ETP, MegatronCode
 from bundle.planning.layout import Chunk, RankLayout
-from bundle.planning.size import Parameter, parameters
+from bundle.planning.size import Parameter, parameters, trained
 from bundle.recipe import Recipe
 from bundle.recipe.sections import Optimizer
 
@@ -184,6 +184,7 @@ class StateBuffers(NamedTuple):
     bf16: bool
     optimizer: Optimizer
     traits: LayerTraits
+    frozen: tuple[int, ...]  # weights beside the buffers of every stage, which adapters leave as they are
 
     @classmethod
     def of(cls, recipe: Recipe, layout: RankLayout, traits: LayerTraits, code: MegatronCode) -> Self:
@@ -192,19 +193,28 @@ class StateBuffers(NamedTuple):
             tuple(_buffers(recipe, layout, chunk, traits, code) for chunk in chunks)
             for chunks in layout.stages
         )
-        return cls(layout, stages, recipe.model.dtype == "bf16", recipe.optimizer, traits)
+        frozen = tuple(
+            sum(
+                tensor.elements
+                for chunk in chunks
+                for tensor in parameters(recipe.architecture, recipe.parallel, chunk, traits)
+            )
+            if recipe.model.lora
+            else 0
+            for chunks in layout.stages
+        )
+        return cls(layout, stages, recipe.model.dtype == "bf16", recipe.optimizer, traits, frozen)
 
     def rank(self, rank: int) -> StateBytes:
         """The bytes of one rank."""
         pp = self.layout.axis("pp")
         stage, inside = pp.index(rank), rank % pp.stride
         *_, kept = (kept for first, *kept in self._steps(stage) if first <= inside)
-        return self._states(self._elements(stage), *kept)
+        return self._states(stage, *kept)
 
     def largest(self, stage: int) -> StateBytes:
         """The bytes of the rank of a stage that needs most: the padding falls on the others."""
-        elements = self._elements(stage)
-        every = (self._states(elements, *kept) for _, *kept in self._steps(stage))
+        every = (self._states(stage, *kept) for _, *kept in self._steps(stage))
         return max(every, key=lambda states: states.total)
 
     def _elements(self, stage: int) -> int:
@@ -230,8 +240,8 @@ class StateBuffers(NamedTuple):
         there = self.layout.axis("pp").stride
         return [(rank, *sizes) for rank, sizes in zip(sorted(changes), kept, strict=True) if rank < there]
 
-    def _states(self, elements: int, own: int, tensors: int) -> StateBytes:
-        optimizer = self.optimizer
+    def _states(self, stage: int, own: int, tensors: int) -> StateBytes:
+        elements, optimizer = self._elements(stage), self.optimizer
         adam, states = optimizer.name == "adam", len(optimizer.states)
         master, moments = FP32 if self.bf16 else 0, states * FP32
         offloaded = 0
@@ -240,7 +250,7 @@ class StateBuffers(NamedTuple):
         elif optimizer.use_precision_aware_optimizer:
             moments = sum(_BYTES[of] for of in optimizer.types.values())
         return StateBytes(
-            parameters=elements * (BF16 if self.bf16 else FP32),
+            parameters=(elements + self.frozen[stage]) * (BF16 if self.bf16 else FP32),
             gradients=elements * FP32,
             master=(own - offloaded) * master,
             moments=(own - offloaded) * moments,
@@ -254,8 +264,9 @@ def _buffers(
 ) -> tuple[Buffer, Buffer]:
     """(dense, expert) buffers of one chunk; either may be empty."""
     parallel, ranks = recipe.parallel, layout.size("dp") * layout.size("cp")
-    apart = parallel.ep > 1 or (parallel.etp != parallel.tp and code.has(EXPERT_GROUPS_BY_ETP))
-    all_of_them = parameters(recipe.architecture, parallel, chunk, traits)
+    by_etp = recipe.model.lora is not None or code.has(EXPERT_GROUPS_BY_ETP)  # adapters are marked by us
+    apart = parallel.ep > 1 or (parallel.etp != parallel.tp and by_etp)
+    all_of_them = trained(recipe.architecture, parallel, chunk, traits, recipe.model.lora)
     experts = [p for p in all_of_them if p.expert and apart]
     dense = [p for p in all_of_them if not (p.expert and apart)]
     bucket = _bucket_size(recipe, layout, chunk)

@@ -127,7 +127,8 @@ def to_text(plan: Plan, run: str, starts: str) -> str:
 def _model(size: ModelSize) -> str:
     active = f", {_decimal(size.active, 'KMBT')} active" if size.active < size.parameters else ""
     mtp = f"; {_decimal(size.mtp, 'KMBT')} more in MTP layers" if size.mtp else ""
-    return f"{_decimal(size.parameters, 'KMBT')} parameters{active}{mtp}"
+    trained = f"; {_decimal(size.adapters, 'KMBT')} of adapters are trained" if size.adapters else ""
+    return f"{_decimal(size.parameters, 'KMBT')} parameters{active}{mtp}{trained}"
 
 
 def _step(plan: Plan) -> str:

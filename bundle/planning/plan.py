@@ -198,7 +198,7 @@ def plan_on(
         target=target,
         nodes=nodes,
         per_node=per_node,
-        size=model_size(recipe.architecture),
+        size=model_size(recipe.architecture, recipe.model.lora),
         peak=can.peak(hardware.devices[0].name) if hardware.devices else None,
         layout=layout,
         memory=stages,

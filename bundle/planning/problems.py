@@ -12,7 +12,7 @@ from bundle.patches import Action, Decision
 from bundle.planning.code import DISCARD_ASKS_FP8, SHARED_EXPERTS_AGAIN, MegatronCode
 from bundle.planning.layout import RankLayout
 from bundle.planning.memory import MemoryEstimate, splits_shared_embedding
-from bundle.planning.size import parameters
+from bundle.planning.size import parameters, trained
 from bundle.recipe import Recipe
 from bundle.recipe.sections import MOST_PER_NODE
 
@@ -56,6 +56,11 @@ def backend_problems(
         if why is not None:
             yield hardware_problem(f"model.fp8: {why}")
     yield from _optimizer(recipe, can)
+    if model.lora is not None and can.layers.fused_norms:
+        yield recipe_problem(
+            f"model.lora: adapters are not computed beside Transformer Engine's layers, which {can.backend}"
+            " has: train on the cpu backend, or leave model.lora out"
+        )
     yield from _recomputation(recipe, can, code)
 
 
@@ -78,6 +83,9 @@ def layout_problems(
         yield from _fp8_weights(recipe, can, layout, recipe.model.fp8.scaling)
         if not recipe.data.packed:  # a pack is padded
             yield from _fp8_rows(recipe, recipe.model.fp8.scaling)
+    if recipe.model.lora is not None:
+        yield from _without_adapters(recipe, can, layout)
+        return  # the embedding is frozen, and in no bucket
     unmended = (Action.OWNED, Action.DRIFT, Action.CONFLICT)
     divided = recipe.optimizer.use_distributed_optimizer
     if divided and any(d.id == SHARED_EMBEDDING and d.action in unmended for d in decisions):
@@ -178,6 +186,16 @@ def _fp8_rows(recipe: Recipe, scaling: Scaling) -> Iterator[Problem]:
             f" rank, so a micro-batch of {rows} x {length} must be a multiple of {multiple}: change"
             " the length or train.micro_batch_size, or pack (data.packed)"
         )
+
+
+def _without_adapters(recipe: Recipe, can: Capabilities, layout: RankLayout) -> Iterator[Problem]:
+    for chunk in layout.all_chunks():
+        if not trained(recipe.architecture, recipe.parallel, chunk, can.layers, recipe.model.lora):
+            layers = ", ".join(map(str, chunk.layers))
+            yield recipe_problem(
+                f"model.lora.targets: none is in layers {layers}, which are all of a chunk of stage"
+                f" {chunk.stage}, and nothing would be trained there: add targets, or use fewer stages"
+            )
 
 
 def _shared_embedding(recipe: Recipe, can: Capabilities, layout: RankLayout) -> Iterator[Problem]:

@@ -11,25 +11,27 @@ FLOPs of a forward pass are those of the model's matrix products, 2 for each mul
 - in every layer a query meets the keys up to its own position: n tokens make n (n + 1) / 2 pairs, each of as
   many multiply-adds as all heads of a key and of a value are wide.
 
-The backward pass takes twice as many. Norms, rotations, softmax and all else that goes element by element is
-not counted, nor is padding (of the vocabulary too), nor what recomputation does again. This is what model
-FLOPs utilisation (MFU) is computed from (Chowdhery et al., "PaLM", 2022, appendix B), but for causality,
-which that leaves out.
+The backward pass takes twice as many; as many for weights that are frozen, which have no gradient. Norms,
+rotations, softmax and all else that goes element by element is not counted, nor are adapters, padding (of the
+vocabulary too) and what recomputation does again. This is what model FLOPs utilisation (MFU) is computed from
+(Chowdhery et al., "PaLM", 2022, appendix B), but for causality, which that leaves out.
 """
 
 import math
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from bundle.architectures import Architecture, padded_vocabulary, transformer_engine
+from bundle.architectures import Architecture, adapters, padded_vocabulary, transformer_engine
 from bundle.architectures.tensors import Cut, Tensor, Tensors, cut, is_buffer, is_expert
 from bundle.capabilities import LayerTraits
 from bundle.capabilities.cpu import LOCAL
 from bundle.planning.layout import Chunk, whole_model
 from bundle.recipe import Parallel, Recipe
+from bundle.recipe.model import LoRA
 from bundle.recipe.sections import Optimizer
 
 
@@ -56,15 +58,14 @@ def parameters(
     Layers count over all stages; experts are those of a rank that holds the first ones.
     """
     table = Tensors(architecture, parallel.tp)
-    local = range(architecture.moe.num_experts // parallel.ep) if architecture.moe else ()
+    local = _local_experts(architecture, parallel)
     tied = architecture.tied_embeddings
     found: list[Parameter] = []
 
     def held(tensor: Tensor, name: str = "") -> Parameter:
-        shape, how = list(tensor.shape), cut(tensor.name)
-        if how is not None:
-            shape[how.dim] //= parallel.tp if how.axis == "tp" else parallel.etp
-        return Parameter(name or tensor.name, tuple(shape), how, is_expert(tensor.name))
+        how = cut(tensor.name)
+        shape = _local(tensor.shape, how, parallel)
+        return Parameter(name or tensor.name, shape, how, is_expert(tensor.name))
 
     def layer(at: str, tensors: Iterator[Tensor]) -> None:
         own = [tensor for tensor in tensors if not is_buffer(tensor.name)]
@@ -91,6 +92,36 @@ def parameters(
     return tuple(found)
 
 
+def trained(
+    architecture: Architecture, parallel: Parallel, chunk: Chunk, traits: LayerTraits, lora: LoRA | None
+) -> tuple[Parameter, ...]:
+    """Those that have gradients and optimizer state: with `lora` the chunk's adapters, and no weight."""
+    if lora is None:
+        return parameters(architecture, parallel, chunk, traits)
+    table, local = Tensors(architecture, parallel.tp), _local_experts(architecture, parallel)
+    layers = [table.layer(number, local) for number in chunk.layers]
+    layers += [table.mtp_layer(depth, local) for depth in range(chunk.mtp_layers)]
+    return tuple(
+        Parameter(matrix.name, _local(matrix.shape, matrix.cut, parallel), matrix.cut, matrix.expert)
+        for tensor in chain.from_iterable(layers)
+        for pair in adapters.pairs(tensor, lora.targets, lora.rank)
+        if pair is not None
+        for matrix in pair
+    )
+
+
+def _local_experts(architecture: Architecture, parallel: Parallel) -> Sequence[int]:
+    return range(architecture.moe.num_experts // parallel.ep) if architecture.moe else ()
+
+
+def _local(shape: Sequence[int], how: Cut | None, parallel: Parallel) -> tuple[int, ...]:
+    """One rank's part of a shape."""
+    local = list(shape)
+    if how is not None:
+        local[how.dim] //= parallel.tp if how.axis == "tp" else parallel.etp
+    return tuple(local)
+
+
 # Which layers are fused changes no count.
 _TRAITS = LOCAL
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -105,7 +136,8 @@ class ModelSize(NamedTuple):
     mtp: int  # of the MTP layers
     flops_per_token: int  # in weights
     flops_per_pair: int  # of a query and a key that it sees, over all layers
-    stored: int  # parameters of a checkpoint: all, with the rows of padding
+    stored: int  # parameters of a checkpoint: all, with the rows of padding; adapters alone where these train
+    adapters: int = 0  # parameters of them; 0: the weights themselves are trained
 
     def training_flops(self, lengths: Iterable[int]) -> int:
         """FLOPs of training on sequences of these lengths, forward and backward."""
@@ -116,7 +148,8 @@ class ModelSize(NamedTuple):
 
     def step_flops(self, tokens: int, pairs: int) -> int:
         """The same from the sums over the sequences: their tokens, and their pairs of query and key."""
-        return 3 * (tokens * self.flops_per_token + pairs * self.flops_per_pair)
+        of_weights = 2 if self.adapters else 3
+        return of_weights * tokens * self.flops_per_token + 3 * pairs * self.flops_per_pair
 
     def checkpoint_bytes(self, dtype: str, optimizer: Optimizer) -> int:
         """Bytes of a checkpoint: the weights in `dtype` (bf16, fp32), an fp32 copy, the optimizer's state.
@@ -128,25 +161,28 @@ class ModelSize(NamedTuple):
         return self.stored * ((_BF16 if bf16 else _FP32) + in_fp32 * _FP32)
 
 
-def model_size(architecture: Architecture) -> ModelSize:
-    """The size of a model."""
+def model_size(architecture: Architecture, lora: LoRA | None = None) -> ModelSize:
+    """The size of a model, whose adapters are trained where there is a `lora`."""
     moe, hidden, vocabulary = architecture.moe, architecture.hidden_size, architecture.vocab_size
     experts, chosen = (moe.num_experts, moe.topk) if moe else (1, 1)
     # Each of `experts` ranks holds one of them, and the rest of the model.
-    tensors = parameters(architecture, Parallel(ep=experts), whole_model(architecture), _TRAITS)
+    whole, parallel = whole_model(architecture), Parallel(ep=experts)
+    tensors = parameters(architecture, parallel, whole, _TRAITS)
     own = [tensor for tensor in tensors if tensor.name not in (_EMBEDDING, _OUTPUT)]
     main = [tensor for tensor in own if not tensor.name.startswith("mtp.")]
     matrices = [tensor for tensor in own if len(tensor.shape) == 2]
     tables = (len(tensors) - len(own)) * hidden  # parameters for each entry of the vocabulary
     mtp, (key, value) = architecture.mtp_layers, architecture.head_dims
     pair = 2 * architecture.num_attention_heads * (key + value)
+    added = _count(trained(architecture, parallel, whole, _TRAITS, lora), experts) if lora else 0
     return ModelSize(
         parameters=_count(main, experts) + tables * vocabulary,
         active=_count(main, chosen) + tables * vocabulary,
         mtp=_count(own, experts) - _count(main, experts),
         flops_per_token=2 * (_count(matrices, chosen) + (1 + mtp) * vocabulary * hidden),
         flops_per_pair=(architecture.num_layers + mtp) * pair,
-        stored=_count(own, experts) + tables * padded_vocabulary(vocabulary, 1),
+        stored=added or _count(own, experts) + tables * padded_vocabulary(vocabulary, 1),
+        adapters=added,
     )
 
 
@@ -171,6 +207,7 @@ class Disk:
 
 def disk(recipe: Recipe, directory: Path) -> Disk:
     """The disk of the run that would live in `directory`, which need not be there yet."""
-    one = model_size(recipe.architecture).checkpoint_bytes(recipe.model.dtype, recipe.optimizer)
+    size = model_size(recipe.architecture, recipe.model.lora)
+    one = size.checkpoint_bytes(recipe.model.dtype, recipe.optimizer)
     there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     return Disk(one, one * recipe.checkpoint.most, shutil.disk_usage(there).free)

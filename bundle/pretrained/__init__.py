@@ -4,8 +4,18 @@ Headers alone are read here. safetensors holds numbers and their names, so nothi
 in pickles are refused.
 """
 
+from bundle.pretrained.adapters import adapter_of_recipe
 from bundle.pretrained.directory import Pretrained, weights_in
 from bundle.pretrained.header import Entry
 from bundle.pretrained.matching import described, of_directory, of_recipe, opened
 
-__all__ = ["Entry", "Pretrained", "described", "of_directory", "of_recipe", "opened", "weights_in"]
+__all__ = [
+    "Entry",
+    "Pretrained",
+    "adapter_of_recipe",
+    "described",
+    "of_directory",
+    "of_recipe",
+    "opened",
+    "weights_in",
+]

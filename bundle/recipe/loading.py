@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from bundle import files
-from bundle.architectures import from_config, read_config
+from bundle.architectures import from_config, peft, read_config
 from bundle.errors import UsageError, did_you_mean, nearest, shown
 from bundle.recipe import rules
 from bundle.recipe.document import LARGEST_TEXT, Document, Path, parse, parse_value
@@ -115,6 +115,7 @@ def _override(document: Document, override: str) -> None:
 def _checked(document: Document, origin: str) -> Recipe:
     violations = list(document.violations)
     _with_config_file(document, violations)
+    _with_adapter(document, violations)
     recipe = _validated(document, violations)
     readable = _check_architecture(document, violations)
     if recipe is not None and readable:
@@ -161,6 +162,32 @@ def _with_config_file(document: Document, violations: list[str]) -> None:
         return
     if isinstance(given, dict):
         document.values["model"] = model | {"config": read | given}
+
+
+def _with_adapter(document: Document, violations: list[str]) -> None:
+    """Fills in what model.lora.path's adapter_config.json says; other values beside it are wrong."""
+    model = document.values.get("model")
+    lora = model.get("lora") if isinstance(model, dict) else None
+    if not isinstance(model, dict) or not isinstance(lora, dict) or not isinstance(lora.get("path"), str):
+        return
+    try:
+        read = peft.read(pathlib.Path(lora["path"]))
+    except UsageError as error:
+        path = ("model", "lora", "path")
+        violations += [_located(document, path, reason) for reason in error.violations or (str(error),)]
+        document.values["model"] = model | {"lora": None}  # all that it lacks would be said as well
+        return
+    violations += [
+        _located(document, ("model", "lora", key), f"{shown(lora[key])}, {lora['path']} has {shown(value)}")
+        for key, value in read.items()
+        if key in lora and _alike(lora[key]) != _alike(value)
+    ]
+    document.values["model"] = model | {"lora": lora | read}
+
+
+def _alike(value: Any) -> Any:
+    """Names in any order."""
+    return sorted(map(str, value)) if isinstance(value, list | tuple) else value
 
 
 def _check_architecture(document: Document, violations: list[str]) -> bool:

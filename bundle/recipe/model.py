@@ -5,7 +5,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from bundle.fp8 import SCALINGS, Format, Scaling
-from bundle.recipe.sections import Count, Names, NotNegative, Section, or_null
+from bundle.recipe.sections import Count, Names, NotNegative, Positive, Section, or_null
 
 
 class FP8(Section):
@@ -99,6 +99,22 @@ class Experts(Section):
     )
 
 
+class LoRA(Section):
+    """Low-rank adapters, trained in the place of the weights."""
+
+    path: str | None = Field(
+        default=None,
+        description="Directory of PEFT to begin with, which says all other keys; null: new adapters.",
+    )
+    rank: Count = Field(description="Rows of A and columns of B.")
+    alpha: Positive = Field(description="B A counts alpha / rank times.")
+    targets: Names = Field(
+        min_length=1,
+        description="Published names of the projections that get one, or their last parts: q_proj, v_proj,"
+        " mlp.down_proj.",
+    )
+
+
 class Model(Section):
     """What is trained."""
 
@@ -122,12 +138,25 @@ class Model(Section):
     )
     fp8: FP8 | None = Field(default=None, description="FP8 matrix products; null: none.")
     recompute: Recompute | None = Field(default=None, description="Activation recomputation; null: none.")
+    lora: LoRA | None = Field(
+        default=None,
+        description="Train low-rank adapters beside frozen weights; null: train the weights.",
+    )
     router_replay: bool = Field(
         default=False,
         description="Experts that routers chose can be recorded and given back (RL: rollout and training).",
     )
     mtp: MTP = Field(default_factory=MTP, description="Multi-token prediction.")
     moe: Experts = Field(default_factory=Experts, description="Balancing of experts.")
+
+    @model_validator(mode="before")
+    @staticmethod
+    def _frozen(given: Any) -> Any:
+        """Beside adapters nothing else changes: steering biases stay where nobody says otherwise."""
+        if not isinstance(given, dict) or given.get("lora") is None:
+            return given
+        moe = given.get("moe") or {}
+        return given | {"moe": {"bias_update_rate": 0.0} | moe} if isinstance(moe, dict) else given
 
     @model_validator(mode="after")
     def _described(self) -> Self:

@@ -2,6 +2,9 @@
 
 from collections.abc import Iterator
 
+from bundle.architectures import from_config
+from bundle.architectures.adapters import unmatched
+from bundle.architectures.tensors import Tensors
 from bundle.recipe.recipe import Recipe
 from bundle.recipe.sections import BYTE_VOCABULARY, Parallel
 
@@ -23,6 +26,7 @@ def violations(recipe: Recipe) -> list[Violation]:
         _prediction,
         _recomputation,
         _arithmetic,
+        _adapters,
         _data,
         _training,
         _profile,
@@ -184,6 +188,35 @@ def _recomputation(recipe: Recipe) -> Iterator[Violation]:
 def _arithmetic(recipe: Recipe) -> Iterator[Violation]:
     if recipe.model.dtype == "fp32" and recipe.model.fp8 is not None:
         yield "model.dtype", "FP8 computes beside bf16: use dtype bf16"
+
+
+def _adapters(recipe: Recipe) -> Iterator[Violation]:
+    model, lora = recipe.model, recipe.model.lora
+    if lora is None:
+        if recipe.checkpoint.export == "peft":
+            yield (
+                "checkpoint.export",
+                "peft writes adapters, and model.lora asks for none: hf writes the model",
+            )
+        return
+    table = Tensors(recipe.architecture)
+    missing, known = unmatched(table, lora.targets)
+    if missing:
+        yield (
+            "model.lora.targets",
+            f"no projection is called {', '.join(missing)}; there are {', '.join(known)}",
+        )
+    if model.fp8 is not None:
+        yield "model.lora", "adapters are not computed beside FP8 products: leave model.fp8 out"
+    if model.moe.bias_update_rate and recipe.architecture.moe and recipe.architecture.moe.expert_bias:
+        yield "model.moe.bias_update_rate", "moves what no adapter holds: must be 0 with model.lora"
+    begun = from_config(model.config).mtp_layers if table.names.mtp else 0
+    if recipe.architecture.mtp_layers > begun:
+        yield (
+            "model.mtp.layers",
+            f"{recipe.architecture.mtp_layers} layers, of which {begun} are published: model.lora freezes the"
+            f" others as they are drawn; at most {begun}",
+        )
 
 
 def _data(recipe: Recipe) -> Iterator[Violation]:

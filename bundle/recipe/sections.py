@@ -446,10 +446,11 @@ class Checkpoint(Section):
     async_: bool = Field(
         default=False, alias="async", description="Write in the background while training goes on."
     )
-    export: Literal["hf", "hf-fp8"] | None = Field(
+    export: Literal["hf", "hf-fp8", "peft"] | None = Field(
         default=None,
-        description="hf: at the end, write the model as transformers opens it into hf/ of the run directory."
-        " hf-fp8: with the linear layers in FP8, a scale for each block of 128 x 128, as DeepSeek-V3 is.",
+        description="hf: at the end, write the model as transformers opens it into hf/ of the run directory,"
+        " adapters merged. hf-fp8: with the linear layers in FP8, a scale for each block of 128 x 128, as"
+        " DeepSeek-V3 is. peft: the adapters of model.lora alone, as PEFT loads them, into peft/.",
     )
 
     @property

@@ -55,11 +55,16 @@ class RunDirectory:
         self.metrics = root / "metrics.jsonl"  # one JSON object per line, each with its `step`
         self.tensorboard = root / "tensorboard"  # event files
         self.checkpoints = root / "checkpoints"  # one folder per checkpoint
-        # The trained model as Hugging Face has it, where the recipe asks for that.
-        self.exported = root / "hf"
+        # The trained model as Hugging Face has it, or its adapters as PEFT has them, if a recipe asks for it.
+        self.exports = (root / "hf", root / "peft")
         # What the ranks of each launch said; kept by a fresh start, which is itself logged there.
         self.logs = root / "logs"
         self.result = root / "result.json"  # written when the run is finished, and only then
+
+    def exported(self, kind: str) -> Path:
+        """Where an export of that kind (checkpoint.export) goes."""
+        whole, adapters = self.exports
+        return adapters if kind == "peft" else whole
 
     def begin(self, recipe: Recipe, start: Start) -> bool:
         """Whether there is a run to go on with; looks only, and changes nothing.
@@ -72,7 +77,9 @@ class RunDirectory:
         if start.fresh and start.resume:
             raise UsageError("--fresh starts over and --resume goes on: say one of them")
         self._refuse_strangers()
-        self._refuse_own_export(recipe.model.path)
+        lora = recipe.model.lora
+        adapter = lora.path if lora else None
+        self._refuse_own_export({"model.path": recipe.model.path, "model.lora.path": adapter})
         if not self.recipe.exists():
             if start.resume:
                 raise UsageError(f"{self.root}: there is no run to resume")
@@ -97,7 +104,8 @@ class RunDirectory:
         More steps or epochs do, another early stop, or none, where that has ended it, and an export that is
         not there.
         """
-        if not self.result.exists() or (recipe.checkpoint.export and not self.exported.is_dir()):
+        export = recipe.checkpoint.export
+        if not self.result.exists() or (export is not None and not self.exported(export).is_dir()):
             return False
         try:
             result = json.loads(self.result.read_text(encoding="utf-8"))
@@ -138,8 +146,9 @@ class RunDirectory:
         """
         self.result.unlink(missing_ok=True)
         CheckpointDirectory(self.checkpoints).empty()
-        if self.exported.exists():
-            shutil.rmtree(self.exported)
+        for exported in self.exports:
+            if exported.exists():
+                shutil.rmtree(exported)
         for path in (
             *self.tensorboard.glob("events.out.tfevents.*"),
             self.metrics,
@@ -199,7 +208,7 @@ class RunDirectory:
         if self.recipe.exists() and self.recipe.read_bytes().startswith(_OURS.encode()):
             return
         files = (self.recipe, self.result, self.metrics, self.job, self.versions, self.origin)
-        folders = (self.checkpoints, self.tensorboard, self.exported)
+        folders = (self.checkpoints, self.tensorboard, *self.exports)
         present = [path.name for path in files if path.exists()]
         present += [path.name for path in folders if path.exists() and any(path.iterdir())]
         if present:
@@ -208,12 +217,14 @@ class RunDirectory:
                 " Name another directory with --run-directory, or put the run's recipe.yaml back"
             )
 
-    def _refuse_own_export(self, model: str | None) -> None:
-        if model is not None and Path(model).resolve().is_relative_to(self.exported.resolve()):
-            raise UsageError(
-                f"model.path {model} is where this run would export to: name another directory with"
-                " --run-directory"
-            )
+    def _refuse_own_export(self, named: Mapping[str, str | None]) -> None:
+        for key, path in named.items():
+            own = [place.resolve() for place in self.exports]
+            if path is not None and any(Path(path).resolve().is_relative_to(place) for place in own):
+                raise UsageError(
+                    f"{key} {path} is where this run would export to: name another directory with"
+                    " --run-directory"
+                )
 
     def _refuse_to_remove(self, start_from: Path | None) -> None:
         if start_from is not None and start_from.resolve().is_relative_to(self.root.resolve()):

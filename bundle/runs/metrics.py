@@ -155,7 +155,8 @@ class Speed:
 
     def __init__(self, recipe: Recipe, backend: str, device: torch.device) -> None:
         parallel = recipe.parallel
-        self._size, self._ranks = model_size(recipe.architecture), parallel.tp * parallel.cp * parallel.pp
+        self._size = model_size(recipe.architecture, recipe.model.lora)
+        self._ranks = parallel.tp * parallel.cp * parallel.pp
         self._device = device
         self._peak: float | None = None  # FLOP/s of the arithmetic that is used, where it is known
         if device.type == "cuda" and recipe.model.dtype == "bf16" and recipe.model.fp8 is None:

@@ -23,7 +23,7 @@ from bundle.environment import packages
 from bundle.errors import JobFailed, Preempted, UsageError
 from bundle.launch.job import Job
 from bundle.mcore import groups
-from bundle.models import exporting
+from bundle.models import exporting, peft
 from bundle.pretrained import Pretrained
 from bundle.recipe import Recipe, with_steps
 from bundle.runs.directory import Origin, RunDirectory, starting_checkpoint
@@ -56,7 +56,9 @@ class Trainer:
         feed = data.Loader(recipe, self.corpus, self.groups.dp.rank, self.groups.dp.size)
         self.batches = Batches(recipe, feed, self.groups, device)
         with dog.patience("loading the weights"):
-            weights = None if self._has_checkpoint(goes_on=goes_on) else agreed_weights(recipe)
+            # A checkpoint of adapters holds no weights.
+            whole = recipe.model.lora is None and self._has_checkpoint(goes_on=goes_on)
+            weights = None if whole else agreed_weights(recipe)
             self.engine = Engine(
                 with_steps(job.trained, len(self.corpus.training)), runtime, self.groups, device, weights
             )
@@ -107,12 +109,16 @@ class Trainer:
             self.checkpoints.poll(wait=True)
 
     def _export(self) -> None:
-        if self.recipe.checkpoint.export is None:
+        kind = self.recipe.checkpoint.export
+        if kind is None:
             return
-        place = self.directory.exported
+        place = self.directory.exported(kind)
         self.engine.gather_weights()
         with self.dog.patience("exporting"), self.engine.runtime.megatron():
-            exporting.export(place, self.recipe, self.engine.models, self.groups)
+            if kind == "peft":
+                peft.export(place, self.recipe, self.engine.models)
+            else:
+                exporting.export(place, self.recipe, self.engine.models, self.groups)
         _log.info("exported to %s", place)
 
     def _metrics(self) -> Metrics:

@@ -175,14 +175,19 @@ def scored(of: Engine, batches: list[MicroBatch], sequences: list[Text]) -> Numb
     return found
 
 
-def gradients(of: Engine) -> dict[str, tuple[torch.Tensor, Any]]:
-    """This rank's gradients by name, after the reduction, and what takes this rank's part of a whole one."""
+def gather_gradients(of: Engine) -> None:
+    """Has every rank hold all gradients that its part of the model has."""
     for part in of.chunks:
         for buffer in (*part.buffers, *part.expert_parallel_buffers):
             group = buffer.data_parallel_group
             for bucket in buffer.buckets:  # a rank has reduced its own share of each bucket only
                 share = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, share, group=group)
+
+
+def gradients(of: Engine) -> dict[str, tuple[torch.Tensor, Any]]:
+    """This rank's gradients by name, after the reduction, and what takes this rank's part of a whole one."""
+    gather_gradients(of)
     found: dict[str, tuple[torch.Tensor, Any]] = {}
     for chunk in of.models:
         for named in naming.parameters(chunk, of.groups):

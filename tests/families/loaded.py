@@ -84,7 +84,7 @@ def distance(case: Case, directory: Path, layout: str, runtime) -> float:
     engine = Engine(job, runtime, made, torch.device("cpu"), pretrained.of_recipe(job))
     _, numbers = reference.read(directory)
     lengths = LENGTHS if packed else (LENGTH,)
-    seen = engine.log_probs([_batch(engine, numbers["tokens"], lengths)])[0].log_probs.flatten()
+    seen = engine.log_probs([batch(engine, numbers["tokens"], lengths)])[0].log_probs.flatten()
     wanted = torch.cat([numbers["log-probs"][:length] for length in lengths])
     if layout == ALONE:
         exporting.export(directory / EXPORTED, job, engine.models, made)
@@ -92,7 +92,7 @@ def distance(case: Case, directory: Path, layout: str, runtime) -> float:
     return float((seen - wanted).abs().max() / wanted.abs().max())
 
 
-def _batch(engine, tokens: torch.Tensor, lengths: tuple[int, ...]):
+def batch(engine, tokens: torch.Tensor, lengths: tuple[int, ...]):
     from bundle.engine.microbatch import from_packing, from_rows
     from bundle.sequences.packing import Packing
 

@@ -27,6 +27,9 @@ from tests.planning.megatron import ready
 
 _FIRST, _LAST = ({f"num_layers_in_{end}_pipeline_stage": 1} for end in ("first", "last"))
 _FOUR, _TWO = {"num_layers_in_first_pipeline_stage": 4}, {"num_layers_in_last_pipeline_stage": 2}
+_LORA = {"rank": 3, "alpha": 6.0}
+_ADAPTED = {"lora": {**_LORA, "targets": ["q_proj", "v_proj", "o_proj", "up_proj"]}}
+_LATENT = {"lora": {**_LORA, "targets": ["q_b_proj", "kv_a_proj_with_mqa", "gate_proj", "down_proj"]}}
 _OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 6000}
 CASES: tuple[tuple[int, dict[str, Any], dict[str, Any]], ...] = (
     (1, QWEN3, {}),
@@ -49,6 +52,10 @@ CASES: tuple[tuple[int, dict[str, Any], dict[str, Any]], ...] = (
     (2, QWEN2_TIED, {"parallel": {"pp": 2}, "optimizer": {"name": "sgd", "sgd_momentum": 0.0}}),
     (4, DEEPSEEK, {"parallel": {"tp": 2, "ep": 2, "etp": 1}, "optimizer": {"name": "sgd"}}),
     (2, DEEPSEEK, {"parallel": {"ep": 2}, "optimizer": {"use_distributed_optimizer": False}}),
+    (2, QWEN3, {"parallel": {"tp": 2}, "model": _ADAPTED}),
+    (2, QWEN2_TIED, {"parallel": {"pp": 2}, "model": _ADAPTED, "distributed": _OVERLAP}),
+    (4, DEEPSEEK, {"parallel": {"tp": 2, "ep": 2, "etp": 1}, "model": _LATENT}),
+    (2, DEEPSEEK | {"num_nextn_predict_layers": 0}, {"parallel": {"tp": 1, "etp": 2}, "model": _LATENT}),
 )
 
 
@@ -64,8 +71,9 @@ def main() -> None:
     seen, wrong = 0, []
     for world, config, sections in CASES:
         for dtype in ("bf16", "fp32"):
-            model = {"model": {"config": config, "dtype": dtype}}
-            recipe = job(config, **model, train={"steps": 1, "global_batch_size": 12}, **sections)
+            model = {"config": config, "dtype": dtype} | sections.get("model", {})
+            train = {"steps": 1, "global_batch_size": 12}
+            recipe = job(config, **sections | {"model": model, "train": train})
             layout = rank_layout(recipe, world)
             if release < Version("0.13") and _breaks(recipe, layout):
                 continue
@@ -108,6 +116,7 @@ def compare(recipe: Recipe, layout: RankLayout, buffers: StateBuffers, rank: int
         found = [
             (_in_the_whole_model(name, chunk), tuple(tensor.shape))
             for name, tensor in model.named_parameters()
+            if not name.startswith("adapters.")
         ]
         wrong += [
             f"{ours} predicted, {theirs} found"
@@ -135,6 +144,8 @@ def allocated(chunks: list[Any], optimizer: Any) -> StateBytes:
     # Without the distributed optimizer there is no buffer of parameters; each is a tensor of its own.
     divided = all(buffer.param_data is not None for buffer in buffers)
     held = [b.param_data for b in buffers] if divided else [p for c in chunks for p in c.parameters()]
+    if divided:
+        held = [*held, *(p for c in chunks for p in c.parameters() if not p.requires_grad)]
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     parts = [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
     states = [

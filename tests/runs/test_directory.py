@@ -352,19 +352,19 @@ def test_an_export_is_asked_of_a_finished_run_and_removed_by_a_fresh_one(run):
     train(run)
     finish(run)
     assert begin(run, "checkpoint.export=hf")
-    run.exported.mkdir()
-    (run.exported / "config.json").write_text("{}")
+    run.exported("hf").mkdir()
+    (run.exported("hf") / "config.json").write_text("{}")
     with pytest.raises(UsageError, match="this run is finished"):
         begin(run, "checkpoint.export=hf")
     assert not begin(run, fresh=True)
     run.write_start(recipe(), {}, {})
-    assert not run.exported.exists()
+    assert not run.exported("hf").exists()
 
 
 @pytest.mark.parametrize("flags", [{}, {"fresh": True}, {"resume": True}])
 def test_a_run_does_not_begin_with_what_it_would_replace(run, flags):
     train(run)
-    run.exported.mkdir()
-    (run.exported / "config.json").write_text(json.dumps(recipe().model.config))
+    run.exported("hf").mkdir()
+    (run.exported("hf") / "config.json").write_text(json.dumps(recipe().model.config))
     with pytest.raises(UsageError, match="is where this run would export to"):
-        begin(run, f"model.path={run.exported}", **flags)
+        begin(run, f"model.path={run.exported('hf')}", **flags)

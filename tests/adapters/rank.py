@@ -1,0 +1,158 @@
+"""How far models with adapters are from transformers' numbers, in a layout, and what they export.
+
+python -m tests.adapters.rank DIRECTORY LAYOUT...
+
+In DIRECTORY is what `reference.write` left, by case; rank 0 prints an object: "LAYOUT: case" -> {what: the
+largest distance, relative to the largest number}. One process leaves a checkpoint of its first step, and its
+adapters after the second: others go on from it, and compare.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from bundle import backends, pretrained
+from bundle.patches import applying
+from bundle.verification import decide, everything
+from tests import world
+from tests.adapters import reference
+from tests.adapters.cases import CASES, Case
+from tests.families.cases import LENGTH
+from tests.families.loaded import batch
+
+ALONE = "one process"
+LAYOUTS: dict[str, dict[str, Any]] = {
+    ALONE: {},
+    "recomputed": {},
+    "tp2": {"tp": 2},
+    "tp2 and sequence parallel": {"tp": 2, "sequence_parallel": True},
+    "tp2 and whole experts": {"tp": 2, "etp": 1, "sequence_parallel": True},
+    "etp2": {"etp": 2},
+    "pp2": {"pp": 2},
+    "ep2": {"ep": 2},
+    "packed cp2": {"cp": 2},
+    "tp2 and ep2": {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True},
+    "etp2 and ep2": {"etp": 2, "ep": 2},
+}
+CHECKPOINT, SECOND = "checkpoint", "second"
+
+
+def main(directory: Path, layouts: list[str]) -> None:
+    torch.set_num_threads(1)
+    applying.apply(everything(decide("cpu")))
+    runtime = backends.prepare("cpu")
+    rank = world.join()
+    cases = [
+        (f"{layout}: {name}", (case, layout)) for layout in layouts for name, case in cases_of(layout).items()
+    ]
+    with runtime.megatron():
+        found = world.each(cases, lambda each: distances(*each, directory / each[0].name, runtime))
+    if rank == 0:
+        print(json.dumps(found))
+
+
+def cases_of(layout: str) -> dict[str, Case]:
+    """Those that mean something there: experts with tp need sequence parallelism."""
+    if layout == ALONE:
+        return CASES
+    dense, experts = ("dense", "some"), ("experts", "latent")
+    of_experts = bool({"ep", "etp"} & LAYOUTS[layout].keys())
+    names = experts if of_experts else dense if layout == "tp2" else dense + experts
+    return {name: CASES[name] for name in names}
+
+
+def recipe(case: Case, directory: Path, layout: str):
+    from bundle.recipe import from_mapping
+
+    return from_mapping(
+        {
+            "name": "adapters",
+            "backend": "cpu",
+            "model": {
+                "path": str(directory),
+                "config": {"model_type": case.of.family},
+                "dtype": "fp32",
+                "mtp": {"layers": 0},
+                "lora": {"path": str(directory / reference.ADAPTER)},
+                "recompute": {"granularity": "full"} if layout == "recomputed" else None,
+            },
+            "parallel": LAYOUTS[layout],
+            "data": {
+                "source": "text",
+                "path": ["none"],
+                "sequence_length": 64,
+                "tokenizer": "hf:none",
+                "packed": layout.startswith("packed"),
+            },
+            "train": {"steps": 9, "global_batch_size": 4},
+            # With a small eps the first steps are of signs, also of those of rounding errors.
+            "optimizer": {"warmup_steps": 0, "lr": 1e-2, "eps": 1e-2},
+        }
+    )
+
+
+def distances(case: Case, layout: str, directory: Path, runtime) -> dict[str, float]:
+    from bundle.engine import Engine
+    from bundle.mcore import checkpoints, groups
+    from bundle.models import adapters, exporting, peft
+    from tests.engine.experiments import gather_gradients
+
+    job = recipe(case, directory, layout)
+    made = groups.initialize(job.parallel, seed=1, timeout_seconds=60)
+    engine = Engine(job, runtime, made, torch.device("cpu"), pretrained.of_recipe(job))
+    matrices = list(adapters.every_matrix(engine.models))
+    asked = {name for chunk in engine.models for name, p in chunk.named_parameters() if p.requires_grad}
+    assert len(asked) == len(matrices)
+    assert all(name.startswith("adapters.") for name in asked)
+
+    out = directory / "out" / layout
+    peft.export(out / "peft", job, engine.models)
+    exporting.export(out / "hf", job, engine.models, made)
+    wanted = load_file(directory / reference.NUMBERS)
+    of_rank = batch(engine, reference.tokens_of(directory)[0], (LENGTH,))
+    found = {}
+    scores = engine.log_probs([of_rank])[0].log_probs.flatten()
+    found["log-probs"] = distance(scores, wanted["log-probs"])
+    engine.forward_backward([of_rank])
+    gather_gradients(engine)
+    of_whole = [wanted[name] for name in wanted if name != "log-probs"]
+    largest = max(whole.abs().max() for whole in of_whole)
+    gaps = [(named.parameter.main_grad - part(named, wanted[named.name])).abs().max() for named in matrices]
+    found["gradients"] = float(max(gaps) / largest)
+    norm = torch.stack([whole.square().sum() for whole in of_whole]).sum().sqrt()
+    found["norm"] = distance(torch.tensor(engine.step().grad_norm), norm)
+
+    kept = directory / CHECKPOINT
+    if layout == ALONE:
+        kept.mkdir()
+        checkpoints.save(kept, engine.kept, engine.optimizer)
+    else:
+        with torch.no_grad():
+            for named in matrices:
+                named.parameter.fill_(float("nan"))
+        checkpoints.load(kept, engine.kept, engine.optimizer, checkpoints.sharding())
+    engine.forward_backward([of_rank])
+    engine.step()
+    if layout == ALONE:
+        peft.export(directory / SECOND, job, engine.models)
+    second = reference.adapter(directory / SECOND)
+    found["resumed"] = max(distance(named.parameter, part(named, second[named.name])) for named in matrices)
+    groups.destroy()
+    return found
+
+
+def distance(seen: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((seen.detach() - wanted).abs().max() / wanted.abs().max())
+
+
+def part(named, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a whole matrix."""
+    return named.shard.of(whole) if named.shard else whole
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

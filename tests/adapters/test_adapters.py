@@ -1,0 +1,94 @@
+"""Adapters compute what transformers does with W + alpha / rank * B A, in every layout."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.adapters import reference
+from tests.adapters.cases import CASES
+from tests.adapters.rank import LAYOUTS, SECOND
+from tests.families import reference as families
+
+AGREES = 1e-5  # of the largest number
+_RANKS = {1: ["one process", "recomputed"], 4: ["etp2 and ep2"]}
+_RANKS[2] = [layout for layout in LAYOUTS if layout not in _RANKS[1] + _RANKS[4]]
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory) -> Path:
+    """A directory for each case with what transformers and PEFT make."""
+    pytest.importorskip("peft")
+    root: Path = tmp_path_factory.mktemp("adapters")
+    for case in CASES.values():
+        reference.write(case, root / case.name)
+    return root
+
+
+@pytest.mark.world
+def test_every_layout_computes_and_trains_as_transformers_does(directories, core, tmp_path):
+    """And goes on from the checkpoint of one process; beside the adapters nothing asks for a gradient."""
+    root = tmp_path / "root"
+    root.mkdir()
+    for case in CASES.values():  # a release leaves checkpoints of its own
+        (root / case.name).mkdir()
+        for path in (directories / case.name).iterdir():
+            (root / case.name / path.name).symlink_to(path)
+    wrong = []
+    for ranks in (1, 2, 4):
+        said = core.world.run("tests.adapters.rank", ranks, str(root), *_RANKS[ranks], timeout=500)
+        found = json.loads(said[0].splitlines()[-1])
+        assert len(found) >= len(_RANKS[ranks])
+        wrong += [
+            f"{name}: {what} {distance:.1e}"
+            for name, of in found.items()
+            for what, distance in of.items()
+            if not distance <= AGREES
+        ]
+    assert not wrong
+    for case in CASES.values():
+        given = reference.adapter(root / case.name / reference.ADAPTER)
+        for out in (root / case.name / "out").iterdir():
+            ours = reference.adapter(out / "peft")
+            assert ours.keys() == given.keys(), out.name
+            assert all(torch.equal(ours[name], given[name]) for name in given), out.name
+            merged = {
+                key: value for file in out.glob("hf/*.safetensors") for key, value in load_file(file).items()
+            }
+            _assert_merged(merged, given, families.read(root / case.name)[0], out.name)
+    if core.tree is None:
+        for case in CASES.values():
+            _assert_opened(root / case.name, beside=case.loads)
+
+
+def _assert_merged(merged, given, before, where):
+    modules = {name.removesuffix(".lora_A.weight") for name in given if "lora_A" in name}
+    for name, value in merged.items():
+        module = name.removesuffix(".weight")
+        expected = before[name].double()
+        if module in modules:
+            a, b = (given[f"{module}.lora_{which}.weight"].double() for which in "AB")
+            expected = expected + reference.SCALE * b @ a
+        assert (value - expected).abs().max() <= 1e-6 * expected.abs().max(), f"{where} {name}"
+    assert modules <= {name.removesuffix(".weight") for name in merged}
+
+
+def _assert_opened(directory: Path, *, beside: bool):
+    """transformers opens the merged model, and PEFT the adapter beside the model that it belongs to."""
+    from peft import PeftModel
+
+    tokens = reference.tokens_of(directory)
+    wanted = load_file(directory / reference.NUMBERS)["log-probs"]
+    out = directory / "out" / "one process"
+    models = [reference.opened(out / "hf")]
+    if beside:
+        models.append(PeftModel.from_pretrained(reference.opened(directory), out / "peft"))
+    for model in models:
+        seen = reference.log_probs(model, tokens)
+        assert (seen - wanted).abs().max() <= AGREES * wanted.abs().max()
+    second = reference.adapter(directory / SECOND)
+    assert all(
+        not torch.equal(second[name], value) for name, value in reference.adapter(out / "peft").items()
+    )

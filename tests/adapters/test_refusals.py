@@ -1,0 +1,141 @@
+"""What is not computed is refused by its name, all at once, before a rank starts."""
+
+import json
+
+import pytest
+
+from bundle.environment.hardware import detect, preset
+from bundle.errors import UsageError
+from bundle.planning.inputs import weights
+from bundle.recipe import from_mapping
+from tests.environment.machines import recorded
+from tests.planning.jobs import DEEPSEEK, QWEN3, job, plan
+from tests.pretrained.directories import header, write_file
+
+LORA = {"rank": 4, "alpha": 8.0, "targets": ["q_proj", "down_proj"]}
+WRITTEN = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["down_proj", "q_proj"]}
+UNUSED = {"bias": "none", "use_dora": False, "rank_pattern": {}, "layers_pattern": None, "lora_dropout": 0.1}
+
+
+def with_lora(config=QWEN3, *, model=None, **sections):
+    return job(config, model={"config": config, "lora": LORA, **(model or {})}, **sections)
+
+
+def violations(*args, **sections):
+    with pytest.raises(UsageError) as error:
+        with_lora(*args, **sections)
+    return "\n".join(error.value.violations)
+
+
+def test_a_target_that_no_projection_has_is_named_with_those_that_there_are():
+    said = violations(model={"lora": LORA | {"targets": ["q_proj", "lm_head", "w1", "q_norm"]}})
+    assert "model.lora.targets: no projection is called lm_head, w1, q_norm" in said
+    assert "there are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in said
+
+
+def test_what_is_not_computed_beside_adapters():
+    said = violations(
+        DEEPSEEK,
+        model={
+            "lora": LORA | {"targets": ["o_proj"]},
+            "fp8": {"scaling": "delayed"},
+            "moe": {"bias_update_rate": 0.1},
+            "mtp": {"layers": 2},
+        },
+    )
+    assert "model.lora: adapters are not computed beside FP8 products" in said
+    assert "model.moe.bias_update_rate: moves what no adapter holds: must be 0" in said
+    assert "model.mtp.layers: 2 layers, of which 1 are published" in said
+    with pytest.raises(UsageError, match="model\\.lora asks for none") as error:
+        job(QWEN3, checkpoint={"export": "peft"})
+    assert len(error.value.violations) == 1
+
+
+def test_steering_biases_stay_where_nobody_says_otherwise():
+    assert with_lora(DEEPSEEK, model={"lora": LORA | {"targets": ["o_proj"]}}).model.moe.bias_update_rate == 0
+    assert job(DEEPSEEK).model.moe.bias_update_rate > 0
+
+
+def test_a_stage_without_adapters_and_layers_of_transformer_engine_are_refused_in_the_plan():
+    experts_only = LORA | {"targets": ["experts.0.up_proj"]}  # the first layer has no experts
+    recipe = with_lora(DEEPSEEK, model={"lora": experts_only}, parallel={"pp": 4})
+    made = plan(recipe, detect("cpu", recorded("cgroup-v1")), nodes=1, per_node=4)
+    (text,) = [problem.text for problem in made.problems]
+    assert text.startswith("model.lora.targets: none is in layers 0, which are all of a chunk of stage 0")
+    on_gpus = plan(with_lora(), preset("h200"), nodes=1, per_node=1).problems
+    assert [p.text for p in on_gpus if "Transformer Engine" in p.text and p.text.startswith("model.lora")]
+
+
+def directory(path, said=WRITTEN, shapes=None):
+    path.mkdir(exist_ok=True)
+    (path / "adapter_config.json").write_text(json.dumps(UNUSED | said))
+    layer = "base_model.model.model.layers.{}.{}.lora_{}.weight"
+    heads = 4 * 16  # queries of QWEN3
+    sizes = {"self_attn.q_proj": (heads, 64), "mlp.down_proj": (64, 96)}
+    whole = {
+        layer.format(number, module, which): (4, columns) if which == "A" else (rows, 4)
+        for number in range(4)
+        for module, (rows, columns) in sizes.items()
+        for which in "AB"
+    }
+    write_file(path / "adapter_model.safetensors", header(whole | (shapes or {}), "F32"))
+    return path
+
+
+def beginning(path, **lora):
+    return with_lora(model={"lora": {"path": str(path), **lora}})
+
+
+def test_an_adapter_says_its_rank_alpha_and_targets(tmp_path):
+    read = beginning(directory(tmp_path / "adapter"))
+    assert (read.model.lora.rank, read.model.lora.alpha) == (4, 8.0)
+    assert read.model.lora.targets == ("down_proj", "q_proj")
+    assert not weights(read).problems
+    assert from_mapping(read.dump()) == read
+    with pytest.raises(UsageError) as error:
+        beginning(tmp_path / "adapter", rank=8, targets=["q_proj", "down_proj"])
+    (said,) = error.value.violations
+    assert "model.lora.rank: 8, " in said
+    assert said.endswith("has 4")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("peft_type", "IA3"),
+        ("use_dora", True),
+        ("use_rslora", True),
+        ("modules_to_save", ["lm_head"]),
+        ("rank_pattern", {"q_proj": 8}),
+        ("alpha_pattern", {"q_proj": 8}),
+        ("layers_to_transform", [1]),
+        ("target_parameters", ["mlp.experts.down_proj"]),
+        ("bias", "all"),
+        ("init_lora_weights", "pissa"),
+        ("target_modules", ".*_proj"),
+        ("some_later_key", True),
+    ],
+)
+def test_what_peft_computes_and_this_does_not_is_named(tmp_path, key, value):
+    with pytest.raises(UsageError) as error:
+        beginning(directory(tmp_path / "adapter", WRITTEN | {key: value}))
+    (said,) = error.value.violations
+    assert said.startswith("model.lora.path: ")
+    assert key in said
+
+
+def test_matrices_of_another_model_are_listed_together(tmp_path):
+    at = "base_model.model.model.layers"
+    wrong = {
+        f"{at}.0.self_attn.q_proj.lora_A.weight": (64, 4),  # transposed
+        f"{at}.4.self_attn.q_proj.lora_A.weight": (4, 64),  # of a layer that there is not
+        f"{at}.0.self_attn.k_proj.lora_A.weight": (4, 64),  # of no target
+    }
+    recipe = beginning(directory(tmp_path / "adapter", shapes=wrong))
+    said = "\n".join(problem.text for problem in weights(recipe).problems)
+    assert f"{at}.0.self_attn.q_proj.lora_A.weight is [64, 4], the model's is [4, 64]" in said
+    assert f"{at}.4.self_attn.q_proj.lora_A.weight belongs to none of the targets" in said
+    assert f"{at}.0.self_attn.k_proj.lora_A.weight belongs to none of the targets" in said
+    (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
+    (problem, *_) = weights(recipe).problems
+    assert "adapter_model.safetensors: cannot be read" in problem.text
