@@ -8,7 +8,6 @@ cache) grew at most, as a multiple of the largest tensor. Ends with 1 where one 
 """
 
 import argparse
-import gc
 import json
 import os
 import shutil
@@ -104,15 +103,9 @@ def ways(root: Path, config: dict) -> Iterator[tuple[str, Measured]]:
         from bundle.mcore.torch_dist import Directory
         from bundle.models import conversion, exporting, gpt, loading
 
-        made = groups.initialize(job.parallel, seed=1, timeout_seconds=60)
-        chunks = gpt.build(job, transformer_config(job, runtime.options(job)), runtime, made)
+        # Before there is a model, whose memory would be taken again rather than grow.
         weights, table = pretrained.of_recipe(job), Tensors(job.architecture)
         assert weights is not None
-        yield "load", measured(lambda: loading.load(chunks, made, weights, table))
-        yield "export", measured(lambda: exporting.export(root / "hf", job, chunks, made))
-        shutil.rmtree(root / "hf")
-        chunks.clear()
-        gc.collect()
         yield "weights import", measured(lambda: conversion.to_torch_dist(weights, table, root / "megatron"))
         checkpoint = Directory(conversion.newest(root / "megatron"))
         model = Published(config, job.architecture)
@@ -120,6 +113,11 @@ def ways(root: Path, config: dict) -> Iterator[tuple[str, Measured]]:
             "weights export",
             measured(lambda: conversion.to_hugging_face(checkpoint, model, root / "hf", "bf16")),
         )
+        shutil.rmtree(root / "megatron")
+        made = groups.initialize(job.parallel, seed=1, timeout_seconds=60)
+        chunks = gpt.build(job, transformer_config(job, runtime.options(job)), runtime, made)
+        yield "load", measured(lambda: loading.load(chunks, made, weights, table))
+        yield "export", measured(lambda: exporting.export(root / "hf", job, chunks, made))
 
 
 def written(directory: Path, gib: float) -> dict:
