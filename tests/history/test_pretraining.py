@@ -21,7 +21,7 @@ pytestmark = pytest.mark.releases
 PREDICTING = Path(__file__).with_name("predicting.py")
 COUNT, RATIO = "mtp-loss-context-parallel-count", "mtp-loss-context-parallel-normalisation"
 # release -> what mends it; from 0.18 on the script wants Python 3.12
-VERSIONS = {"0.14.0": COUNT, "0.16.1": COUNT, "0.17.1": RATIO}
+VERSIONS = {"0.16.1": COUNT, "0.17.1": RATIO}
 _SAID = """
     --transformer-impl local --num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 64
     --max-position-embeddings 64 --position-embedding-type rope --micro-batch-size 1 --global-batch-size 1
@@ -100,7 +100,7 @@ def test_gradients_of_megatrons_own_training_script_are_those_of_one_rank(versio
     assert f"APPLY {VERSIONS[version]}" in printed[0] and "APPLY" not in printed[1]
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", ["0.16.1"])
 def test_megatrons_quick_start_runs_on_two_ranks(version: str, checkout: Path):
     said = ("--backend", "cpu", "--features", "tp")
     printed = ran(checkout / "examples/run_simple_mcore_train_loop.py", 2, said, path=checkout)
