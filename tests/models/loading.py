@@ -65,11 +65,15 @@ def compared(
     found = [
         named for chunk in chunks for named in (*naming.parameters(chunk, made), *naming.buffers(chunk, made))
     ]
-    out = directory.parents[1] / "exported" / f"{name} {len(parallel)}"
+    sizes = " ".join(f"{axis}={size}" for axis, size in parallel.items())
+    out = directory.parents[1] / "exported" / f"{name} {sizes}".strip()
     exporting.export(out, job, chunks, made)
     wrong = [n.name for n in found if not torch.equal(n.parameter, part(n, wanted[n.name]))]
     exported = differences(directory, out, Tensors(job.architecture).copies())
-    converted = through_torch_dist(directory, out.with_name(f"{out.name} converted"), job, chunks, found)
+    converted: list[str] = []
+    # Megatron refuses to save a tied model whose MTP layers have an embedding of their own.
+    if not (job.architecture.tied_embeddings and job.architecture.mtp_layers and job.parallel.pp > 1):
+        converted = through_torch_dist(directory, out.with_name(f"{out.name} converted"), job, chunks, found)
     predicted = of_predictions(engine, name, "thd" if packed else "bshd")
     groups.destroy()
     return len(found), wrong + exported + converted, predicted
