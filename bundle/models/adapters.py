@@ -16,7 +16,7 @@ from bundle.architectures import adapters, tensors
 from bundle.architectures.adapters import Matrix
 from bundle.architectures.tensors import Rule, Tensors
 from bundle.mcore import checkpoints
-from bundle.mcore.adapters import Adapter, LowRank, attach, differentiate, mark
+from bundle.mcore.adapters import Adapter, LowRank, attach, differentiate, mark, without_gradient
 from bundle.mcore.groups import Groups, data_parallel_with_context, expert_data_parallel
 from bundle.models import naming
 from bundle.models.naming import Named, Shard
@@ -130,6 +130,9 @@ def add(chunks: Sequence[torch.nn.Module], recipe: Recipe, groups: Groups, lora:
                 )
                 attach(adapter, layers[id(weight.parameter)])
                 made.add(weight, adapter, [named for both in matrices for named in both])
+        for weight in weights:
+            if weight.name == tensors.EMBEDDING:
+                without_gradient(weight.parameter)
         if hasattr(chunk, "embedding"):
             differentiate(chunk.embedding)
         chunk.add_module(naming.ADAPTERS, made)

@@ -30,7 +30,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "recomputed": {},
     "tp2": {"tp": 2},
     "tp2 and sequence parallel": {"tp": 2, "sequence_parallel": True},
-    "tp2 and whole experts": {"tp": 2, "etp": 1, "sequence_parallel": True},
     "etp2": {"etp": 2},
     "pp2": {"pp": 2},
     "ep2": {"ep": 2},
