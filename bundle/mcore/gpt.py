@@ -220,6 +220,10 @@ def model(
         **known(GPTModel, vp_stage=chunk if groups.vpp > 1 else None),
     )
     built.model_type = ModelType.encoder_or_decoder
+    if architecture.tied_embeddings and built.post_process and built.mtp_process and not built.pre_process:
+        # The copy of the embedding that MTP has is the head, too. Megatron allocates another one beside it,
+        # which no pass reads, and refuses to save a model that has it.
+        built.output_layer.weight = None
     rotary.stretch(built, architecture)
     if architecture.moe is not None and architecture.moe.groups is not None:
         routers.rank_groups(built, architecture.moe.group_score_topk)

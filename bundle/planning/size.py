@@ -76,7 +76,7 @@ def parameters(
             named = list(transformer_engine.with_grouped_experts(named))
         found.extend(held(tensor, name) for name, tensor in named)
 
-    # The first stage owns the embedding; a later one holds a copy for MTP, or as a tied head.
+    # The first stage owns the embedding; a later one holds a copy for MTP, which a tied head is, or as such.
     travels = parallel.pp > 1 and (tied or architecture.mtp_layers > 0)
     if chunk.embedding or chunk.embedding_copy:
         found.append(held(table.embedding())._replace(shared_embedding=travels))
@@ -86,9 +86,8 @@ def parameters(
         found.append(held(table.final_norm()))
     for depth in range(chunk.mtp_layers):
         layer(f"mtp.layers.{depth}.transformer_layer.", table.mtp_layer(depth, local))
-    if chunk.head and not (chunk.embedding and tied):
-        alone = tied and not chunk.embedding_copy
-        found.append(held(table.head())._replace(shared_embedding=travels and alone))
+    if chunk.head and not (tied and (chunk.embedding or chunk.embedding_copy)):
+        found.append(held(table.head())._replace(shared_embedding=travels and tied))
     return tuple(found)
 
 

@@ -70,10 +70,7 @@ def compared(
     exporting.export(out, job, chunks, made)
     wrong = [n.name for n in found if not torch.equal(n.parameter, part(n, wanted[n.name]))]
     exported = differences(directory, out, Tensors(job.architecture).copies())
-    converted: list[str] = []
-    # Megatron refuses to save a tied model whose MTP layers have an embedding of their own.
-    if not (job.architecture.tied_embeddings and job.architecture.mtp_layers and job.parallel.pp > 1):
-        converted = through_torch_dist(directory, out.with_name(f"{out.name} converted"), job, chunks, found)
+    converted = through_torch_dist(directory, out.with_name(f"{out.name} converted"), job, chunks, found)
     predicted = of_predictions(engine, name, "thd" if packed else "bshd")
     groups.destroy()
     return len(found), wrong + exported + converted, predicted

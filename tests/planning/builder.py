@@ -44,6 +44,7 @@ CASES: tuple[tuple[int, dict[str, Any], dict[str, Any]], ...] = (
     (2, DEEPSEEK | {"num_nextn_predict_layers": 0}, {"parallel": {"tp": 1, "etp": 2}}),
     (2, DEEPSEEK, {"parallel": {"pp": 2}}),
     (2, DEEPSEEK | {"num_nextn_predict_layers": 2}, {"parallel": {"pp": 2, "vpp": 2}}),
+    (2, QWEN2_TIED, {"parallel": {"pp": 2}, "model": {"mtp": {"layers": 1}}}),
     (2, QWEN2_TIED, {"parallel": {"pp": 2, **_FIRST}}),
     (3, DEEPSEEK | {"num_hidden_layers": 5}, {"parallel": {"pp": 3, **_LAST}}),
     (2, DEEPSEEK | {"num_hidden_layers": 6}, {"parallel": {"pp": 2, "vpp": 2, **_FOUR, **_TWO}}),

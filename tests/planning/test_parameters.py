@@ -102,3 +102,11 @@ def test_a_tied_head_on_a_later_stage_is_a_shared_copy():
         )
         if tensor.name == "output_layer.weight"
     ]
+
+
+def test_a_tied_head_beside_mtp_is_the_copy_of_the_embedding_that_mtp_has():
+    recipe = job(QWEN2_TIED, parallel={"pp": 2}, model={"mtp": {"layers": 1}})
+    last = rank_layout(recipe, 2).stages[1][0]
+    names = [tensor.name for tensor in parameters(recipe.architecture, recipe.parallel, last, LOCAL)]
+    assert names.count("embedding.word_embeddings.weight") == 1
+    assert "output_layer.weight" not in names
