@@ -220,16 +220,24 @@ def model(
         **known(GPTModel, vp_stage=chunk if groups.vpp > 1 else None),
     )
     built.model_type = ModelType.encoder_or_decoder
-    if architecture.tied_embeddings and built.post_process and built.mtp_process and not built.pre_process:
-        # The copy of the embedding that MTP has is the head, too. Megatron allocates another one beside it,
-        # which no pass reads, and refuses to save a model that has it.
-        built.output_layer.weight = None
+    drop_unread_head(built)
     rotary.stretch(built, architecture)
     if architecture.moe is not None and architecture.moe.groups is not None:
         routers.rank_groups(built, architecture.moe.group_score_topk)
     if architecture.mla is not None:
         _set_norm_epsilon(built, architecture.mla.norm_epsilon)
     return built
+
+
+def drop_unread_head(built: Any) -> None:
+    """Leaves to a tied head behind the first stage the copy of the embedding that MTP has there.
+
+    Megatron allocates another one beside it, which no pass reads: it refuses to save a model that has it, and
+    waits for its gradient where gradients are reduced in the backward pass.
+    """
+    tied = built.share_embeddings_and_output_weights
+    if tied and built.post_process and built.mtp_process and not built.pre_process:
+        built.output_layer.weight = None
 
 
 def _set_norm_epsilon(chunk: torch.nn.Module, epsilon: float) -> None:

@@ -9,9 +9,10 @@ from bundle.environment import BACKENDS
 from bundle.patches.definitions import Evidence
 
 NOTHING = "nothing"  # Patch.assumes of a patch that is right whatever its caller does
-# Features that no recipe has: what the engine computes itself, and megatron in the jobs of others.
+# Features that no recipe has: what the engine does itself, and megatron in the jobs of others.
 MEGATRONS_BALANCING, MEGATRONS_MTP_LOSS = "megatron-balancing", "megatron-mtp-loss"
-LEFT_TO_MEGATRON = frozenset({MEGATRONS_BALANCING, MEGATRONS_MTP_LOSS})
+MEGATRONS_TIED_HEAD = "megatron-tied-head"
+LEFT_TO_MEGATRON = frozenset({MEGATRONS_BALANCING, MEGATRONS_MTP_LOSS, MEGATRONS_TIED_HEAD})
 
 
 class Presence(StrEnum):

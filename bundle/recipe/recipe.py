@@ -131,7 +131,7 @@ class Recipe(Section):
             "vpp": parallel.vpp is not None,
             "cp": parallel.cp > 1,
             "ep": parallel.ep > 1,
-            "etp": moe and parallel.etp > 1,
+            "etp-unlike-tp": moe and parallel.etp != parallel.tp,
             "dp": parallel.dp(world) > 1,
             "bf16": model.dtype == "bf16",
             "fp8": model.fp8 is not None,

@@ -72,9 +72,9 @@ def test_only_what_reaches_the_features_is_named():
 def test_what_avoids_a_trap_is_said():
     trap = "moe-tensor-without-expert-parallel"
     (row,) = [row for row in document("--mcore", "0.16.1")["defects"] if row["id"] == trap]
-    assert row["unless"] == ["ep", "etp"]
+    assert row["unless"] == ["ep"]
     out = run("--mcore", "0.16.1", code=4).stdout
-    assert f"PRESENT      {trap}  if you use moe and tp without ep and etp\n" in out
+    assert f"PRESENT      {trap}  if you use etp-unlike-tp and moe without ep\n" in out
 
 
 def test_nothing_silent_that_reaches_ends_well():
@@ -94,16 +94,13 @@ def test_a_version_that_nobody_reviewed_is_unknown_and_no_reason_to_fail():
 
 
 def test_a_trap_by_its_number_alone_is_unknown_and_says_so_once():
-    out = run("--mcore", "0.16.2", "--features", "moe,tp", code=0).stdout
+    out = run("--mcore", "0.16.2", "--features", "moe,etp-unlike-tp", code=0).stdout
     (after,) = [block for block in out.split("\n\n") if "moe-tensor-without-expert-parallel" in block]
-    assert (
-        after.count("not summed over the tensor-parallel ranks") == 1
-        and "By the number 0.16.2 alone" in after
-    )
+    assert after.count("summed over the wrong ranks") == 1 and "By the number 0.16.2 alone" in after
 
 
 def test_what_to_do_is_said():
-    out = run("--mcore", "0.16.1", "--features", "moe,tp,mtp,cp", code=4).stdout
+    out = run("--mcore", "0.16.1", "--features", "moe,tp,etp-unlike-tp,mtp,cp", code=4).stdout
     blocks = {block.split()[1]: block for block in out.split("\n\n") if block.startswith("PRESENT")}
     assert "Set parallel.etp to parallel.tp" in blocks["moe-tensor-without-expert-parallel"]
     assert "megatron-core 0.19 or later does not have it" in blocks["cuda-norm-of-expert-weights"]

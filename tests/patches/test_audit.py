@@ -41,8 +41,8 @@ def test_a_newer_release_is_judged_by_what_is_silent():
 
 def test_what_a_setting_avoids_speaks_against_no_release():
     trap = "moe-tensor-without-expert-parallel"
-    assert trap in ids(audited("0.16.1", "moe,tp"))
-    avoided = audited("0.16.1", "moe,tp,ep")
+    assert trap in ids(audited("0.16.1", "moe,etp-unlike-tp"))
+    avoided = audited("0.16.1", "moe,etp-unlike-tp,ep")
     assert avoided.upgrades and trap not in ids(avoided)
 
 

@@ -148,12 +148,14 @@ def test_a_world_fits_exactly_when_both_views_of_a_stage_divide(tp, pp, cp, ep, 
 def test_features_name_what_patches_ask_for():
     demo = load("demo").features
     assert {"mla", "moe", "mtp", "ep", "dp", "unequal-head-dims", "expert-bias", "attention-auto"} <= demo
-    assert not demo & {"packed", "cp", "tp", "sp", "pp", "vpp", "gqa", "mtp-detached", "fp8", "etp"}
+    assert not demo & {"packed", "cp", "tp", "sp", "pp", "vpp", "gqa", "mtp-detached", "fp8", "etp-unlike-tp"}
     assert {"packed", "cp", "gqa"} <= load("qwen3-cp2-packed").features
     assert {"tp", "sp"} <= load("qwen3-tp2-sp").features
     assert {"pp", "vpp"} <= load("qwen3-pp2-vpp2").features
-    changed = load(
-        "demo", ["model.mtp.detach_trunk=true", "model.recompute={granularity: selective}", "parallel.tp=2"]
-    )
-    assert {"mtp-detached", "recompute-selective", "etp", "tp", "sp"} <= changed.features
+    words = ["model.mtp.detach_trunk=true", "model.recompute={granularity: selective}", "parallel.tp=2"]
+    changed = load("demo", words)
+    assert {"mtp-detached", "recompute-selective", "tp", "sp"} <= changed.features
+    assert "etp-unlike-tp" not in changed.features
+    assert "etp-unlike-tp" in load("demo", [*words, "parallel.etp=1"]).features
+    assert "etp-unlike-tp" in load("demo", ["parallel={etp: 2, ep: 1}"]).features
     assert "mtp" not in load("demo", ["model.mtp.layers=0"]).features

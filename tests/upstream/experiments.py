@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 
 from bundle.engine import Engine
 from bundle.engine.microbatch import from_packing, from_rows
-from bundle.mcore import known, optimization, routers
+from bundle.mcore import gpt, known, optimization, routers
 from bundle.mcore.gpt import gated_delta_net
 from bundle.recipe import Recipe
 from bundle.recipe.alignment import Alignment
@@ -30,8 +31,12 @@ ROWS, LENGTH, STEPS = 8, 32, 2
 _ALONE: dict[str, Any] = {}
 
 
-def experts(bench: Bench, etp: int = 1) -> float:
-    return _compare(bench, {"config": EXPERTS}, {"tp": 2, "etp": etp})
+def experts(bench: Bench, tp: int = 2, etp: int = 1) -> float:
+    return _compare(bench, {"config": EXPERTS}, {"tp": tp, "etp": etp})
+
+
+def experts_cut_alone(bench: Bench) -> float:
+    return experts(bench, tp=1, etp=2)
 
 
 def experts_split_over_tensor_ranks(bench: Bench) -> float:
@@ -74,8 +79,16 @@ def overlap_detached(bench: Bench) -> float:
 
 
 def overlap_tied(bench: Bench) -> float:
+    """With the weight of the head that megatron allocates."""
     model = {"config": DENSE | {"tie_word_embeddings": True}, "mtp": {"layers": 1}}
-    return _runs(bench, model, {"pp": 2}, overlap_grad_reduce=True)
+    with mock.patch.object(gpt, "drop_unread_head"):
+        return _runs(bench, model, {"pp": 2}, overlap_grad_reduce=True)
+
+
+def overlap_tied_without_the_head(bench: Bench) -> float:
+    """What our own jobs do."""
+    model = {"config": DENSE | {"tie_word_embeddings": True}, "mtp": {"layers": 1}}
+    return _compare(bench, model, {"pp": 2}, overlap_grad_reduce=True)
 
 
 def overlap_in_buckets(bench: Bench) -> float:

@@ -36,6 +36,7 @@ CASES = (
         "moe-tensor-without-expert-parallel",
         expected=(Gap(1e-3), Raises("AssertionError", "divisible by tensor parallel size")),  # 0.12
     ),
+    Case("experts_cut_alone", "moe-tensor-without-expert-parallel", expected=(Gap(1e-3),)),
     Case("experts_split_over_tensor_ranks"),
     Case(
         "packed_prediction",
@@ -52,6 +53,7 @@ CASES = (
         "overlap-tied-mtp",
         expected=(Raises("AssertionError", "Communication call has not been issued"),),
     ),
+    Case("overlap_tied_without_the_head"),
     Case("overlap_in_buckets"),
     Case(
         "latent_attention_without_sequence_parallelism",

@@ -39,9 +39,9 @@ A target is reviewed by its code; by its signature (parameters, defaults, decora
 through to it, or never calls it, and does not depend on what its body does. A trap is decided by its source,
 as a patch is; by the number only where there is no source or it cannot be told, and the line says so.
 
-No recipe has the features `megatron-balancing` and `megatron-mtp-loss`: those losses are the engine's own in
-what `mcore-bundle train` runs. Their patches and traps are for jobs that leave them to megatron, which
-`mcore-bundle patches plan` without a recipe is about.
+No recipe has the features `megatron-balancing`, `megatron-mtp-loss` and `megatron-tied-head`: those losses
+and that head are the engine's own in what `mcore-bundle train` runs. Their patches and traps are for jobs
+that leave them to megatron, which `mcore-bundle patches plan` without a recipe is about.
 
 Patches are applied when megatron is imported, before anybody sees the module, and only to the very file that
 they were planned for. Taking them back restores the very object that was there; modules that were built

@@ -3,7 +3,16 @@
 import ast
 
 from bundle.patches.definitions import Definition
-from bundle.patches.entry import NOTHING, Patch, Presence, Replacement, Trap, called, reads
+from bundle.patches.entry import (
+    MEGATRONS_TIED_HEAD,
+    NOTHING,
+    Patch,
+    Presence,
+    Replacement,
+    Trap,
+    called,
+    reads,
+)
 from bundle.patches.syntax import found
 
 _FINALIZE = "megatron.core.distributed.finalize_model_grads:finalize_model_grads"
@@ -175,9 +184,12 @@ TRAPS = (
         id="moe-tensor-without-expert-parallel",
         range="<0.19",
         defect=_marked_without_expert_tensor_parallel,
-        when=frozenset({"moe", "tp"}),
-        unless=frozenset({"ep", "etp"}),
-        why="The experts' gradients are not summed over the tensor-parallel ranks: silently wrong.",
+        when=frozenset({"moe", "etp-unlike-tp"}),
+        unless=frozenset({"ep"}),
+        why=(
+            "The experts' gradients are summed over the wrong ranks, over none that hold the same part or "
+            "over some that hold another: silently wrong."
+        ),
         cause=(
             "tensor_parallel/layers.py marks expert weights `allreduce = not (is_expert and EP > 1)`, "
             "without regard to ETP != TP; mended by #5916 in 0.19.0 (use_expert_pgs)"
@@ -189,7 +201,7 @@ TRAPS = (
         id="overlap-tied-mtp",
         range="<0.16",
         defect=_waits_for_every_weight,
-        when=frozenset({"overlap-grad-reduce", "mtp", "tied-embeddings", "pp"}),
+        when=frozenset({"overlap-grad-reduce", "mtp", "tied-embeddings", "pp", MEGATRONS_TIED_HEAD}),
         why="The last stage holds an output weight that nothing uses and its bucket is never sent: a hang.",
         cause=(
             "LanguageModule allocates output_layer.weight there although it is tied, and a bucket waits for "
