@@ -11,10 +11,13 @@ TORCH_INDEX ?=
 RELEASES    ?= .cache/releases
 # torch-npu breaks `import torch` on a machine without CANN: it never goes into the environment above.
 NPU_VENV    ?= .cache/npu
+# What frameworks import, and want older than we do: an environment on top of the one above.
+FOREIGN_VENV ?= .cache/foreign
 
 PIP     := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 RUN     := $(VENV)/.run
 DEVELOP := $(VENV)/.develop
+FOREIGN := $(FOREIGN_VENV)/.run
 NPU     := $(NPU_VENV)/.run
 NPU_PIP := $(NPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 # The tests that need neither other releases, nor containers, nor torch-npu, nor a scheduler.
@@ -44,6 +47,16 @@ $(NPU): pyproject.toml
 	$(NPU_PIP) 'torch-npu==2.13.0' pytest hypothesis protobuf attrs --editable '.[ascend]'
 	touch $@
 
+$(FOREIGN): $(DEVELOP) Makefile
+	test -x $(FOREIGN_VENV)/bin/python || $(VENV)/bin/python -m venv $(FOREIGN_VENV)
+	$(FOREIGN_VENV)/bin/python -c 'import sys, sysconfig; from pathlib import Path; \
+	  Path(sysconfig.get_path("purelib"), "develop.pth").write_text(f"import site; site.addsitedir({sys.argv[1]!r})\n")' \
+	  "$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	# What Megatron-LM, verl, ms-swift and mcore-bridge were seen to stop at; built here is none of it.
+	$(FOREIGN_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --only-binary=:all: \
+	  six 'transformers>=4.57,<5' 'datasets<5' ray tensordict codetiming hydra-core peft modelscope json_repair
+	touch $@
+
 demo: $(RUN)  ## train the demo recipe on this machine's CPU
 	$(VENV)/bin/mcore-bundle train demo --fresh
 
@@ -70,10 +83,8 @@ releases: $(DEVELOP)  ## every supported minor: packing, MTP, replay, FP8, check
 	$(VENV)/bin/python -m tests.matrix.fetch $(RELEASES)
 	$(VENV)/bin/python -m pytest -m releases
 
-foreign: $(DEVELOP)  ## frameworks and Megatron-LM as they are: audits, training on the CPU; TREE=FOLDER of clones
-	# Megatron-LM's training imports six and does not declare it.
-	$(PIP) six
-	TREE='$(abspath $(TREE))' $(VENV)/bin/python -m pytest -m releases -rs \
+foreign: $(FOREIGN)  ## frameworks and Megatron-LM as they are: audits, training on the CPU; TREE=FOLDER of clones
+	TREE='$(abspath $(TREE))' $(FOREIGN_VENV)/bin/python -m pytest -m releases -rs \
 	  tests/history/test_foreign.py tests/history/test_pretraining.py tests/history/test_imports.py
 
 clusters: $(DEVELOP)  ## a real Slurm of two nodes; as root, after apt-get install slurmctld slurmd slurm-client

@@ -4,6 +4,7 @@ FOLDER has a clone of NVIDIA/Megatron-LM; a release tag of it is unpacked and ru
 taken from the wheel of the same release, is the compiled index builder of its data.
 """
 
+import json
 import os
 import socket
 import subprocess
@@ -20,17 +21,30 @@ from tests.patches.trees import Release
 pytestmark = pytest.mark.releases
 PREDICTING = Path(__file__).with_name("predicting.py")
 COUNT, RATIO = "mtp-loss-context-parallel-count", "mtp-loss-context-parallel-normalisation"
+OF_PACKS = ("packed-rotary-host-reads", "mtp-packed-roll-boundaries")
 # release -> what mends it; from 0.18 on the script wants Python 3.12
 VERSIONS = {"0.16.1": COUNT, "0.17.1": RATIO}
 _SAID = """
     --transformer-impl local --num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 64
-    --max-position-embeddings 64 --position-embedding-type rope --micro-batch-size 1 --global-batch-size 1
+    --max-position-embeddings 64 --position-embedding-type rope --micro-batch-size 1
     --mtp-num-layers 1 --mtp-loss-scaling-factor 1.0 --attention-dropout 0 --hidden-dropout 0 --lr 1e-3
-    --train-iters 1 --eval-iters 0 --eval-interval 100 --mock-data --split 100,0,0 --num-workers 0
-    --tokenizer-type NullTokenizer --vocab-size 1023 --no-gradient-accumulation-fusion --no-persist-layer-norm
+    --train-iters 1 --eval-iters 0 --eval-interval 100 --split 100,0,0 --num-workers 0
+    --no-gradient-accumulation-fusion --no-persist-layer-norm
     --no-masked-softmax-fusion --no-rope-fusion --log-interval 1 --tensorboard-log-interval 1
 """
 ARGUMENTS = _SAID.split()
+_SAID = "--mock-data --tokenizer-type NullTokenizer --vocab-size 1023 --global-batch-size 1"
+MOCKED = _SAID.split()
+_SAID = """
+    --sft --tokenizer-type SFTTokenizer --sft-tokenizer-prompt-format nemotron-nano-v2
+    --calculate-per-token-loss --no-create-attention-mask-in-dataloader
+"""
+CONVERSED = _SAID.split()
+WORDS = 61  # of the tokenizer of those
+_A_ROW = (
+    "0.16.1's script cannot train on packs: its get_batch leaves their boundaries in a row, where rotary "
+    "embeddings fail (Boolean value of Tensor with more than one value is ambiguous)"
+)
 
 
 @pytest.fixture
@@ -82,12 +96,17 @@ def norm(checkout: Path, size: int, *vouched: str) -> tuple[float, list[str]]:
     board = checkout.parent / f"board-{size}-{len(vouched)}"
     before = ["--backend", "cpu", "--features", "mtp,cp"]
     before += [word for patch in vouched for word in ("--vouch", patch)]
-    arguments = (*ARGUMENTS, "--context-parallel-size", str(size), "--tensorboard-dir", str(board))
+    arguments = (*ARGUMENTS, *MOCKED, "--context-parallel-size", str(size), "--tensorboard-dir", str(board))
     printed = ran(checkout / "pretrain_gpt.py", size, before, arguments)
+    return _logged(board)["grad-norm"], printed
+
+
+def _logged(board: Path) -> dict[str, float]:
+    """What a script logged of its first step, by name."""
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = accumulators.EventAccumulator(str(board))
     events.Reload()
-    return events.Scalars("grad-norm")[0].value, printed
+    return {name: events.Scalars(name)[0].value for name in events.Tags()["scalars"]}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -98,6 +117,71 @@ def test_gradients_of_megatrons_own_training_script_are_those_of_one_rank(versio
     assert without == pytest.approx(alone, rel=0.05) and abs(without / alone - 1) > 3e-4
     assert enabled == pytest.approx(alone, rel=1e-5)
     assert f"APPLY {VERSIONS[version]}" in printed[0] and "APPLY" not in printed[1]
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    """One of transformers, made here: a few words, between blanks."""
+    tokenizers, transformers = map(pytest.importorskip, ("tokenizers", "transformers"))
+    words = ["<unk>", "<eos>", *(f"w{n}" for n in range(WORDS))]
+    vocabulary = {word: token for token, word in enumerate(words)}
+    whole = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    whole.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=whole, unk_token="<unk>", eos_token="<eos>")
+    made.save_pretrained(tmp_path / "tokenizer")
+    return tmp_path / "tokenizer"
+
+
+def conversation(first: int, asked: int) -> list[dict[str, str]]:
+    """A system's, a user's and an assistant's words; the user's are so many.
+
+    The assistant's are as many in all, as the script logs the mean of the means of its rows.
+    """
+    counts = {"system": 2, "user": asked, "assistant": 6}
+    return [
+        {"role": role, "content": " ".join(f"w{(first + count + 7 * n) % WORDS}" for n in range(count))}
+        for role, count in counts.items()
+    ]
+
+
+@pytest.mark.parametrize("version", [pytest.param("0.16.1", marks=pytest.mark.skip(_A_ROW)), "0.17.1"])
+def test_packed_conversations_train_megatrons_own_script_as_unpacked_ones_do(
+    version: str, checkout: Path, tokenizer: Path, tmp_path: Path
+):
+    pytest.importorskip("datasets", reason="Megatron-LM reads conversations by datasets, which is not here")
+    if pytest.importorskip("transformers").__version__ >= "5":
+        pytest.skip(
+            "transformers 5: the script wants tokens of its apply_chat_template, and gets a dictionary"
+        )
+    each = [conversation(1, 9), conversation(20, 3), conversation(40, 12)]
+    vouched = [word for patch in OF_PACKS for word in ("--vouch", patch)]
+    before = ["--backend", "cpu", "--features", "packed,mtp"]
+
+    def first_step(name: str, rows: list[list[dict[str, str]]], *vouched: str) -> dict[str, float]:
+        data, board = (tmp_path / f"{name}.jsonl", tmp_path / name)
+        data.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+        said = [
+            "--data-path",
+            str(data),
+            "--tokenizer-model",
+            str(tokenizer),
+            "--tensorboard-dir",
+            str(board),
+        ]
+        said += ["--global-batch-size", str(len(rows))]
+        (printed,) = ran(
+            checkout / "pretrain_gpt.py", 1, [*before, *vouched], [*ARGUMENTS, *CONVERSED, *said]
+        )
+        assert all((f"APPLY {patch}" in printed) is bool(vouched) for patch in OF_PACKS)
+        logged = _logged(board)
+        return {key: logged[key] for key in ("lm loss", "mtp_1 loss", "grad-norm")}
+
+    alone = first_step("unpacked", each)
+    joined = [message for messages in each for message in messages]
+    assert first_step("packed", [joined]) == pytest.approx(alone, rel=1e-6)
+    assert first_step("patched", [joined], *vouched) == pytest.approx(alone, rel=1e-6)
+    one = [joined[0], *(message for message in joined if message["role"] != "system")]  # and no boundary
+    assert first_step("one", [one])["grad-norm"] != pytest.approx(alone["grad-norm"], rel=1e-3)
 
 
 @pytest.mark.parametrize("version", ["0.16.1"])
