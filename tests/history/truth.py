@@ -180,6 +180,10 @@ PRESENT: dict[str, Criterion] = {
     "balancing-of-prompts": _has(_ROUTER, r"if self\.calculate_per_token_loss:"),
     "balancing-of-packs": _lacks(_ROUTER, "cu_seqlens"),
     "balancing-of-padding": _lacks(_ROUTER, "padding_mask"),
+    "tied-mtp-checkpoint": _has(
+        "models.common.language_module.language_module",
+        r"'mtp_process', False\):\s+# No output layer\s+assert output_layer_weight_key not in",
+    ),
     "overlap-tied-mtp": _lacks("distributed.param_and_grad_buffer", "golden_per_param_grad_ready_counts"),
     "mtp-recompute-fp8": _has(_PREDICTION, r"te_checkpoint\([\s\S]{0,300}?\*\*kwargs"),
     "mtp-recompute-groups": _has(

@@ -24,6 +24,7 @@ PRESENT = {
     "mtp-tensor-parallel": [("0.12.0", "0.12.3")],
     "interleaved-batched-exchange": [("0.12.0", "0.19.2")],
     "overlap-tied-mtp": [("0.12.0", "0.15.3")],
+    "tied-mtp-checkpoint": [("0.12.0", "0.19.2")],
     "balancing-of-prompts": [("0.12.0", "0.19.2")],
     "balancing-of-packs": [("0.12.0", "0.19.2")],
     "balancing-of-padding": [("0.12.0", "0.15.3")],

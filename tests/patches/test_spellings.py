@@ -281,6 +281,14 @@ CASES: list[tuple[str, str, str, Sequence[Edit] | None, Presence]] = [
     ),
     ("interleaved-batched-exchange", "0.16.1", EXCHANGE, [("P2POp(", "message(")], U),
     (
+        "tied-mtp-checkpoint",
+        "0.16.1",
+        "models.gpt.gpt_model",
+        [("_allocation=self.pre_process\n", "_allocation=(self.pre_process or self.mtp_process)\n")],
+        A,
+    ),
+    ("tied-mtp-checkpoint", "0.16.1", "models.gpt.gpt_model", [("skip_weight_param_allocation", "skip")], U),
+    (
         "overlap-tied-mtp",
         "0.15.3",
         BUFFER,

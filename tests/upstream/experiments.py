@@ -10,6 +10,7 @@ from bundle.engine import Engine
 from bundle.engine.microbatch import from_packing, from_rows
 from bundle.mcore import gpt, known, optimization, routers
 from bundle.mcore.gpt import gated_delta_net
+from bundle.mcore.groups import data_parallel_with_context
 from bundle.recipe import Recipe
 from bundle.recipe.alignment import Alignment
 from bundle.sequences.packing import Packing
@@ -83,6 +84,18 @@ def overlap_tied(bench: Bench) -> float:
     model = {"config": DENSE | {"tie_word_embeddings": True}, "mtp": {"layers": 1}}
     with mock.patch.object(gpt, "drop_unread_head"):
         return _runs(bench, model, {"pp": 2}, overlap_grad_reduce=True)
+
+
+def saved_tied(bench: Bench) -> float:
+    """0.0 if the weights with the head that megatron allocates can be saved."""
+    model = {"config": DENSE | {"tie_word_embeddings": True}, "mtp": {"layers": 1}}
+    with mock.patch.object(gpt, "drop_unread_head"):
+        return _saves(bench, model)
+
+
+def saved_tied_without_the_head(bench: Bench) -> float:
+    """What our own jobs do."""
+    return _saves(bench, {"config": DENSE | {"tie_word_embeddings": True}, "mtp": {"layers": 1}})
 
 
 def overlap_tied_without_the_head(bench: Bench) -> float:
@@ -232,6 +245,14 @@ def _runs(bench, model, parallel, **distributed) -> float:
     """0.0 if training steps end at all."""
     with engine_of(bench, _recipe(model, parallel, **distributed)) as engine:
         _step(engine)
+    return 0.0
+
+
+def _saves(bench, model) -> float:
+    """0.0 if what is saved of the weights of two stages can be named at all."""
+    with engine_of(bench, _recipe(model, {"pp": 2})) as engine:
+        for chunk in engine.models:
+            chunk.sharded_state_dict(metadata={"dp_cp_group": data_parallel_with_context()})
     return 0.0
 
 

@@ -54,6 +54,12 @@ CASES = (
         expected=(Raises("AssertionError", "Communication call has not been issued"),),
     ),
     Case("overlap_tied_without_the_head"),
+    Case(
+        "saved_tied",
+        "tied-mtp-checkpoint",
+        expected=(Raises("AssertionError", "embedding.word_embeddings.weight"),),
+    ),
+    Case("saved_tied_without_the_head"),
     Case("overlap_in_buckets"),
     Case(
         "latent_attention_without_sequence_parallelism",

@@ -3,7 +3,17 @@
 import ast
 
 from bundle.patches.definitions import Definition, Evidence
-from bundle.patches.entry import NOTHING, Patch, Presence, Replacement, Trap, asks, called, reads
+from bundle.patches.entry import (
+    MEGATRONS_TIED_HEAD,
+    NOTHING,
+    Patch,
+    Presence,
+    Replacement,
+    Trap,
+    asks,
+    called,
+    reads,
+)
 
 _CHECKPOINTING = "megatron.core.dist_checkpointing"
 _WRITE = f"{_CHECKPOINTING}.strategies.filesystem_async:FileSystemWriterAsync.write_preloaded_data"
@@ -25,6 +35,9 @@ _SHARDS = f"{_OPTIMIZER}.sharded_param_state_dp_reshardable"
 _LOAD_STATE = f"{_OPTIMIZER}.load_parameter_state_from_dp_reshardable"
 _SET_STATE = f"{_OPTIMIZER}._set_main_param_and_optimizer_states"
 _CHECKED = f"{_CHECKPOINTING}.mapping:ShardedTensor.validate_metadata_integrity"
+_MODEL = "megatron.core.models.gpt.gpt_model:GPTModel.__init__"
+_LANGUAGE = "megatron.core.models.common.language_module.language_module:LanguageModule"
+_TIES = f"{_LANGUAGE}.tie_embeddings_and_output_weights_state_dict"
 _FSDP = "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel.__init__"
 
 
@@ -120,6 +133,17 @@ def _names_of_a_stage(source: Evidence) -> Presence:
     )
 
 
+@reads(_TIES, _MODEL)
+def _refuses_the_head_that_it_made(ties: Definition, model: Definition) -> Presence:
+    """Whether a stage with MTP may have no head of its own, and is given one that is left out on others."""
+    asserts = len(tuple(ties.each(ast.Assert)))
+    classes = ("ColumnParallelLinear", "output_layer_cls")
+    left_out = [given for each in classes for given in model.given(each, "skip_weight_param_allocation")]
+    if not left_out or not ties.says("mtp_process"):
+        return Presence.UNKNOWN
+    return Presence.of(asserts > 1 and not any("mtp" in expression for expression in left_out))
+
+
 PATCHES = (
     Patch(
         id="dist-checkpoint-serialization",
@@ -198,6 +222,20 @@ PATCHES = (
     ),
 )
 TRAPS = (
+    Trap(
+        id="tied-mtp-checkpoint",
+        range="",
+        defect=_refuses_the_head_that_it_made,
+        when=frozenset({"mtp", "tied-embeddings", "pp", "distributed-checkpoint", MEGATRONS_TIED_HEAD}),
+        why="No checkpoint can be saved: an assertion at the first one.",
+        cause=(
+            "LanguageModule asserts that the last stage has no output_layer.weight where MTP has a copy of "
+            "the embedding there, and GPTModel allocates it wherever the first stage is another; found by "
+            "saving a tied Qwen3 with MTP at PP2"
+        ),
+        silent=False,
+        instead="Untie the head, or set parallel.pp to 1.",
+    ),
     Trap(
         id="fsdp-checkpoint-stages",
         range=">=0.14",
