@@ -218,6 +218,8 @@ def _record(runs_in: str, said: str) -> BuildInfo | None:
             f"--image {shown(runs_in)}: say what is in it with --image-record FILE, which"
             " `docker run IMAGE doctor --json > FILE` writes, or with --image-record none"
         )
+    if said and not runs_in:
+        raise UsageError(f"--image-record {shown(said)}: say what it is of with --image, or leave it out")
     return image.named(Path(said)) if said not in ("", _NOT_OURS) else None
 
 

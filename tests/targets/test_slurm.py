@@ -2,6 +2,7 @@
 
 import shlex
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,6 +111,20 @@ def test_an_own_option_wins_and_no_option_is_said_twice(job):
     assert {"#SBATCH --nodes=2", "#SBATCH --gpus-per-node=4", "#SBATCH --exclusive=user"} <= set(lines)
     names = [shlex.split(line, comments=False)[1].partition("=")[0] for line in lines]
     assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--image", "x"), "say what is in it with --image-record FILE"),
+        (("--image-record", "none"), "say what it is of with --image"),
+    ],
+)
+def test_an_image_and_what_is_in_it_are_said_together(tmp_path, words, said):
+    command = [sys.executable, "-m", "bundle", "launch", "slurm", "demo", "--dry-run", *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert said in done.stderr
 
 
 def test_without_slurm_it_is_said_and_no_job_is_submitted(job, tmp_path, monkeypatch):
