@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from bundle.errors import JobFailed, bytes_shown
+from bundle.errors import JobFailed, UsageError, bytes_shown
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -33,6 +33,19 @@ def content(path: Path, limit: int) -> bytes:
     if len(data) > limit:
         raise OSError(errno.EFBIG, f"larger than {limit} bytes")
     return data
+
+
+def json_object(path: Path, limit: int, expected: str = "") -> dict[str, Any]:
+    """The JSON object in a file of at most `limit` bytes; else UsageError, with what was `expected` there."""
+    try:
+        found = json.loads(content(path, limit))
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}{f'; {expected}' if expected else ''}") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"{path}: must hold a JSON object, holds a {type(found).__name__}")
+    return found
 
 
 def printable(name: object) -> str:

@@ -1,6 +1,5 @@
 """Models as data: a Hugging Face config read into dimensions, layers, experts and MTP."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -62,15 +61,5 @@ def from_config(config: Mapping[str, Any], origin: str = "config") -> Architectu
 
 def read_config(directory: Path) -> dict[str, Any]:
     """The mapping in `directory`/config.json. Raises UsageError when there is no such object."""
-    path = directory / "config.json"
-    try:
-        config = json.loads(files.content(path, LARGEST_FILE))
-    except OSError as error:
-        raise UsageError(
-            f"{path}: {error.strerror}; model.path must hold a Hugging Face config.json"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise UsageError(f"{path}: must hold a JSON object, holds a {type(config).__name__}")
-    return config
+    expected = "model.path must hold a Hugging Face config.json"
+    return files.json_object(directory / "config.json", LARGEST_FILE, expected)

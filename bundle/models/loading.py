@@ -22,7 +22,7 @@ from bundle.models import fp8, naming
 from bundle.models.naming import Named, Shard
 from bundle.models.published import DTYPES
 from bundle.pretrained import Entry, Pretrained
-from bundle.pretrained.quantization import FP8, SCALE
+from bundle.pretrained.directory import FP8, SCALE
 
 Slices = tuple[slice, ...]
 _AT_ONCE = 2**24  # bytes

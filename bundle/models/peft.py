@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bundle import files, pretrained
-from bundle.architectures import peft, tensors
+from bundle.architectures import adapters, tensors
 from bundle.architectures.tensors import Rule, is_expert
 from bundle.distributed.world import on_all_ranks, on_rank_0
 from bundle.errors import JobFailed
@@ -38,11 +38,11 @@ def _load(matrices: Sequence[Named], recipe: Recipe) -> None:
     found = pretrained.adapter_of_recipe(recipe)
     if found is None:
         return
-    path = found.directory / peft.WEIGHTS
+    path = found.directory / adapters.WEIGHTS
     try:
         with torch.no_grad(), safe_open(path, framework="pt") as file:
             for named in matrices:
-                name = f"{peft.PREFIX}{named.name}"
+                name = f"{adapters.PREFIX}{named.name}"
                 if name not in found.entries:  # of an MTP layer, which PEFT does not know
                     continue
                 part = [slice(None)] * 2
@@ -65,10 +65,10 @@ def export(directory: Path, recipe: Recipe, chunks: Sequence[torch.nn.Module]) -
     some = next(iter(own.values())).parameter  # every chunk has adapters: `plan` says where one has none
     parts, numbers = _parts(own), cast(Numbers, recipe.model.dtype)
     matrices = [
-        tensors.Tensor(name, of.shape, (f"{peft.PREFIX}{name}",), Rule("copy", of.shape[:1]))
+        tensors.Tensor(name, of.shape, (f"{adapters.PREFIX}{name}",), Rule("copy", of.shape[:1]))
         for name, of in parts.items()
     ]
-    said = peft.config(lora.rank, lora.alpha, lora.targets, recipe.model.path)
+    said = adapters.config(lora.rank, lora.alpha, lora.targets, recipe.model.path)
     if both := sorted(_modules(parts, of_experts=True) & _modules(parts, of_experts=False)):
         _log.warning(
             "%s has %s of experts and of other layers: beside transformers 5 PEFT 0.21 leaves out those of"
@@ -79,7 +79,7 @@ def export(directory: Path, recipe: Recipe, chunks: Sequence[torch.nn.Module]) -
     with ExitStack() as whole:
         partial = on_rank_0(lambda: whole.enter_context(writing.replacing(directory)))
         everything = [each for matrix in matrices for each in stored(matrix, numbers)]
-        output = Output(partial, {peft.WEIGHTS: everything} if rank == 0 else {})
+        output = Output(partial, {adapters.WEIGHTS: everything} if rank == 0 else {})
         for matrix in matrices:
             of, named = parts[matrix.name], own.get(matrix.name)
             if rank == 0:
@@ -87,7 +87,7 @@ def export(directory: Path, recipe: Recipe, chunks: Sequence[torch.nn.Module]) -
             elif named is not None and rank in of.holders:
                 dist.send(named.parameter.detach().contiguous(), 0)
         on_all_ranks(output.close)
-        on_rank_0(lambda: files.write_json(partial / peft.CONFIG, said))
+        on_rank_0(lambda: files.write_json(partial / adapters.CONFIG, said))
         on_rank_0(whole.close)
 
 

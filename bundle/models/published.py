@@ -10,8 +10,8 @@ from torch import Tensor
 from bundle.architectures import tensors
 from bundle.errors import JobFailed
 from bundle.models import fp8
-from bundle.pretrained.quantization import BLOCK, FP8, SCALE, blocks, is_quantized
-from bundle.pretrained.writing import File, Numbers, Stored, names_of_files, shares
+from bundle.pretrained.directory import FP8, SCALE, blocks
+from bundle.pretrained.writing import BLOCK, File, Numbers, Stored, is_quantized, names_of_files, shares
 
 # Of torch's kinds of numbers those that are read and written, as safetensors spells them.
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, FP8: torch.float8_e4m3fn}

@@ -18,8 +18,7 @@ from bundle.mcore.torch_dist import Directory
 from bundle.models import loading
 from bundle.models.published import DTYPES, parts
 from bundle.pretrained import Pretrained
-from bundle.pretrained.directory import summarized
-from bundle.pretrained.quantization import FP8, SCALE
+from bundle.pretrained.directory import FP8, SCALE, summarized
 
 _OPTIMIZER = re.compile(r"(^|\.)optimizer\.")
 

@@ -4,10 +4,8 @@ Headers alone are read here. safetensors holds numbers and their names, so nothi
 in pickles are refused.
 """
 
-from bundle.pretrained.adapters import adapter_of_recipe
-from bundle.pretrained.directory import Pretrained, weights_in
-from bundle.pretrained.header import Entry
-from bundle.pretrained.matching import described, of_directory, of_recipe, opened
+from bundle.pretrained.directory import Entry, Pretrained, weights_in
+from bundle.pretrained.matching import adapter_of_recipe, described, of_directory, of_recipe, opened
 
 __all__ = [
     "Entry",

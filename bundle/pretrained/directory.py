@@ -1,18 +1,41 @@
-"""The safetensors files of a directory, found as transformers finds them, and every tensor in them."""
+"""The safetensors of a directory, found as transformers finds them, and every tensor that they say they hold.
+
+A file is 8 bytes of length, a JSON object (the header), then the data (github.com/huggingface/safetensors):
+offsets count from the end of the header, and the tensors cover the data without holes. An FP8 tensor, as
+DeepSeek-V3 is published, has a second one behind its name: of each block the number to multiply it by.
+"""
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+import stat
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bundle import files
 from bundle.errors import UsageError, shown
-from bundle.pretrained.header import Damaged, Entry, entries, quoted
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LARGEST_INDEX = 2**28
+# Bytes of a header, as safetensors itself has it.
+LARGEST_HEADER = 100_000_000
+BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4}
+BYTES |= {"U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
+_METADATA = "__metadata__"
+FP8, SCALE = "F8_E4M3", "_scale_inv"
 _OTHERS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file: its bytes are [start, stop) of that file."""
+
+    file: Path
+    dtype: str  # as safetensors spells it
+    shape: tuple[int, ...]
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +76,9 @@ def weights_in(directory: Path) -> Pretrained | None:
     violations = []
     for path in paths:
         try:
-            read = entries(path)
-        except Damaged as damage:
-            violations += [f"{quoted(path.name)}: {reason}" for reason in damage.reasons]
+            read = tensors_of(path)
+        except UsageError as error:
+            violations += [f"{quoted(path.name)}: {reason}" for reason in error.violations]
             indexed = {name: file for name, file in indexed.items() if file != path.name}  # said once
             continue
         violations += [
@@ -90,13 +113,7 @@ def _refuse_others(directory: Path) -> None:
 
 def _indexed(path: Path) -> dict[str, str]:
     """The file of each tensor, by the index."""
-    try:
-        index: Any = json.loads(files.content(path, LARGEST_INDEX))
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: not JSON: {error}") from error
-    names = index.get("weight_map") if isinstance(index, dict) else None
+    names = files.json_object(path, LARGEST_INDEX).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise UsageError(f"{path}: has no weight_map that names files")
     violations = [
@@ -116,3 +133,100 @@ def _elsewhere(indexed: Mapping[str, str], found: Mapping[str, Entry]) -> Iterat
         elif found[name].file.name != file:
             place = quoted(found[name].file.name)
             yield f"{quoted(name)} is in {place}, {INDEX} has it in {quoted(file)}"
+
+
+def tensors_of(path: Path) -> dict[str, Entry]:
+    """Every tensor of a file by its name; reads the header alone.
+
+    Raises UsageError with every reason why it is no whole safetensors file.
+    """
+    found, reasons = {}, []
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("no regular file")
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            begin, size = 8 + length, status.st_size
+            if size < 8 or length > LARGEST_HEADER or begin > size:
+                raise ValueError(
+                    f"truncated, or no safetensors: {size} bytes, of which {length} are to be a header"
+                )
+            header = _parsed(file.read(length))
+    except OSError as error:
+        reasons = [error.strerror or str(error)]
+    except ValueError as error:
+        reasons = [str(error)]
+    else:
+        for name, value in header.items():
+            try:
+                if name != _METADATA:
+                    found[name] = _entry(path, value, begin)
+            except ValueError as error:
+                reasons.append(f"{quoted(name)}: {error}")
+        reasons = reasons or list(_uncovered(found, begin, size))
+    if reasons:
+        raise UsageError(f"{path}: cannot be read", reasons)
+    return found
+
+
+def quoted(name: str) -> str:
+    """A tensor's name, or a file's, as a message may show it."""
+    text = files.printable(name)
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    """Raises ValueError for what is no object of unique names."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) != len(pairs):
+            raise ValueError("a name stands twice")
+        return values
+
+    try:
+        header = json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the header is no JSON object of unique names: {error}") from error
+    if not isinstance(header, dict):
+        raise ValueError("the header is no JSON object")
+    return header
+
+
+def _entry(path: Path, value: Any, begin: int) -> Entry:
+    """Raises ValueError for what describes no tensor."""
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError("must have dtype, shape and data_offsets")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in BYTES:
+        raise ValueError(f"dtype {shown(dtype)} is not known")
+    if not _counts(shape) or not _counts(offsets) or len(offsets) != 2 or len(shape) > 8:
+        raise ValueError(f"shape {shown(shape)} or data_offsets {shown(offsets)} are no lists of counts")
+    start, stop = offsets
+    if stop - start != math.prod(shape) * BYTES[dtype]:
+        raise ValueError(f"{stop - start} bytes are not those of {dtype} {list(shape)}")
+    return Entry(path, dtype, tuple(shape), begin + start, begin + stop)
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(v) is int and 0 <= v < 2**63 for v in value)
+
+
+def _uncovered(found: dict[str, Entry], begin: int, size: int) -> Iterator[str]:
+    """Where the tensors do not lie one behind the other up to the end of the file."""
+    at = begin
+    for name, entry in sorted(found.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if entry.stop > size:
+            yield f"{quoted(name)} is truncated: it ends at byte {entry.stop} of {size}"
+        elif entry.start != at:
+            yield f"{quoted(name)} begins at byte {entry.start}, and what is before it ends at {at}"
+        at = max(at, entry.stop)
+    if at < size:
+        yield f"{size - at} bytes at the end belong to no tensor"
+
+
+def blocks(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
+    """How many blocks a matrix has, down and across; the last ones may be smaller."""
+    rows, columns = (-(-size // of) for size, of in zip(shape, block, strict=True))
+    return rows, columns

@@ -1,4 +1,4 @@
-"""Whether the tensors of a directory are those of a recipe's model: names, shapes, kinds of numbers."""
+"""Whether a directory's tensors are those of a recipe's model or adapters: names, shapes, kinds of number."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -7,12 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from bundle import files
-from bundle.architectures import Architecture, from_config, read_config
+from bundle.architectures import Architecture, adapters, from_config, read_config
 from bundle.architectures.tensors import Tensors
-from bundle.errors import UsageError
-from bundle.pretrained.directory import INDEX, SINGLE, Pretrained, summarized, weights_in
-from bundle.pretrained.header import Entry, quoted
-from bundle.pretrained.quantization import FP8, SCALE, block_of, blocks
+from bundle.errors import UsageError, shown
+from bundle.pretrained.directory import (
+    FP8,
+    INDEX,
+    SCALE,
+    SINGLE,
+    Entry,
+    Pretrained,
+    blocks,
+    quoted,
+    summarized,
+    tensors_of,
+    weights_in,
+)
 from bundle.recipe import Recipe
 
 FLOATS = ("F32", "BF16", "F16")
@@ -66,7 +76,7 @@ def opened(directory: Path) -> Pretrained | None:
     found = weights_in(directory)
     assert found is not None
     config = read_config(directory) if files.is_file(directory / "config.json") else {}
-    block, violations = block_of(config)
+    block, violations = _block_of(config)
     entries = found.entries
     tensors = {
         name: entry
@@ -83,7 +93,7 @@ def opened(directory: Path) -> Pretrained | None:
 def _matched(
     found: Pretrained, config: Mapping[str, Any], table: Tensors, depths: int, otherwise: str
 ) -> Pretrained:
-    block, violations = block_of(config)
+    block, violations = _block_of(config)
     found = replace(found, block=block)
     violations = violations or list(_against(found, table, depths))
     if violations:
@@ -157,3 +167,52 @@ def _alike(names: Iterable[str], reason: str) -> Iterator[str]:
     for pattern, of in groups.items():
         more = f" (and {len(of) - 1} more like {quoted(pattern)})" if len(of) > 1 else ""
         yield f"{quoted(of[0])} {reason}{more}"
+
+
+def _block_of(config: Mapping[str, Any]) -> tuple[tuple[int, int] | None, list[str]]:
+    """The block of a published model's scales, and what is against how its weights are quantised."""
+    said = config.get("quantization_config")
+    if said is None:
+        return None, []
+    method = said.get("quant_method") if isinstance(said, dict) else None
+    if not isinstance(said, dict) or method != "fp8":
+        return None, [f"quantization_config.quant_method {shown(method)}: only fp8 with blocks is read"]
+    block = said.get("weight_block_size")
+    if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
+        return (block[0], block[1]), []
+    return None, [f"quantization_config.weight_block_size {shown(block)}: must be two sizes, as [128, 128]"]
+
+
+def adapter_of_recipe(recipe: Recipe) -> Pretrained | None:
+    """The matrices in model.lora.path; None: new ones. Raises UsageError with every reason against them."""
+    asked = recipe.model.lora
+    if asked is None or asked.path is None:
+        return None
+    directory = Path(asked.path)
+    found = tensors_of(directory / adapters.WEIGHTS)
+    if violations := list(_against_adapter(found, recipe)):
+        raise UsageError(f"{directory}: not an adapter of this model", summarized(violations))
+    return Pretrained(directory, found)
+
+
+def _against_adapter(found: dict[str, Entry], recipe: Recipe) -> Iterator[str]:
+    """Everything that is wrong; PEFT knows no MTP layers, and an adapter may be without theirs."""
+    asked = recipe.model.lora
+    assert asked is not None
+    expected: dict[str, tuple[int, ...]] = {}
+    optional: set[str] = set()
+    for tensor in Tensors(recipe.architecture):
+        for pair in filter(None, adapters.pairs(tensor, asked.targets, asked.rank)):
+            of_pair = {f"{adapters.PREFIX}{matrix.name}": matrix.shape for matrix in pair}
+            expected |= of_pair
+            if tensor.name.startswith("mtp."):
+                optional.update(of_pair)
+    for name, shape in expected.items():
+        if name not in found:
+            if name not in optional:
+                yield f"{name} is missing"
+        elif found[name].shape != shape:
+            yield f"{name} is {list(found[name].shape)}, the model's is {list(shape)}"
+        elif found[name].dtype not in FLOATS:
+            yield f"{name} holds {found[name].dtype}: only {', '.join(FLOATS)} are read"
+    yield from (f"{quoted(name)} belongs to none of the targets" for name in found if name not in expected)

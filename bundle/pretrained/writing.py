@@ -15,10 +15,8 @@ from typing import Any, Literal, get_args
 from bundle import files
 from bundle.architectures import Architecture
 from bundle.architectures.published import NAMES
-from bundle.architectures.tensors import Tensors
-from bundle.pretrained import quantization
-from bundle.pretrained.directory import INDEX, SINGLE
-from bundle.pretrained.header import BYTES
+from bundle.architectures.tensors import Tensor, Tensors
+from bundle.pretrained.directory import BYTES, INDEX, SINGLE
 from bundle.recipe import Recipe
 
 LARGEST_FILE = 5 * 10**9  # bytes of tensors, as transformers divides them
@@ -30,6 +28,7 @@ _BELONGINGS = (
 # In which the linear layers are written; with fp8 all others are bf16.
 Numbers = Literal["bf16", "fp32", "fp8"]
 NUMBERS: tuple[Numbers, ...] = get_args(Numbers)
+BLOCK = (128, 128)  # rows and columns of one FP8 scale
 _DTYPES: dict[Numbers, str] = {"bf16": "bfloat16", "fp32": "float32", "fp8": "bfloat16"}
 
 
@@ -146,7 +145,7 @@ def write_config(directory: Path, model: Published, numbers: Numbers) -> None:
     architecture, config = model.architecture, dict(model.config)
     config.pop("quantization_config", None)  # loaders would look for scales
     if numbers == "fp8":
-        config["quantization_config"] = quantization.described(Tensors(architecture))
+        config["quantization_config"] = _quantization(Tensors(architecture))
     key = "dtype" if "dtype" in config else "torch_dtype"  # transformers 5 and 4
     config[key] = _DTYPES[numbers]
     names = NAMES[architecture.model_type]
@@ -154,6 +153,31 @@ def write_config(directory: Path, model: Published, numbers: Numbers) -> None:
     if names.mtp is not None:
         config["num_nextn_predict_layers"] = architecture.mtp_layers
     files.write_json(directory / "config.json", config)
+
+
+def is_quantized(name: str) -> bool:
+    """Whether an FP8 export has this tensor of the table in FP8: the linear layers, without routers."""
+    path, _, kind = name.rpartition(".")
+    return path.rpartition(".")[2].startswith("linear_") and kind == "weight"
+
+
+def _quantization(tensors: Iterable[Tensor]) -> dict[str, Any]:
+    """The `quantization_config` of a model whose tensors these are, as loaders know it."""
+    apart = [
+        name.removesuffix(".weight")
+        for tensor in tensors
+        if len(tensor.shape) == 2
+        and not is_quantized(tensor.name)
+        and not tensor.name.startswith("embedding.")
+        for name in tensor.published
+    ]
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(BLOCK),
+        "modules_to_not_convert": apart,
+    }
 
 
 def complete(directory: Path, model: Published, numbers: Numbers, of: Mapping[str, Sequence[Stored]]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from bundle import files
-from bundle.architectures import from_config, peft, read_config
+from bundle.architectures import adapters, from_config, read_config
 from bundle.errors import UsageError, did_you_mean, nearest, shown
 from bundle.recipe import rules
 from bundle.recipe.document import LARGEST_TEXT, Document, Path, parse, parse_value
@@ -171,7 +171,7 @@ def _with_adapter(document: Document, violations: list[str]) -> None:
     if not isinstance(model, dict) or not isinstance(lora, dict) or not isinstance(lora.get("path"), str):
         return
     try:
-        read = peft.read(pathlib.Path(lora["path"]))
+        read = adapters.read(pathlib.Path(lora["path"]))
     except UsageError as error:
         path = ("model", "lora", "path")
         violations += [_located(document, path, reason) for reason in error.violations or (str(error),)]
