@@ -8,11 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from bundle.cli import beginning, options
+from bundle.cli import options
 from bundle.errors import UsageError, bytes_shown
+from bundle.launch import Start
 from bundle.planning.inputs import input_problems
 from bundle.planning.size import Disk, disk
 from bundle.recipe import Recipe, load
+from bundle.runs.directory import RunDirectory
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -30,8 +32,8 @@ def check(
     """Read the data as `train` will and say what it comes to; `train` then finds the tokens made."""
     job = load(recipe, overrides or ())
     directory = run_directory or Path("runs") / job.name
-    start = beginning.start(start_from=start_from, weights_only=weights_only)
-    begins = beginning.beginning(job, directory, start)
+    start = Start(origin=start_from, weights_only=weights_only)
+    begins = RunDirectory(directory).beginning(job, start)
     if problems := [problem.text for problem in input_problems(job, directory, begins)]:
         raise UsageError(f"recipe {job.name} cannot be checked", problems)
     from bundle.data import prepare

@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-from bundle.cli import beginning, options, output
+from bundle.cli import options, output
 from bundle.environment import image
 from bundle.environment.image import BuildInfo
 from bundle.errors import UsageError, shown
+from bundle.launch import Start
 from bundle.launch.job import Job, of_plan
-from bundle.launch.start import Start
 from bundle.planning import plan_for
 from bundle.recipe import Recipe, load
 from bundle.targets import kubernetes as objects
@@ -68,9 +68,7 @@ def slurm(
     job = _decided(
         asked,
         (run_directory or Path("runs") / asked.name).absolute(),
-        beginning.start(
-            resume=resume, start_from=start_from and start_from.absolute(), weights_only=weights_only
-        ),
+        Start(resume=resume, origin=start_from and start_from.absolute(), weights_only=weights_only),
         _record(container_image, record),
         backend=backend,
         hardware=hardware,
@@ -145,7 +143,7 @@ def kubernetes(
     job = _decided(
         load(recipe, overrides or ()),
         run_directory,
-        beginning.start(resume=resume, start_from=start_from, weights_only=weights_only),
+        Start(resume=resume, origin=start_from, weights_only=weights_only),
         _record(container_image, record),
         backend=backend,
         hardware=hardware,

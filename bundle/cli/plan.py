@@ -8,14 +8,15 @@ from typing import Annotated
 import typer
 
 from bundle import files
-from bundle.cli import beginning, options
+from bundle.cli import options
 from bundle.environment import image
 from bundle.errors import ExitCode
-from bundle.launch import outcomes, torchrun
+from bundle.launch import Start, outcomes, process
 from bundle.launch.rendezvous import LOOPBACK, Rendezvous
 from bundle.planning import Plan, plan_for, to_json, to_text
 from bundle.planning.inputs import input_problems
 from bundle.recipe import load
+from bundle.runs.directory import RunDirectory
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 # What `train` does not know, or is told beside its node's rank.
@@ -50,8 +51,8 @@ def plan(
     directory = run_directory or Path("runs") / asked.name
     of = image.named(record) if record else None
     elsewhere = bool(hardware or of)
-    start = beginning.start(fresh=fresh, resume=resume, start_from=start_from, weights_only=weights_only)
-    begins = None if elsewhere else beginning.beginning(asked, directory, start)
+    start = Start(fresh=fresh, resume=resume, origin=start_from, weights_only=weights_only)
+    begins = None if elsewhere else RunDirectory(directory).beginning(asked, start)
     made = plan_for(
         asked,
         backend=backend or None,
@@ -106,11 +107,11 @@ def _starts(made: Plan, words: list[str], directory: Path) -> str:
         source="plan",
         reason="planned",
     )
-    launch = torchrun.Launch(
+    launch = process.Launch(
         arguments=tuple(words),
         rendezvous=meeting,
         per_node=made.per_node,
         logs=outcomes.next_logs(directory, 0),
         environment=made.variables,
     )
-    return torchrun.command(launch, {}).shell()
+    return process.command(launch, {}).shell()

@@ -9,18 +9,17 @@ from typing import Annotated, Any
 
 import typer
 
-from bundle.cli import beginning, options, output
+from bundle.cli import options, output
 from bundle.environment import hardware, image, machine, packages
 from bundle.environment.ascend import cann
 from bundle.environment.doctor import package_findings
 from bundle.environment.machine import Level
 from bundle.environment.packages import parse_version
 from bundle.errors import EnvironmentUnfit, UsageError
+from bundle.launch import Start, process
 from bundle.launch import job as job_file
-from bundle.launch import process, torchrun
 from bundle.launch.job import Job
 from bundle.launch.rendezvous import Rendezvous, discover
-from bundle.launch.start import Start
 from bundle.patches import subject, table
 from bundle.planning import Problem, hardware_problem, plan_for, recipe_problem
 from bundle.planning.inputs import input_problems
@@ -60,7 +59,7 @@ def train(
     ] = None,
     wait: Annotated[
         int, typer.Option(min=1, metavar="SECONDS", help="How long a node waits for the others.")
-    ] = torchrun.WAIT_SECONDS,
+    ] = process.WAIT_SECONDS,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print a command for each node that starts its ranks, and stop.")
     ] = False,
@@ -90,7 +89,7 @@ def train(
     else:
         asked = load(recipe, overrides or ())
         where = here(asked.devices.nodes)
-        start = beginning.start(fresh=fresh, resume=resume, start_from=start_from, weights_only=weights_only)
+        start = Start(fresh=fresh, resume=resume, origin=start_from, weights_only=weights_only)
         directory = run_directory or Path("runs") / asked.name
         drifted = tuple(allow_drift or ())
 
@@ -107,7 +106,7 @@ def train(
         words = ("train", *options.words_of(context, _OF_NODE))
         every = (job_file.launch(told, replace(where, node_rank=node), wait) for node in range(where.nodes))
         launches = [replace(launch, arguments=words, files={}) for launch in every]
-        print(torchrun.dry_run(launches, os.environ), end="")
+        print(process.dry_run(launches, os.environ), end="")
         return
     run = RunDirectory(told.directory)
     goes_on = run.begin(told.recipe, told.start)
@@ -192,7 +191,7 @@ def _check(told: Job, where: Rendezvous) -> None:
 
 def _files(recipe: Recipe, directory: Path, start: Start) -> list[Problem]:
     """What is wrong with what lies on this machine's disks."""
-    return list(input_problems(recipe, directory, beginning.beginning(recipe, directory, start)))
+    return list(input_problems(recipe, directory, RunDirectory(directory).beginning(recipe, start)))
 
 
 def _starter(wanted: int | None, where: Rendezvous) -> list[Problem]:

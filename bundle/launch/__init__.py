@@ -1,1 +1,37 @@
-"""Who started us, what starts the ranks of this node, and how they ended."""
+"""How a job begins, who started us, what starts the ranks of this node, and how they ended."""
+
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
+
+from bundle.errors import UsageError
+
+
+def _possible(path: Path) -> Path:
+    if "\0" in str(path):
+        raise ValueError("no name of a file: it holds a null character")
+    return path
+
+
+FilePath = Annotated[Path, AfterValidator(_possible)]
+
+
+class Start(BaseModel):
+    """What to do with what the run directory holds, and the checkpoint or run that a new run begins with.
+
+    Of that checkpoint all is taken, which needs the data that it was trained on, or its weights alone.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    fresh: bool = False
+    resume: bool = False
+    origin: FilePath | None = None
+    weights_only: bool = False
+
+    @model_validator(mode="after")
+    def _names_a_checkpoint(self) -> Self:
+        if self.weights_only and self.origin is None:
+            raise UsageError("--weights-only takes the weights of a checkpoint: name that with --from")
+        return self

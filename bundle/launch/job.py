@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -28,9 +27,8 @@ from bundle.environment import image, packages
 from bundle.environment.image import BuildInfo
 from bundle.environment.packages import Megatron, base_version
 from bundle.errors import BundleError, EnvironmentUnfit, UsageError, by_key, shown
-from bundle.launch import outcomes, torchrun
+from bundle.launch import FilePath, Start, outcomes, process
 from bundle.launch.rendezvous import Rendezvous
-from bundle.launch.start import Start, Text
 from bundle.patches import plan, subject, table
 from bundle.patches.plan import PatchPlan, survey
 from bundle.planning import Plan, to_json
@@ -43,6 +41,7 @@ FORMAT, VERSION = "mcore-bundle job", 1
 UNDECIDED = "undecided"
 LARGEST = 1 << 24
 _AGAIN = "write it again: mcore-bundle plan RECIPE --job FILE"
+Text = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00]*$")]
 _UNDERSTOOD = ConfigDict(extra="forbid", strict=True)
 
 
@@ -60,12 +59,6 @@ def _write_patches(patches: PatchPlan | None) -> Any:
     return patches.dump() if patches else UNDECIDED
 
 
-def _possible(path: Path) -> Path:
-    if "\0" in str(path):
-        raise ValueError("no name of a file: it holds a null character")
-    return path
-
-
 @dataclass(frozen=True, kw_only=True, config=_UNDERSTOOD)
 class Job:
     """One job, decided. Every value is checked as it comes, by the room that it belongs to."""
@@ -81,7 +74,7 @@ class Job:
     patches: Annotated[PatchPlan | None, BeforeValidator(_read_patches), PlainSerializer(_write_patches)]
     allow_drift: tuple[Text, ...] = ()
     image: BuildInfo | None  # the record of the image that it runs in; None: in none of ours
-    directory: Annotated[Path, AfterValidator(_possible)]  # where its run lives
+    directory: FilePath  # where its run lives
     start: Start
     plan: dict[str, Any]  # for people and programs: nothing of it is executed
 
@@ -102,7 +95,7 @@ class Job:
             "environment": of_json(dict(self.environment)),
             "attention": self.attention,
             "image": of_json(self.image.model_dump()) if self.image else "none",
-            "start": of_json(self.start.model_dump()),
+            "start": of_json(self.start.model_dump(mode="json")),
             "planned for megatron-core": self.megatron,
             **(self.patches.fields() if self.patches else {"patches": UNDECIDED}),
         }
@@ -126,13 +119,13 @@ class Job:
 _FILE = TypeAdapter(Job)
 
 
-def launch(job: Job, where: Rendezvous, wait: int = torchrun.WAIT_SECONDS) -> torchrun.Launch:
+def launch(job: Job, where: Rendezvous, wait: int = process.WAIT_SECONDS) -> process.Launch:
     """What starts one node's ranks, which execute the copy of the job in the log folder of this launch.
 
     A copy of their own: the next launch, or that of another node, may be of another job.
     """
     logs = outcomes.next_logs(job.directory, where.node_rank)
-    return torchrun.Launch(
+    return process.Launch(
         arguments=("train", f"--job={logs / NAME}"),
         rendezvous=where,
         per_node=job.per_node,

@@ -14,7 +14,9 @@ from bundle import files
 from bundle.checkpoints import manifest
 from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.errors import UsageError
-from bundle.launch.start import Start
+from bundle.launch import Start
+from bundle.planning import recipe_problem
+from bundle.planning.inputs import Weights, weights
 from bundle.recipe import Recipe, differences, load
 from bundle.recipe.document import written
 
@@ -31,8 +33,7 @@ class Origin(NamedTuple):
     @classmethod
     def of(cls, start: Start) -> "Origin | None":
         """What a start names."""
-        named = start.checkpoint
-        return None if named is None else cls(named.absolute(), start.weights_only)
+        return cls(start.origin.absolute(), start.weights_only) if start.origin else None
 
     def __str__(self) -> str:
         return f"the weights of {self.checkpoint}" if self.weights_only else str(self.checkpoint)
@@ -85,7 +86,7 @@ class RunDirectory:
                 raise UsageError(f"{self.root}: there is no run to resume")
             return False
         if start.fresh:
-            self._refuse_to_remove(start.checkpoint)
+            self._refuse_to_remove(start.origin)
             return False
         if not start.resume and not self._trained():
             return False
@@ -125,6 +126,20 @@ class RunDirectory:
             f"{self.root}: this run is finished; --resume with more train.steps goes on with it,"
             " or with another train.early_stop where that has ended it"
         )
+
+    def beginning(self, recipe: Recipe, start: Start) -> Weights:
+        """What the run begins with, or why it cannot: --from counts until it has a checkpoint of its own."""
+        if start.origin is None:
+            return weights(recipe)
+        if not start.fresh and CheckpointDirectory(self.checkpoints).steps():
+            return Weights("the run's own newest checkpoint")
+        try:
+            found = starting_checkpoint(start.origin)
+        except UsageError as error:
+            return Weights("", (recipe_problem(str(error)),))
+        if start.weights_only:
+            return Weights(f"the weights of {found}; optimizer, schedule and data begin anew, at step 0")
+        return Weights(f"{found}: weights, optimizer and progress, which go on with the same data")
 
     def began_with(self) -> Origin | None:
         """What this run's --from was."""

@@ -15,9 +15,9 @@ from bundle.environment import image, packages
 from bundle.environment.image import BuildInfo
 from bundle.environment.packages import Copy, Megatron
 from bundle.errors import EnvironmentUnfit, ExitCode, UsageError
+from bundle.launch import Start
 from bundle.launch import job as job_file
 from bundle.launch.job import Job, load, misfits, of_plan, parse
-from bundle.launch.start import Start
 from bundle.patches.source import module_file
 from bundle.planning import plan_for
 from bundle.recipe import load as load_recipe
@@ -77,8 +77,8 @@ def changed(job: Job, **changes: object) -> str:
 
 @settings(max_examples=30, deadline=None)
 @given(
-    start=st.builds(Start, fresh=st.booleans(), resume=st.booleans(), origin=st.none() | NAMES)
-    | st.builds(Start, origin=NAMES, weights_only=st.booleans()),
+    start=st.builds(Start, fresh=st.booleans(), resume=st.booleans(), origin=st.none() | NAMES.map(Path))
+    | st.builds(Start, origin=NAMES.map(Path), weights_only=st.booleans()),
     directory=NAMES,
     drift=st.lists(NAMES, max_size=3).map(tuple),
     image=st.sampled_from([None, RECORD]),
@@ -115,7 +115,7 @@ def test_what_was_asked_for_is_what_it_says():
     "other",
     [
         {"backend": "cuda"}, {"nodes": 3}, {"per_node": 5}, {"environment": {"X": "1"}}, {"image": RECORD},
-        {"start": Start(fresh=True)}, {"start": Start(origin="x", weights_only=True)},
+        {"start": Start(fresh=True)}, {"start": Start(origin=Path("x"), weights_only=True)},
         {"megatron": "0.17.0"}, {"attention": "flash"},
     ],
 )  # fmt: skip

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bundle.launch import torchrun
+from bundle.launch import process
+from bundle.launch.process import Command
 from bundle.launch.rendezvous import Rendezvous, discover
-from bundle.launch.torchrun import Command
 
 GOLDEN = Path(__file__).parent / "golden"
 ONE = discover({})
@@ -16,9 +16,9 @@ TWO, OTHER = (discover({}, nodes=2, node_rank=node, endpoint="[fe80::1]:29500") 
 HOSTILE = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
 
 
-def launch(rendezvous: Rendezvous, *arguments: str, per_node: int = 2, **changes) -> torchrun.Launch:
+def launch(rendezvous: Rendezvous, *arguments: str, per_node: int = 2, **changes) -> process.Launch:
     logs = Path(f"runs/demo/logs/node-{rendezvous.node_rank}/1")
-    return torchrun.Launch(arguments, rendezvous, per_node, logs, python="python", **changes)
+    return process.Launch(arguments, rendezvous, per_node, logs, python="python", **changes)
 
 
 @pytest.mark.parametrize(
@@ -46,19 +46,19 @@ def launch(rendezvous: Rendezvous, *arguments: str, per_node: int = 2, **changes
     ],
 )
 def test_the_dry_run_is_the_golden_file(name, what, inherited):
-    assert torchrun.dry_run(what, inherited) == (GOLDEN / f"{name}.txt").read_text()
+    assert process.dry_run(what, inherited) == (GOLDEN / f"{name}.txt").read_text()
 
 
 def test_what_the_dry_run_prints_is_what_runs():
     what = launch(TWO, "train", "a b", "'", "$x")
-    printed = shlex.split(torchrun.dry_run([what], {"PET_RDZV_ID": "x"}).splitlines()[1])
-    command = torchrun.command(what, {"PET_RDZV_ID": "x"})
+    printed = shlex.split(process.dry_run([what], {"PET_RDZV_ID": "x"}).splitlines()[1])
+    command = process.command(what, {"PET_RDZV_ID": "x"})
     expected = ["env", "--unset=PET_RDZV_ID", *(f"{k}={v}" for k, v in command.sets), *command.argv]
     assert printed == expected
 
 
 def test_one_node_offers_nothing_to_other_machines():
-    command = torchrun.command(launch(ONE, "train"), {})
+    command = process.command(launch(ONE, "train"), {})
     assert "--rdzv-conf=store_type=file" in command.argv
     assert "--local-addr=127.0.0.1" in command.argv
     assert ("GLOO_SOCKET_IFNAME", "lo") in command.sets
@@ -66,7 +66,7 @@ def test_one_node_offers_nothing_to_other_machines():
 
 @given(st.lists(HOSTILE, max_size=5))
 def test_hostile_arguments_survive_torchrun_and_the_shell(arguments):
-    command = torchrun.command(launch(ONE, *arguments), {})
+    command = process.command(launch(ONE, *arguments), {})
     words = shlex.split(command.shell())
     assert tuple(words[-len(command.argv) :]) == command.argv
     behind = command.argv[command.argv.index("-m", 3) + 2 :]
@@ -76,7 +76,7 @@ def test_hostile_arguments_survive_torchrun_and_the_shell(arguments):
 def test_torchrun_reads_the_command_as_it_was_meant():
     run = pytest.importorskip("torch.distributed.run")
     arguments = ["train", "--nnodes=9", "--", "-m", "x", "${local_rank}", "$$", ""]
-    command = torchrun.command(launch(TWO, *arguments), {})
+    command = process.command(launch(TWO, *arguments), {})
     parsed = run.parse_args(list(command.argv[3:]))
     config, _, words = run.config_from_args(parsed)
     assert (config.min_nodes, config.nproc_per_node, config.rdzv_endpoint) == (2, 2, "[fe80::1]:29500")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bundle.errors import UsageError
-from bundle.launch.start import Start
+from bundle.launch import Start
 from bundle.recipe import Recipe, load
 from bundle.recipe.document import written
 from bundle.runs.directory import Origin, RunDirectory
@@ -243,34 +243,34 @@ def test_a_run_that_an_early_stop_has_ended_goes_on_under_another_or_none(run):
 
 def test_a_run_keeps_what_it_began_with(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run.write_start(recipe(), {}, {}, Origin.of(Start(origin="first")))
+    run.write_start(recipe(), {}, {}, Origin.of(Start(origin=Path("first"))))
     run.metrics.write_text('{"step": 1}\n')
     assert run.began_with() == Origin(tmp_path / "first")
     assert begin(run), "a scheduler may leave it out"
-    assert begin(run, origin="first")
-    assert begin(run, origin=f"{tmp_path}/first", resume=True)
+    assert begin(run, origin=Path("first"))
+    assert begin(run, origin=tmp_path / "first", resume=True)
     with pytest.raises(UsageError, match=rf"began with {tmp_path}/first, not with {tmp_path}/second: leave"):
-        begin(run, origin="second")
+        begin(run, origin=Path("second"))
     with pytest.raises(
         UsageError, match=rf"with {tmp_path}/first, not with the weights of {tmp_path}/first:"
     ):
-        begin(run, origin="first", weights_only=True)
-    assert not begin(run, origin="second", fresh=True)
+        begin(run, origin=Path("first"), weights_only=True)
+    assert not begin(run, origin=Path("second"), fresh=True)
     run.write_start(recipe(), {}, {})
     run.metrics.write_text('{"step": 1}\n')
     assert run.began_with() is None
     with pytest.raises(UsageError, match=rf"began anew, not with {tmp_path}/first"):
-        begin(run, origin="first")
+        begin(run, origin=Path("first"))
 
 
 def test_a_run_keeps_that_it_began_with_weights_alone(run, tmp_path):
-    start = Start(origin=f"{tmp_path}/first", weights_only=True)
+    start = Start(origin=tmp_path / "first", weights_only=True)
     run.write_start(recipe(), {}, {}, Origin.of(start))
     run.metrics.write_text('{"step": 1}\n')
     assert run.began_with() == Origin(tmp_path / "first", weights_only=True)
     assert begin(run) and run.begin(recipe(), start)
     with pytest.raises(UsageError, match=rf"began with the weights of {tmp_path}/first, not with {tmp_path}"):
-        begin(run, origin=f"{tmp_path}/first")
+        begin(run, origin=tmp_path / "first")
 
 
 def test_weights_alone_are_those_of_a_checkpoint():
@@ -282,7 +282,7 @@ def test_a_fresh_start_does_not_remove_what_it_begins_with(run):
     train(run)
     for start_from in (run.root, run.checkpoints, run.checkpoints / "step-00000001"):
         with pytest.raises(UsageError, match="--fresh would remove"):
-            begin(run, fresh=True, origin=str(start_from))
+            begin(run, fresh=True, origin=start_from)
 
 
 def test_a_start_that_was_interrupted_is_no_run(run, monkeypatch):
