@@ -14,8 +14,7 @@ from bundle.environment import BACKENDS, interpreters, packages
 from bundle.environment.packages import Stack
 from bundle.errors import ExitCode
 from bundle.patches import Action, Decision, enabling, hook
-from bundle.patches import features as features_
-from bundle.patches.entry import NOTHING
+from bundle.patches.entry import NOTHING, known_features, spelled_features
 from bundle.patches.hook import Words
 from bundle.patches.plan import Survey, survey
 from bundle.patches.subject import installed, named
@@ -104,8 +103,7 @@ def verify(
 def list_(as_json: options.JSON = False) -> None:
     """Name everything that is patched, relied on, known to fail, or stood in for."""
     from bundle.capabilities.cpu import FACADE
-    from bundle.patches.catalogue import PATCHES, TRAPS
-    from bundle.patches.seams import SEAMS
+    from bundle.patches.catalogue import PATCHES, SEAMS, TRAPS
 
     rows = [("patch", patch.id, patch.range, patch.why, patch.assumes) for patch in PATCHES]
     rows += [("seam", seam.id, seam.range, f"{seam.use}. {seam.why}", "") for seam in SEAMS]
@@ -203,7 +201,9 @@ def enable(
     backend: options.OwnBackend = "auto",
 ) -> None:
     """Have every program of an environment patched when it imports megatron.core."""
-    words = Words(features_.named(features), tuple(vouch or ()), tuple(allow_drift or ()), backend)
+    words = Words(
+        spelled_features(features.split(",")), tuple(vouch or ()), tuple(allow_drift or ()), backend
+    )
     at = interpreters.sites_of(env or sys.executable)
     stack = Stack(interpreters.search_path_of(at.python))
     said = ["there is no megatron-core here yet: programs that bring one are patched"]
@@ -211,7 +211,7 @@ def enable(
         decided, _ = enabling.planned(
             stack, words.features, vouched=words.vouched, allowed=words.allowed, backend=backend
         )
-        used = features_.known(words.features or ())
+        used = known_features(words.features)
         said = [*enabling.lines(decided), *enabling.warnings(decided, used)]
     written = hook.install(at, words)
     print(f"{'written' if written else 'there already'}: {files.printable(at.own / hook.NAME)}")

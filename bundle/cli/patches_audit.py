@@ -10,10 +10,9 @@ from bundle.cli import options
 from bundle.environment import interpreters, packages
 from bundle.environment.packages import Package, Stack
 from bundle.errors import EnvironmentUnfit, ExitCode
-from bundle.patches import features as words
 from bundle.patches.audit import Audit, Defect, Standing
 from bundle.patches.audit import audit as examine
-from bundle.patches.entry import NOTHING, Patch
+from bundle.patches.entry import NOTHING, Patch, known_features, shown_features
 from bundle.patches.subject import Subject, installed, named
 from bundle.patches.table import Table, load
 
@@ -34,7 +33,7 @@ def audit(
     log_level: options.LogLevel = "",
 ) -> None:
     """Name the silent defects of an environment's megatron-core; ends with 4 where one reaches the jobs."""
-    used, table = words.parse(features), load()
+    used, table = known_features(features.split(",")), load()
     stack = Stack(interpreters.search_path_of(env)) if env else packages.detect()
     if not env and not mcore and stack.megatron.core is None and (active := interpreters.active()):
         stack = Stack(interpreters.search_path_of(env := active))
@@ -105,7 +104,7 @@ def _lines(found: Audit, used: frozenset[str] | None) -> list[str]:
         for standing, what in _COUNTED.items()
         if (count := sum(defect.standing is standing for defect in silent)) or standing is Standing.PRESENT
     ]
-    of = f"a job with {words.shown(used)}" if used else "whatever is used"
+    of = f"a job with {shown_features(used)}" if used else "whatever is used"
     lines += [f"silent defects that reach {of}: {', '.join(counts)}", ""]
     for standing in Standing:
         for defect in silent:
@@ -137,8 +136,10 @@ def _framework(package: Package) -> str:
 
 def _said(defect: Defect, used: frozenset[str] | None) -> list[str]:
     entry = defect.entry
-    met = words.shown(entry.when)
-    unless = "" if isinstance(entry, Patch) or not entry.unless else f" without {words.shown(entry.unless)}"
+    met = shown_features(entry.when)
+    unless = (
+        "" if isinstance(entry, Patch) or not entry.unless else f" without {shown_features(entry.unless)}"
+    )
     if used is None:
         condition = f"  if you use {met}{unless}" if met else "  in any job"
     else:

@@ -10,10 +10,9 @@ from bundle.environment import hardware, packages
 from bundle.environment.packages import Stack
 from bundle.errors import EnvironmentUnfit, PatchError
 from bundle.patches import applying, audit, plan
-from bundle.patches import features as words
 from bundle.patches.audit import Defect, Standing
 from bundle.patches.catalogue import PATCHES
-from bundle.patches.entry import Action, Decision
+from bundle.patches.entry import Action, Decision, known_features, shown_features
 from bundle.patches.monkey_patches import MonkeyPatch
 from bundle.patches.plan import PatchPlan, Survey, context, survey
 from bundle.patches.subject import installed
@@ -33,7 +32,7 @@ def enable(
 ) -> PatchPlan:
     """Patches the megatron-core that this process imports, or has imported; the plan is logged, once.
 
-    `features` are words of `features.WORDS` for what the program uses; without them everything counts as
+    `features` are words of `entry.FEATURES` for what the program uses; without them everything counts as
     used, and traps, which no patch mends, are not told. A patch that assumes something of its caller is left
     out unless `vouched` has its id, and so is one whose defect a framework beside it mends, or may mend.
     `allowed` are drifts to go on with; `backend` is one of `hardware.CHOICES`. Neither torch nor megatron is
@@ -54,7 +53,7 @@ def enable(
     if held := applying.out_of_reach(made):
         raise PatchError("Enable the patches before these are imported from megatron:", held)
     applying.apply(made)
-    _tell(found, words.known(features or ()))
+    _tell(found, known_features(features or ()))
     return made
 
 
@@ -68,7 +67,7 @@ def planned(
     strict: bool = False,
 ) -> tuple[Survey, PatchPlan]:
     """What `enable` decides, and applies, in a program that imports from `of`; raises as it does."""
-    used, table = words.known(features or ()), load()
+    used, table = known_features(features or ()), load()
     if of.megatron.core is None:
         archive = of.megatron.archive
         raise EnvironmentUnfit(
@@ -127,7 +126,7 @@ def warnings(found: Survey, used: frozenset[str] | None) -> Iterator[str]:
         if decision.action is Action.TRAP and used is not None:
             yield f"no patch mends {decision.problem}"
         elif decision.action is Action.DRIFT and used is None and decision.id in _NEEDED:
-            met = words.shown(_NEEDED[decision.id])
+            met = shown_features(_NEEDED[decision.id])
             yield f"left out, and needed {f'if you use {met}' if met else 'in any job'}: {decision.problem}"
 
 

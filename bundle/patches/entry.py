@@ -1,18 +1,103 @@
-"""The patch list: patches, and the seams, traps and facades beside them; and what is decided about each."""
+"""The patch list: patches, and the seams and traps beside them; and what is decided about each.
 
-from collections.abc import Callable
+And the words for what a job uses that they ask for; a recipe says them in `Recipe.features`.
+"""
+
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from typing import NamedTuple
 
 from bundle.environment import BACKENDS
-from bundle.patches.definitions import Evidence
+from bundle.errors import UsageError, did_you_mean, nearest
+from bundle.patches.definitions import Definition, Evidence
 
 NOTHING = "nothing"  # Patch.assumes of a patch that is right whatever its caller does
 # Features that no recipe has: what the engine does itself, and megatron in the jobs of others.
 MEGATRONS_BALANCING, MEGATRONS_MTP_LOSS = "megatron-balancing", "megatron-mtp-loss"
 MEGATRONS_TIED_HEAD = "megatron-tied-head"
 LEFT_TO_MEGATRON = frozenset({MEGATRONS_BALANCING, MEGATRONS_MTP_LOSS, MEGATRONS_TIED_HEAD})
+
+# What a job on accelerators does that nobody would think of naming; losses are megatron's in jobs of others.
+ALWAYS = frozenset({"attention-flash", "bf16", "distributed-checkpoint"}) | LEFT_TO_MEGATRON
+
+# word -> what it says of a job
+FEATURES: dict[str, str] = {
+    "attention-flash": "core attention by a flash kernel",
+    "attention-sinks": "learned attention sinks (softmax_type: learnable), as in gpt-oss",
+    "batched-exchange": "pipeline stages exchange in batches (batch_p2p_comm)",
+    "bf16": "computes in bfloat16",
+    "cp": "context parallelism above 1",
+    "cross-attention": "cross attention, as in T5",
+    "distributed-checkpoint": "megatron's distributed checkpoints",
+    "dp-reshardable": "optimizer checkpoints by buckets (dp_reshardable)",
+    "ep": "expert parallelism above 1",
+    "etp-unlike-tp": "experts cut into more or fewer parts than other weights",
+    "expert-bias": "routers with an expert bias (moe_router_enable_expert_bias)",
+    "explicit-groups": "process groups given to modules (pg_collection), other than those of the layout",
+    "fp8": "FP8 training",
+    "gated-delta-net": "gated delta net layers (Qwen3-Next, Qwen3.5)",
+    "gathered-logits": "the model gathers its logits (parallel_output=False)",
+    "global-aux-loss": "the balancing loss global_aux_loss",
+    "gqa": "fewer groups of keys than heads",
+    "label-smoothing": "label smoothing",
+    "llava": "megatron's LLaVAModel",
+    "megatron-balancing": "megatron's own balancing losses",
+    "megatron-fsdp": "Megatron-FSDP",
+    "megatron-mtp-loss": "megatron's own loss of multi-token prediction",
+    "megatron-tied-head": "megatron's own weight for a tied head behind the first stage",
+    "mla": "multi-latent attention",
+    "moe": "mixture of experts",
+    "mrope": "multimodal rotary positions (mrope)",
+    "mtp": "multi-token prediction",
+    "multimodal": "embeddings of others than tokens among those of the text",
+    "mxfp8-param-gather": "weights gathered in MXFP8",
+    "optimizer-cpu-offload": "the optimizer on the host (optimizer_cpu_offload)",
+    "optimizer-default-sharding": "optimizer checkpoints whose form is not asked for",
+    "output-gate": "attention with an output gate (Qwen3-Next, Qwen3.5)",
+    "overlap-grad-reduce": "gradients reduced during the backward pass",
+    "overlap-param-gather": "weights gathered during the forward pass",
+    "packed": "several sequences in one row (thd, cu_seqlens)",
+    "padding": "rows of padding in micro-batches",
+    "padding-mask": "a padding mask given to the model",
+    "per-token-loss": "a loss per token (calculate_per_token_loss)",
+    "pp": "pipeline parallelism above 1",
+    "recompute-full": "full recomputation of activations",
+    "resume-other-layout": "resumed with another layout",
+    "router-replay": "routers that replay recorded experts",
+    "seq-aux-loss": "the balancing loss seq_aux_loss",
+    "sp": "sequence parallelism",
+    "tied-embeddings": "embedding and output layer share their weight",
+    "tp": "tensor parallelism above 1",
+    "unequal-head-dims": "values of another width than queries",
+    "vpp": "an interleaved pipeline",
+}
+
+
+def known_features(said: Iterable[str]) -> frozenset[str] | None:
+    """The words, with what is always so; None where there are none: everything.
+
+    Raises UsageError for words that no patch and no trap asks for.
+    """
+    words = spelled_features(said)
+    return frozenset(words) | ALWAYS if words else None
+
+
+def spelled_features(said: Iterable[str]) -> tuple[str, ...]:
+    """The words as they are spelled here. Raises UsageError as `known_features`."""
+    words = tuple(word.strip().lower() for word in said if word.strip())
+    unknown = [
+        f"{word[:100]}{did_you_mean(nearest(word, FEATURES))}" for word in words if word not in FEATURES
+    ]
+    if unknown:
+        raise UsageError(f"features: no such words; there are {', '.join(sorted(FEATURES))}:", unknown)
+    return words
+
+
+def shown_features(words: Iterable[str]) -> str:
+    """Words in a sentence, those that are always so left out: "cp and mtp"."""
+    return " and ".join(sorted(set(words) - ALWAYS))
 
 
 class Presence(StrEnum):
@@ -49,22 +134,34 @@ def asks(*evidence: str) -> Callable[[Callable[[Evidence], Presence]], Defect]:
     return lambda answer: Defect(evidence, answer)
 
 
-def reads(*needed: str, also: tuple[str, ...] = ()) -> Callable[[Callable[..., Presence]], Defect]:
+def reads(
+    *needed: str | tuple[str, ...], also: tuple[str | tuple[str, ...], ...] = (), where: str | None = None
+) -> Callable[[Callable[..., Presence]], Defect]:
     """Makes a Defect of a function of definitions: of those that it needs, and of others or None.
 
-    Where one that it needs is not there, nobody knows.
+    Of a tuple it is the first that is there, since code moves. Where one that it needs is not there, nobody
+    knows. Without the module of `where` there is no such defect.
     """
 
     def defect(function: Callable[..., Presence]) -> Defect:
         def answer(source: Evidence) -> Presence:
-            found = [source[target] for target in needed]
+            if where is not None and not source.has_module(where):
+                return Presence.ABSENT
+            found = [_first(of, source) for of in needed]
             if None in found:
                 return Presence.UNKNOWN
-            return function(*found, *(source[target] for target in also))
+            return function(*found, *(_first(of, source) for of in also))
 
-        return Defect((*needed, *also), answer)
+        names = ((of,) if isinstance(of, str) else of for of in (*needed, *also))
+        return Defect(tuple(chain.from_iterable(names)), answer)
 
     return defect
+
+
+def _first(of: str | tuple[str, ...], source: Evidence) -> Definition | None:
+    if isinstance(of, str):
+        return source[of]
+    return next(iter(source.there(*of)), None)
 
 
 class Replacement(NamedTuple):
@@ -111,7 +208,6 @@ class Patch:
     when: frozenset[str] = frozenset()  # features of the recipe, all of them
     backends: tuple[str, ...] = BACKENDS
     requires: tuple[tuple[str, str], ...] = ()  # other packages and their ranges: ("torch", ">=2.8")
-    fixed_in: str | None = None  # the first release without the defect
     opt_in: bool = False  # an improvement: applied only when it is asked for by id
 
     @property

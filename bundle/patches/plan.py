@@ -12,11 +12,10 @@ from bundle.digest import of_json
 from bundle.environment.packages import Copy, Packages
 from bundle.errors import PatchError, UsageError, did_you_mean, nearest
 from bundle.patches import deciding, source
-from bundle.patches.catalogue import PATCHES, TRAPS
+from bundle.patches.catalogue import PATCHES, SEAMS, TRAPS
 from bundle.patches.deciding import PatchContext
 from bundle.patches.definitions import Definitions
 from bundle.patches.entry import Action, Decision, Replacement
-from bundle.patches.seams import SEAMS
 from bundle.patches.source import SourceTree
 from bundle.patches.subject import Subject
 from bundle.patches.table import Table

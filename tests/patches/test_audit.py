@@ -6,8 +6,7 @@ from pathlib import Path
 from bundle.environment.packages import Stack
 from bundle.environment.search import search_path
 from bundle.patches.audit import ENTRIES, Audit, audit
-from bundle.patches.entry import Patch
-from bundle.patches.features import parse
+from bundle.patches.entry import Patch, known_features
 from bundle.patches.subject import named
 from bundle.patches.table import Table, load
 
@@ -16,7 +15,7 @@ ALONE = Stack(search_path([], "", Path("/")))  # no framework
 
 def audited(version: str, features: str = "", table: Table | None = None) -> Audit:
     table = table or load()
-    return audit(named(version, table), table, ALONE, parse(features))
+    return audit(named(version, table), table, ALONE, known_features(features.split(",")))
 
 
 def ids(found: Audit) -> set[str]:

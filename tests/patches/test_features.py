@@ -6,7 +6,7 @@ import pytest
 
 from bundle.errors import UsageError
 from bundle.patches.catalogue import PATCHES, TRAPS
-from bundle.patches.features import ALWAYS, WORDS, parse, shown
+from bundle.patches.entry import ALWAYS, FEATURES, known_features, shown_features
 
 
 def test_the_words_are_those_that_the_list_asks_for():
@@ -14,22 +14,24 @@ def test_the_words_are_those_that_the_list_asks_for():
         word for trap in TRAPS for word in trap.when
     }
     asked |= {word for trap in TRAPS for word in trap.unless}
-    assert set(WORDS) == asked
-    assert set(WORDS) >= ALWAYS and list(WORDS) == sorted(WORDS)
+    assert set(FEATURES) == asked
+    assert set(FEATURES) >= ALWAYS and list(FEATURES) == sorted(FEATURES)
 
 
 def test_the_page_explains_every_word():
     page = (Path(__file__).parents[2] / "docs/audit.md").read_text("utf-8")
-    assert [f"| `{word}` | {meaning} |" in page for word, meaning in WORDS.items()] == [True] * len(WORDS)
+    assert [f"| `{word}` | {meaning} |" in page for word, meaning in FEATURES.items()] == [True] * len(
+        FEATURES
+    )
     assert ", ".join(f"`{word}`" for word in sorted(ALWAYS)) in page
 
 
 def test_a_list_of_words():
-    assert parse("") is None and parse(" , ") is None
-    assert parse("mtp, CP") == frozenset({"mtp", "cp"}) | ALWAYS
-    assert shown({"mtp", "cp", "bf16"}) == "cp and mtp"
+    assert known_features(()) is None and known_features((" ", "")) is None
+    assert known_features(("mtp", " CP")) == frozenset({"mtp", "cp"}) | ALWAYS
+    assert shown_features({"mtp", "cp", "bf16"}) == "cp and mtp"
 
 
 def test_every_word_that_is_none_is_said():
     with pytest.raises(UsageError, match=r"(?s)packd; did you mean packed\?.*- x" + "y" * 99 + "$"):
-        parse("packd,mtp," + "x" + "y" * 200)
+        known_features(("packd", "mtp", "x" + "y" * 200))

@@ -10,7 +10,7 @@ from bundle.patches.catalogue import PATCHES, TRAPS
 from bundle.patches.entry import Presence
 from bundle.patches.subject import named
 from bundle.patches.table import load, merged, parse, write
-from tools.patches import review
+from tools.patches import page, review
 
 RELEASES = [
     *("0.12.0", "0.12.1", "0.12.2", "0.12.3", "0.13.0", "0.13.1", "0.14.0"),
@@ -113,9 +113,11 @@ def test_the_numbers_say_the_same_of_released_versions(entry):
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.id)
 def test_a_defect_ends_where_it_is_said_to_be_fixed(patch):
-    if patch.fixed_in is not None:
-        assert not has(patch.id, patch.fixed_in)
-        assert has(patch.id, max((r for r in RELEASES if Version(r) < Version(patch.fixed_in)), key=Version))
+    if (fixed := page.fixed_in(patch)) is not None:
+        assert not has(patch.id, fixed)
+        assert has(patch.id, max((r for r in RELEASES if Version(r) < Version(fixed)), key=Version))
+    else:
+        assert has(patch.id, RELEASES[-1])
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.id)
@@ -169,7 +171,8 @@ def test_a_locked_tree_joins_the_list_and_replaces_itself(tmp_path: Path):
 def test_no_patch_outlives_its_defect():
     oldest = Version(load().references[0])
     for patch in PATCHES:
-        assert patch.fixed_in is None or Version(patch.fixed_in) > oldest, f"{patch.id} can be deleted"
+        fixed = page.fixed_in(patch)
+        assert fixed is None or Version(fixed) > oldest, f"{patch.id} can be deleted"
 
 
 def test_ids_are_unique_and_every_patch_says_why():

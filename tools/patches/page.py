@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
 from bundle.environment import BACKENDS
-from bundle.patches.catalogue import PATCHES, TRAPS
+from bundle.patches.catalogue import PATCHES, SEAMS, TRAPS
 from bundle.patches.deciding import MINDSPEED_BRANCHES, MINDSPEEDS
 from bundle.patches.entry import Patch, Presence, Replacement, Trap
-from bundle.patches.seams import SEAMS
 from bundle.patches.table import load
 from tools.markdown import table
 
@@ -134,7 +136,7 @@ def _cell(entry: Patch | Trap, references: Sequence[str]) -> str:
 def _section(patch: Patch) -> str:
     facts = [
         ("releases", f"`{patch.range}`" if patch.range else "all"),
-        ("fixed in", patch.fixed_in or "not yet"),
+        ("fixed in", fixed_in(patch) or "not yet"),
         ("silent", "yes: nothing tells of it" if patch.silent else "no: an error, a hang, or lost time"),
         ("features", ", ".join(sorted(patch.when)) or "any job"),
         ("assumes", patch.assumes),
@@ -150,6 +152,12 @@ def _section(patch: Patch) -> str:
         facts.insert(1, ("only with", ", ".join(f"{name} {range_}" for name, range_ in patch.requires)))
     lines = [f"- {name}: {value}" for name, value in facts]
     return "\n".join([f"### {patch.id}\n", patch.why, "", *lines, ""])
+
+
+def fixed_in(patch: Patch) -> str | None:
+    """The first release without the defect, where its range ends; None where it is still there."""
+    ends = [Version(said.version) for said in SpecifierSet(patch.range) if said.operator == "<"]
+    return f"{ends[0].major}.{ends[0].minor}.{ends[0].micro}" if ends else None
 
 
 def _replacement(replacement: Replacement) -> str:

@@ -15,10 +15,9 @@ from bundle.environment.packages import Copy
 from bundle.environment.search import distribution, distributions
 from bundle.errors import UsageError
 from bundle.patches import source, table
-from bundle.patches.catalogue import PATCHES, TRAPS
+from bundle.patches.catalogue import PATCHES, SEAMS, TRAPS
 from bundle.patches.definitions import Definitions, Evidence
 from bundle.patches.entry import Patch, Trap
-from bundle.patches.seams import SEAMS
 from bundle.patches.source import SourceTree
 from bundle.patches.table import Listing, Table, merged
 from tools import command

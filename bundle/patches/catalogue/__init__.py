@@ -1,4 +1,7 @@
-"""The patches and the traps, one module for each area of megatron-core: tuples named PATCHES and TRAPS."""
+"""The patches, the traps and the seams: a module for each area of megatron-core, with PATCHES and TRAPS.
+
+Seams are the private names of megatron-core that the bundle relies on without replacing them.
+"""
 
 from bundle.patches.catalogue import (
     attention,
@@ -7,31 +10,21 @@ from bundle.patches.catalogue import (
     gradients,
     mla,
     mtp,
-    multimodal,
-    optimizer,
-    packed,
-    padding,
     recompute,
     router,
-    vocabulary,
 )
-from bundle.patches.entry import Patch, Trap
+from bundle.patches.entry import Patch, Seam, Trap
 
 # In this order wrappers are put on a target that several patches share: the first is the innermost.
 PATCHES: tuple[Patch, ...] = (
     *mla.PATCHES,
-    *packed.PATCHES,
     *mtp.PATCHES,
     *recompute.PATCHES,
     *router.PATCHES,
     *balancing.PATCHES,
     *gradients.PATCHES,
     *checkpoints.PATCHES,
-    *optimizer.PATCHES,
-    *padding.PATCHES,
-    *vocabulary.PATCHES,
     *attention.PATCHES,
-    *multimodal.PATCHES,
 )
 # Known traps: defects with no narrow fix, whose recipes are refused.
 TRAPS: tuple[Trap, ...] = (
@@ -41,8 +34,102 @@ TRAPS: tuple[Trap, ...] = (
     *balancing.TRAPS,
     *gradients.TRAPS,
     *checkpoints.TRAPS,
-    *optimizer.TRAPS,
-    *padding.TRAPS,
     *attention.TRAPS,
-    *multimodal.TRAPS,
+)
+
+_GPT = "megatron.core.models.gpt.gpt_model:GPTModel"
+_MTP = "megatron.core.transformer.multi_token_prediction"
+_ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
+_ROPE = "megatron.core.models.common.embeddings.rope_utils"
+_TRACKER = f"{_MTP}:MTPLossLoggingHelper"
+
+SEAMS = (
+    Seam(
+        id="main-loss",
+        targets=(
+            "megatron.core.models.common.language_module.language_module"
+            ":LanguageModule.compute_language_model_loss",
+        ),
+        use="intercepted on the model by the engine",
+        why="The main loss and that of every MTP depth come through it, told apart by the labels' identity.",
+        by_signature=True,
+    ),
+    Seam(
+        id="forward-labels",
+        targets=(f"{_GPT}.forward",),
+        use="hooked by the engine, which reads the labels",
+        why="The labels that arrive here are the very object that reaches the main loss.",
+        by_signature=True,
+    ),
+    Seam(
+        id="mtp-block",
+        targets=(f"{_MTP}:MultiTokenPredictionBlock.forward",),
+        use="wrapped on the model by mcore where MTP is detached from the rest",
+        why="It takes hidden states and an embedding by keyword, in every release.",
+        by_signature=True,
+        when=frozenset({"mtp", "mtp-detached"}),
+    ),
+    Seam(
+        id="mtp-head",
+        targets=("megatron.core.tensor_parallel.layers:ColumnParallelLinear.forward",),
+        use="hooked on the model's output layer by mcore where MTP is detached from the embeddings",
+        why="It takes a weight by keyword, also where it has its own.",
+        by_signature=True,
+        when=frozenset({"mtp", "mtp-detached"}),
+    ),
+    Seam(
+        id="rotary-rows",
+        targets=(
+            f"{_ROPE}:_apply_rotary_pos_emb_bshd",
+            f"{_ROPE}:_get_thd_freqs_on_this_cp_rank",
+        ),
+        use="called, and asked for its parameters, by the patch packed-rotary-host-reads",
+        why="The first turns rows by an angle each; the second says whether a table may be a pack's.",
+        when=frozenset({"packed"}),
+        by_signature=True,
+    ),
+    Seam(
+        id="mtp-switch",
+        targets=(f"{_GPT}.__init__",),
+        use="its attribute mtp_process is set by mcore for a forward pass without MTP",
+        why="With config.mtp_num_layers it decides whether MTP layers run.",
+        when=frozenset({"mtp"}),
+    ),
+    Seam(
+        id="mtp-tracker",
+        targets=(
+            f"{_TRACKER}.save_loss_to_tracker",
+            f"{_TRACKER}.reduce_loss_in_tracker",
+            f"{_TRACKER}.save_metrics_to_tracker",
+            f"{_TRACKER}.reduce_metrics_in_tracker",
+        ),
+        use="read by training",
+        why="Megatron's own MTP loss; its collective must be entered by every rank. Renamed in 0.19.",
+        when=frozenset({"mtp"}),
+    ),
+    Seam(
+        id="position-embedding-ranks",
+        targets=("megatron.core.parallel_state:_POSITION_EMBEDDING_GLOBAL_RANKS",),
+        use="reset by mcore when it forgets a layout",
+        why="0.12 does not forget it, and a rank then looks for a group that the next layout does not have.",
+    ),
+    Seam(
+        id="expert-balancing",
+        targets=(f"{_ROUTER}.routing", f"{_ROUTER}.__init__"),
+        use="wrapped on the routers by mcore, with what they count in local_tokens_per_expert",
+        why="All logits of a micro-batch go in, and the experts that are counted for the bias come out.",
+        when=frozenset({"moe"}),
+    ),
+    Seam(
+        id="native-replay",
+        targets=(
+            "megatron.core.transformer.moe.router_replay:RouterReplay.set_target_indices",
+            "megatron.core.transformer.moe.router_replay:RouterReplay.set_router_replay_action",
+        ),
+        use="called by verification, which shows what they get wrong",
+        why="Megatron's own router replay; the engine replays through the choice that is behind them.",
+        by_signature=True,
+        range=">=0.16",
+        when=frozenset({"moe", "router-replay"}),
+    ),
 )

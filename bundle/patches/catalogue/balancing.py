@@ -1,7 +1,8 @@
-"""Megatron's own losses that balance experts, and the counts of the bias that steers them."""
+"""Megatron's losses that balance experts, the counts of the bias that steers them, and rows of padding."""
 
 import ast
 
+from bundle.patches.catalogue import mtp
 from bundle.patches.definitions import Definition, Evidence
 from bundle.patches.entry import (
     MEGATRONS_BALANCING,
@@ -27,6 +28,14 @@ _ROUTING = f"{_ROUTER}.routing"
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _STEP = f"{_SCHEDULES}:forward_step"  # sets the scale to 0.13
 _LOSS = f"{_SCHEDULES}:forward_step_calc_loss"  # from 0.14
+_BIAS = f"{_ROUTER}._apply_expert_bias"
+_GLOBAL = f"{_ROUTER}._apply_global_aux_loss"
+_BALANCE = "megatron.core.transformer.moe.router:switch_load_balancing_loss_func"
+_UTILS = "megatron.core.transformer.moe.moe_utils"
+_COUNT = f"{_UTILS}:get_tokens_per_expert_and_token_count"
+_REDUCE = f"{_UTILS}:reduce_from_tensor_model_parallel_region"
+_IN_PLACE = "megatron.core.tensor_parallel.mappings:_reduce"
+_PREPARED = "megatron.core.models.gpt.gpt_model:GPTModel._preprocess"
 
 
 def _over_ranks(wrapper: str) -> tuple[Replacement, ...]:
@@ -34,30 +43,23 @@ def _over_ranks(wrapper: str) -> tuple[Replacement, ...]:
     return called(_STEP, f"moe:{wrapper}"), called(_LOSS, f"moe:{wrapper}", optional=True)
 
 
-@asks(_ATTACH, _APPLY, _Z_LOSS, _LOSS, _STEP)
-def _own_tokens(source: Evidence) -> Presence:
+@reads((_ATTACH, _APPLY), _Z_LOSS, also=((_LOSS, _STEP),))
+def _own_tokens(attach: Definition, z_loss: Definition, setting: Definition | None) -> Presence:
     """Whether the weight is the number of tokens on this rank, and not of all that share a micro-batch."""
-    attach, z_loss = source[_ATTACH] or source[_APPLY], source[_Z_LOSS]
-    if attach is None or z_loss is None:
-        return Presence.UNKNOWN
     all_ranks = "_ * num_local_tokens * self.tp_cp_group.size()"
     if attach.has(all_ranks) and z_loss.has(all_ranks):
         return Presence.ABSENT
     counted = ("aux_loss * activation.shape[0]", "aux_loss * num_tokens")
     of_logits = ("z_loss * logits.shape[0]", "z_loss * num_tokens")
     own = any(map(attach.has, counted)) and any(map(z_loss.has, of_logits))
-    setting = source[_LOSS] or source[_STEP]
     # The wrapper multiplies the scale, which is to be set anew each time.
     anew = setting is not None and setting.has("MoEAuxLossAutoScaler.set_loss_scale(loss_scale)")
     return Presence.told(own and anew)
 
 
-@asks(_LOSS, _STEP)
-def _mean_without_context(source: Evidence) -> Presence:
+@reads((_LOSS, _STEP))
+def _mean_without_context(setting: Definition) -> Presence:
     """Whether the scale of a mean is divided by micro-batches and knows no context-parallel ranks."""
-    setting = source[_LOSS] or source[_STEP]
-    if setting is None:
-        return Presence.UNKNOWN
     scaled = ("loss_scale", "loss_scale * cp_group_size", "loss_scale * cp_size_for_scaling")
     plain, *minding = (
         setting.has(f"MoEAuxLossAutoScaler.set_loss_scale({by} / num_microbatches)") for by in scaled
@@ -95,12 +97,9 @@ def _counts_in_bf16(maintain: Definition, init: Definition) -> Presence:
     return Presence.told(buffer and "expert_bias" in maintain.names)
 
 
-@asks(_ATTACH, _APPLY)
-def _weighed_by_all_tokens(source: Evidence) -> Presence:
+@reads((_ATTACH, _APPLY))
+def _weighed_by_all_tokens(attach: Definition) -> Presence:
     """Whether the weight of a loss per token is tokens that the router sees, learned or not."""
-    attach = source[_ATTACH] or source[_APPLY]
-    if attach is None:
-        return Presence.UNKNOWN
     if "calculate_per_token_loss" not in attach.names:  # it is not weighed at all
         return Presence.told(absent=attach.has("MoEAuxLossAutoScaler.apply(activation, aux_loss)"))
     attached = [call.args[1] for call in attach.calls("apply") if len(call.args) == 2]
@@ -109,12 +108,9 @@ def _weighed_by_all_tokens(source: Evidence) -> Presence:
     return Presence.told(bool(weights) and all(ast.unparse(weight) in seen for weight in weights))
 
 
-@asks(_ROUTING, _SEQUENCES, _SEQUENCES_THEN)
-def _rows_are_sequences(source: Evidence) -> Presence:
+@reads(_ROUTING, (_SEQUENCES, _SEQUENCES_THEN))
+def _rows_are_sequences(routing: Definition, loss: Definition) -> Presence:
     """Whether a sequence is a row of the logits, and nobody looks for boundaries inside it."""
-    routing, loss = source[_ROUTING], source[_SEQUENCES] or source[_SEQUENCES_THEN]
-    if routing is None or loss is None:
-        return Presence.UNKNOWN
     bounded = any("cu_seqlens" in name for name in routing.names | loss.names)
     return Presence.told(routing.has("seq_length, bsz = logits.shape[:2]") and not bounded)
 
@@ -128,6 +124,71 @@ def _every_row_is_counted(routing: Definition) -> Presence:
 
 _LOSSES = frozenset({"moe", MEGATRONS_BALANCING})
 
+
+@reads(_ROUTING, also=(_BIAS,))
+def _mask_of_another_shape(routing: Definition, bias: Definition | None) -> Presence:
+    """Whether the map [tokens, experts] is combined with the mask [tokens] as it is."""
+    if "padding_mask" not in routing.parameters:
+        return Presence.ABSENT  # nobody can tell a router of padding
+    if bias is None:
+        return Presence.UNKNOWN
+    both = (node for node in bias.each(ast.BinOp) if isinstance(node.op, ast.BitAnd | ast.Mult))
+    combined = {ast.unparse(node.right) for node in both}
+    if combined == {"~padding_mask"}:
+        given = routing.has("self._apply_expert_bias(routing_map, padding_mask=padding_mask)")
+        return Presence.told(given and not bias.assigned("padding_mask"))
+    return Presence.told(absent=any("unsqueeze" in right for right in combined))
+
+
+@asks(_COUNT, _IN_PLACE, _ROUTING)
+def _own_count_is_overwritten(source: Evidence) -> Presence:
+    """Whether a count is summed over the ranks in place, and the rank's own is read from it afterwards."""
+    count, reduce = source[_COUNT], source[_IN_PLACE]
+    if count is None:
+        routing = source[_ROUTING]
+        return Presence.told(absent=routing and "padding_mask" not in routing.parameters)
+    summed = [call.args[0] for call in count.calls("reduce_from_tensor_model_parallel_region") if call.args]
+    if len(summed) != 1 or reduce is None or not reduce.calls("all_reduce"):
+        return Presence.UNKNOWN
+    if not isinstance(summed[0], ast.Name):
+        return Presence.told(absent=ast.unparse(summed[0]).endswith(".clone()"))
+    name = summed[0].id
+    # Its sum is taken under an `if`, behind the call that has changed it.
+    after = (node for branch in count.each(ast.If) for node in ast.walk(branch))
+    again = any(isinstance(node, ast.Attribute) and ast.unparse(node) == f"{name}.sum" for node in after)
+    read = [n for n in count.each(ast.Name) if n.id == name and isinstance(n.ctx, ast.Load)]
+    return Presence.told(again, absent=len(read) == 1)
+
+
+@asks(_GLOBAL, _ROUTING)
+def _divided_by_other_tokens(source: Evidence) -> Presence:
+    """Whether the experts' counts, and no count of tokens, are added up over micro-batches."""
+    loss = source[_GLOBAL]
+    if loss is None:
+        return Presence.told(absent=source[_ROUTING])
+    summed = {ast.unparse(node.target) for node in loss.each(ast.AugAssign)}
+    known = summed == {"self.global_tokens_per_expert", "self.ga_steps"}
+    return Presence.told(known and loss.calls("switch_load_balancing_loss_func"))
+
+
+@asks(_PREPARED, mtp.FORWARD)
+def _mask_of_the_first_stage(source: Evidence) -> Presence:
+    """Whether a mask of padding is shared out by the stage that has the embedding, and by no other."""
+    prepared = source[_PREPARED]
+    if prepared is None or "padding_mask" not in prepared.parameters:
+        older = source[mtp.FORWARD]
+        return Presence.told(absent=older and "padding_mask" not in older.names)
+    sharing = [
+        node
+        for node in prepared.each(ast.Assign)
+        if ast.unparse(node.targets[0]) == "padding_mask"
+        and "scatter_to_sequence_parallel_region" in ast.unparse(node.value)
+    ]
+    first = [n for n in prepared.each(ast.If) if ast.unparse(n.test) == "self.pre_process"]
+    inside = {id(node) for branch in first for statement in branch.body for node in ast.walk(statement)}
+    return Presence.told(sharing and all(id(node) in inside for node in sharing))
+
+
 PATCHES = (
     Patch(
         id="balancing-per-token-ranks",
@@ -139,7 +200,6 @@ PATCHES = (
         silent=True,
         upstream="NVIDIA/Megatron-LM#1652, #3672; fixed by #5047 in 0.19",
         range="<0.19",
-        fixed_in="0.19.0",
         when=_LOSSES,
         assumes=(
             "calculate_per_token_loss, with a loss function that returns three values: a sum, this rank's "
@@ -158,7 +218,6 @@ PATCHES = (
         silent=True,
         upstream="fixed by NVIDIA/Megatron-LM#2217 in 0.16",
         range="<0.16",
-        fixed_in="0.16.0",
         when=_LOSSES | {"cp"},
         assumes="a mean loss: calculate_per_token_loss is off",
         defect=_mean_without_context,
@@ -173,7 +232,6 @@ PATCHES = (
         silent=True,
         upstream="fixed by NVIDIA/Megatron-LM#5798 in 0.19",
         range=">=0.16,<0.19",
-        fixed_in="0.19.0",
         when=_LOSSES,
         assumes=NOTHING,
         defect=_one_row,
@@ -191,6 +249,54 @@ PATCHES = (
         when=frozenset({"expert-bias", "bf16"}),
         assumes=NOTHING,
         defect=_counts_in_bf16,
+    ),
+    Patch(
+        id="padding-mask-expert-bias",
+        replacements=(called(_BIAS, "moe:one_mask_for_all_experts"),),
+        why=(
+            "A padding mask ends in a RuntimeError where routers have an expert bias, and leaves out experts "
+            "instead of tokens if there are as many of one as of the other: [t, e] meets a mask [t]."
+        ),
+        silent=False,
+        upstream="NVIDIA/Megatron-LM#6111, fixed by #6114 on main",
+        range=">=0.16",
+        when=frozenset({"moe", "expert-bias", "padding-mask"}),
+        assumes=NOTHING,
+        defect=_mask_of_another_shape,
+    ),
+    Patch(
+        id="padding-mask-own-count",
+        replacements=(called(_REDUCE, "moe:sum_of_a_copy"),),
+        why=(
+            "With a padding mask the balancing gradient under a loss per token is tp x cp times what it is "
+            "without: the sum over those ranks is taken in place, and read as the rank's own count of tokens."
+        ),
+        silent=True,
+        upstream="NVIDIA/Megatron-LM#7452 (finding 10), #7481 (open)",
+        range=">=0.16",
+        when=frozenset({"moe", "padding-mask"}),
+        assumes=(
+            "below 0.19 the loss of a rank is brought to the scale of the tokens of all tp x cp ranks by "
+            "someone: there this defect makes up for that one in sequence-parallel jobs"
+        ),
+        defect=_own_count_is_overwritten,
+    ),
+    Patch(
+        id="global-aux-loss-tokens",
+        replacements=(
+            called(_GLOBAL, "moe:over_the_window"),
+            Replacement(_BALANCE, "moe:counts_like_these_tokens"),
+        ),
+        why=(
+            "The global balancing loss depends on how tokens are shared out among micro-batches, so on "
+            "padding: the experts' counts of all micro-batches so far are divided by the tokens of the last."
+        ),
+        silent=True,
+        upstream="NVIDIA/Megatron-LM#7213, #7214 (open)",
+        range=">=0.15",
+        when=frozenset({"moe", "global-aux-loss"}),
+        assumes=NOTHING,
+        defect=_divided_by_other_tokens,
     ),
 )
 TRAPS = (
@@ -232,5 +338,19 @@ TRAPS = (
         cause="TopKRouter.routing takes no padding mask; #1984, one since #2142 in 0.16.0",
         silent=True,
         instead="Leave padding out of micro-batches, or use megatron-core 0.16 or later, with the mask.",
+    ),
+    Trap(
+        id="padding-mask-stages",
+        range=">=0.16",
+        defect=_mask_of_the_first_stage,
+        when=frozenset({"moe", "padding-mask", "sp", "pp"}),
+        why="From the second stage on routers get the mask of the whole sequence, not of their share.",
+        cause=(
+            "GPTModel._preprocess shares the mask out where the embedding is, over the layout's ranks; #7452 "
+            "(finding 5), #5563, #5088"
+        ),
+        silent=True,
+        instead="Share the mask out before the model is called, or set parallel.pp to 1.",
+        unshown="read only: no engine of ours gives a model this mask",
     ),
 )

@@ -122,15 +122,11 @@ def _steps_of_another_time(source: Evidence) -> Presence:
     return Presence.of(not load.says("step") and not set_states.says("step"))
 
 
-@asks(_FSDP)
-def _names_of_a_stage(source: Evidence) -> Presence:
+@reads(_FSDP, where=_FSDP)
+def _names_of_a_stage(init: Definition) -> Presence:
     """Whether layers are saved under the numbers that they have in their stage."""
-    if not source.has_module(_FSDP):
-        return Presence.ABSENT
     saving = "self.module.state_dict_for_save_checkpoint"
-    return Presence.told(
-        any(init.assigned(saving) == {"self.module.state_dict"} for init in source.there(_FSDP))
-    )
+    return Presence.told(init.assigned(saving) == {"self.module.state_dict"})
 
 
 @reads(_TIES, _MODEL)
@@ -152,7 +148,6 @@ PATCHES = (
         silent=False,
         upstream="verl-project/verl#6322",
         range="<0.13",
-        fixed_in="0.13.0",
         requires=(("torch", ">=2.8"),),
         when=frozenset({"distributed-checkpoint"}),
         assumes=NOTHING,
@@ -167,7 +162,6 @@ PATCHES = (
         silent=False,
         upstream="fixed upstream in 0.16; numpy 2.0's release notes list the name as removed",
         range="<0.16",
-        fixed_in="0.16.0",
         requires=(("numpy", ">=2"),),
         when=frozenset({"distributed-checkpoint"}),
         assumes=NOTHING,
@@ -183,7 +177,6 @@ PATCHES = (
             "so that with torch below 2.6 no release is mended"
         ),
         range="<0.17.1,!=0.14.*,!=0.15.*,!=0.16.*",
-        fixed_in="0.17.1",
         when=frozenset({"distributed-checkpoint"}),
         assumes=(
             "common state holds nothing but data and Megatron's own classes; others are to be put "

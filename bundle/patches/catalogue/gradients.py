@@ -1,4 +1,4 @@
-"""Gradients over ranks: what they are divided by, where they lie, whose are in the norm; what stages send."""
+"""Gradients over ranks, the loss over a shared vocabulary in front of them, and the optimizer behind."""
 
 import ast
 
@@ -24,6 +24,21 @@ _EXPERT_ATTRIBUTES = f"{_TE}:_set_expert_parameter_attributes"
 _COLUMN = "megatron.core.tensor_parallel.layers:ColumnParallelLinear.__init__"
 _READY = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.register_grad_ready"
 _BATCHED = "megatron.core.pipeline_parallel.p2p_communication:_batched_p2p_ops"
+_CROSS_ENTROPY_MODULE = "megatron.core.tensor_parallel.cross_entropy"
+_CROSS_ENTROPY = f"{_CROSS_ENTROPY_MODULE}:vocab_parallel_cross_entropy"
+_CROSS_ENTROPY_FORWARD = f"{_CROSS_ENTROPY_MODULE}:_VocabParallelCrossEntropy.forward"
+_LOSS = (
+    "megatron.core.models.common.language_module.language_module:LanguageModule.compute_language_model_loss"
+)
+_FP8 = "megatron.core.fp8_utils"
+_IMPLEMENTATION = f"{_FP8}:_quantize_param_shard_impl"
+_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+_RELOAD = f"{_DISTRIBUTED}._copy_model_params_to_main_params"
+_STEP = f"{_DISTRIBUTED}.step_with_ready_grads"
+_FILL = f"{_DISTRIBUTED}._copy_main_params_to_param_buffer"
+_HYBRID = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer"
+_NEW_STATE = f"{_HYBRID}._update_fp32_params_by_new_state"
+_OFFLOADED = frozenset({"optimizer-cpu-offload"})
 
 
 @reads(_FINALIZE)
@@ -111,6 +126,96 @@ def _told_apart_by_order(batched: Definition) -> Presence:
     return Presence.of(any(len(m.args) < 5 and all(k.arg != "tag" for k in m.keywords) for m in messages))
 
 
+@reads(_CROSS_ENTROPY_FORWARD)
+def _columns_of_one_rank(forward: Definition) -> Presence:
+    """Whether smoothing divides by the columns of `exp_logits`, which are those of one rank."""
+    if "label_smoothing" not in forward.parameters:
+        return Presence.UNKNOWN
+    sizes = forward.assigned("vocab_size")
+    of_all = any("world_size" in size for size in sizes)
+    return Presence.told(sizes == {"exp_logits.size(-1)"}, absent=of_all)
+
+
+@reads(_LOSS)
+def _taken_for_a_share(loss: Definition) -> Presence:
+    """Whether logits go into a loss over shared columns as they come."""
+    given = [ast.unparse(call.args[0]) for call in loss.calls("vocab_parallel_cross_entropy") if call.args]
+    if "logits" not in loss.parameters or given != ["logits"]:
+        return Presence.UNKNOWN
+    changed = loss.assigned("logits")
+    shared_out = any("scatter_to_tensor_model_parallel_region(" in value for value in changed)
+    return Presence.told(not changed, absent=shared_out)
+
+
+@reads(_IMPLEMENTATION)
+def _always_raises(implementation: Definition) -> Presence:
+    """Whether the last alternative, without Transformer Engine, only raises, even for no parameters."""
+    functions = [node for node in implementation.nodes if isinstance(node, ast.FunctionDef)]
+    if len(functions) < max(2, len(implementation.nodes)):
+        return Presence.UNKNOWN
+    last = functions[-1]
+    raises = isinstance(last.body[0], ast.Raise)
+    return Presence.told(raises, absent=found("len(model_params) == 0", ast.walk(last)))
+
+
+@reads(_RELOAD)
+def _left_early(reload: Definition) -> Presence:
+    """Whether a hybrid optimizer ends the function with its fp32 copies filled at most."""
+    branches = [node for node in reload.each(ast.If) if _is_hybrid(node.test)]
+    if len(branches) != 1 or _other_uses(reload, branches[0]):
+        return Presence.UNKNOWN
+    *filling, last = branches[0].body
+    if not isinstance(last, ast.Return):
+        return Presence.UNKNOWN
+    known = {"self.optimizer.update_fp32_param_by_new_param()"}
+    calls = [node for statement in filling for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    reloads = any("reload_model_params" in ast.unparse(call.func) for call in calls)
+    return Presence.told({ast.unparse(statement) for statement in filling} <= known, absent=reloads)
+
+
+def _is_hybrid(test: ast.expr) -> bool:
+    return ast.unparse(test).startswith("isinstance(self.optimizer, Hybrid")
+
+
+def _other_uses(reload: Definition, branch: ast.If) -> bool:
+    """Whether anything runs before the branch, or what is behind it reads the inner optimizer.
+
+    The wrapper has the rest run as if there were none.
+    """
+    bodies = [node.body for node in reload.nodes if isinstance(node, ast.FunctionDef)]
+    if len(bodies) != 1 or branch not in bodies[0]:
+        return True
+    before = bodies[0][: bodies[0].index(branch)]
+    documentation = all(
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) for node in before
+    )
+    own = {id(node) for node in ast.walk(branch)}
+    used = found("self.optimizer", (node for node in reload.walk() if id(node) not in own))
+    return bool(used) or not documentation
+
+
+@reads(_NEW_STATE)
+def _copy_of_every_parameter(new_state: Definition) -> Presence:
+    """Whether the fp32 copy of a parameter is looked up as if each had one."""
+    asked = new_state.has("self.param_to_fp32_param.get(param)")
+    tests = [ast.unparse(node.test) for node in new_state.each(ast.If)]
+    guarded = any("param_to_fp32_param" in test for test in tests) or "try:" in ast.unparse(
+        new_state.nodes[0]
+    )
+    plain = new_state.assigned("fp32_param") == {"self.param_to_fp32_param[param]"}
+    return Presence.told(plain and not guarded and not asked, absent=asked)
+
+
+@reads(_STEP, also=(_FILL,))
+def _gathered_by_each(step: Definition, fill: Definition | None) -> Presence:
+    """Whether each optimizer gathers weights from buffers that others have not filled yet."""
+    if fill is None:
+        return Presence.ABSENT  # weights do not go through the gradients' buffers yet
+    waits = "_defer_param_sync" in step.names or step.has("getattr(self, '_defer_param_sync', False)")
+    alone = step.has("not self.ddp_config.overlap_param_gather") and step.calls("start_param_sync")
+    return Presence.told(alone and not waits, absent=waits)
+
+
 PATCHES = (
     Patch(
         id="per-token-loss-context-parallel",
@@ -119,7 +224,6 @@ PATCHES = (
         silent=True,
         upstream="fixed upstream in 0.13; found by comparing CP2 with CP1",
         range="<0.13",
-        fixed_in="0.13.0",
         when=frozenset({"cp"}),
         assumes=(
             "the loss function returns three values, of which the token count is this rank's own; "
@@ -138,7 +242,6 @@ PATCHES = (
         silent=False,
         upstream="fixed upstream in 0.13",
         range="<0.13",
-        fixed_in="0.13.0",
         when=frozenset({"pp"}),
         assumes=NOTHING,
         defect=_start_padded_sometimes,
@@ -154,7 +257,6 @@ PATCHES = (
         silent=True,
         upstream="fixed upstream in 0.17; found by comparing TP2 with one H200 (norm off by 2e-2)",
         range="<0.17",
-        fixed_in="0.17.0",
         backends=("cuda",),
         when=frozenset({"mla", "tp"}),
         assumes=NOTHING,
@@ -171,12 +273,81 @@ PATCHES = (
         silent=True,
         upstream="fixed upstream in 0.19; found by comparing TP2 ETP1 EP2 with one H200 (norm off by 3e-2)",
         range="<0.19",
-        fixed_in="0.19.0",
         backends=("cuda",),
         when=frozenset({"moe", "tp"}),
         assumes=NOTHING,
         requires=(("transformer-engine", ">=2.13"),),
         defect=_expert_weights_unmarked,
+    ),
+    Patch(
+        id="label-smoothing-over-ranks",
+        replacements=(called(_CROSS_ENTROPY, "gradients:smoothed_over_all_columns"),),
+        why=(
+            "Label smoothing over tensor-parallel ranks gives each rank another loss, and a wrong gradient: "
+            "the evenly shared part is the mean over the columns of one rank, as if it had all of them."
+        ),
+        silent=True,
+        upstream="NVIDIA/Megatron-LM#737, #7464, #7452 (finding 1), #7466 (open)",
+        range="",
+        when=frozenset({"tp", "label-smoothing"}),
+        assumes=NOTHING,
+        defect=_columns_of_one_rank,
+    ),
+    Patch(
+        id="loss-of-gathered-logits",
+        replacements=(called(_LOSS, "gradients:own_columns"),),
+        why=(
+            "A model that gathers its logits (parallel_output=False, runtime_gather_output) and is given "
+            "labels returns another loss, by log(tp) and more, whose gradient lacks labels on some ranks: "
+            "its whole rows are taken for the columns of one rank."
+        ),
+        silent=True,
+        upstream="NVIDIA/Megatron-LM#7452 (finding 2)",
+        range="",
+        when=frozenset({"tp", "gathered-logits"}),
+        assumes="labels are given to the model; logits that it returns without labels stay as they are",
+        defect=_taken_for_a_share,
+    ),
+    Patch(
+        id="cpu-optimizer-without-fp8-quantize",
+        replacements=(called(f"{_FP8}:quantize_param_shard", "gradients:quantize_only_what_there_is"),),
+        why="Every step ends in an error without Transformer Engine, although no parameter is FP8.",
+        silent=False,
+        upstream="fixed upstream in 0.13",
+        range="<0.13",
+        backends=("cpu",),
+        assumes=NOTHING,
+        defect=_always_raises,
+    ),
+    Patch(
+        id="offload-stale-weights",
+        replacements=(called(_RELOAD, "gradients:every_copy"),),
+        why=(
+            "With the optimizer on the host, weights that were loaded without its state are overwritten by "
+            "the first step with the random ones of the start: nobody fills the copies that it steps."
+        ),
+        silent=True,
+        upstream=(
+            "NVIDIA/Megatron-LM#1842, #5071 (open); NVIDIA-NeMo/RL#2371, NVIDIA-NeMo/Megatron-Bridge#4082"
+        ),
+        range="",
+        when=_OFFLOADED,
+        assumes="reload_model_params() is called when weights have been loaded, as without offload",
+        defect=_left_early,
+    ),
+    Patch(
+        id="offload-resume-fp32",
+        replacements=(called(_NEW_STATE, "gradients:those_with_a_copy"),),
+        why=(
+            "Loading the state of an optimizer on the host ends in a KeyError as soon as one of its "
+            "parameters is fp32, as the shards of the distributed optimizer are."
+        ),
+        silent=False,
+        upstream="NovaSky-AI/SkyRL#1401, #1403; fixed on main by NVIDIA/Megatron-LM#5929",
+        range="",
+        when=_OFFLOADED,
+        assumes=NOTHING,
+        defect=_copy_of_every_parameter,
     ),
 )
 TRAPS = (
@@ -222,5 +393,17 @@ TRAPS = (
         ),
         silent=True,
         instead="Use overlap_p2p_comm without batch_p2p_comm.",
+    ),
+    Trap(
+        id="mxfp8-gather-of-experts",
+        range=">=0.13,<0.18",
+        defect=_gathered_by_each,
+        when=frozenset({"moe", "mxfp8-param-gather"}),
+        unless=frozenset({"overlap-param-gather"}),
+        why="Weights become NaN in the second step: they are gathered before all optimizers are done.",
+        cause="each optimizer of a chain gathers the buffers that they share; #2272, #4800 in 0.18",
+        silent=False,
+        instead="Overlap the gather of parameters, or use megatron-core 0.18 or later.",
+        unshown="needs a device with MXFP8",
     ),
 )

@@ -142,7 +142,6 @@ PATCHES = (
         silent=False,
         upstream="fixed upstream in 0.14; found by comparing packed with unpacked passes",
         range="<0.14",
-        fixed_in="0.14.0",
         when=frozenset({"mla", "packed"}),
         assumes=(
             "the padded boundaries, where given, are those of the whole pack, not yet cut for context "
@@ -160,7 +159,6 @@ PATCHES = (
         silent=False,
         upstream="NVIDIA/Megatron-LM#3003 (5dcda195), released in 0.18.0; NVIDIA/TransformerEngine#2629",
         range="<0.18",
-        fixed_in="0.18.0",
         when=frozenset({"mla", "packed", "unequal-head-dims", "attention-flash"}),
         assumes=NOTHING,
         defect=_value_width,

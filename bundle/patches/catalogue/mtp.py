@@ -12,6 +12,7 @@ from bundle.patches.entry import (
     Trap,
     asks,
     called,
+    reads,
 )
 from bundle.patches.syntax import found
 
@@ -27,6 +28,8 @@ _PLACES = (_LOSS, _POSTPROCESS, FORWARD, _BLOCK)  # where the loss has been comp
 _CHOSEN_BOUNDARIES = f"{_MODULE}:_get_packed_roll_cu_seqlens"  # where they are chosen in newer code
 _LAYER = f"{_MODULE}:MultiTokenPredictionLayer"
 _LAYER_FORWARD = f"{_LAYER}.forward"
+_EMBEDDINGS = f"{_LAYER}._get_embeddings"
+_BLOCK = f"{_MODULE}:MultiTokenPredictionBlock.forward"
 _ROLLED = {"tensor", "shifts", "dims"}  # what a roll is given to 0.13
 _KNOWN_GATES = {"self", "mtp_process", "mtp_in_postprocess", "in_inference_mode", "is_spec_decode"}
 
@@ -97,12 +100,9 @@ def _rolled_sum(source: Evidence) -> Presence:
     return Presence.told(plain and not weighted, absent=weighted)
 
 
-@asks(_POSTPROCESS, FORWARD)
-def _zero_is_some(source: Evidence) -> Presence:
+@reads((_POSTPROCESS, FORWARD))
+def _zero_is_some(model: Definition) -> Presence:
     """Whether the model asks if the number of layers is None, and so takes 0 for some."""
-    model = source[_POSTPROCESS] or source[FORWARD]
-    if model is None:
-        return Presence.UNKNOWN
     asked = [n for n in model.each(ast.If) if any(map(_is_gate, _all_of(n.test)))]
     gated = {inner for node in asked for inner in ast.walk(node)}
     mentioned = set(found("self.config.mtp_num_layers", model.walk()))
@@ -202,6 +202,16 @@ def _gather_that_reduces(source: Evidence) -> Presence:
     )
 
 
+@reads((_EMBEDDINGS, _BLOCK))  # to 0.13 the block takes them itself
+def _embeddings_of_the_whole_sequence(code: Definition) -> Presence:
+    """Whether the embeddings of the prediction layers are taken as the embedding returns them."""
+    if not code.calls("embedding"):
+        return Presence.UNKNOWN
+    known = {"embedding(input_ids=input_ids, position_ids=position_ids)", "decoder_input.detach()"}
+    scattered = code.calls("scatter_to_sequence_parallel_region")
+    return Presence.told(not scattered and code.assigned("decoder_input") <= known, absent=scattered)
+
+
 PATCHES = (
     Patch(
         id="mtp-context-parallel-roll",
@@ -210,7 +220,6 @@ PATCHES = (
         silent=True,
         upstream="fixed upstream in 0.14; found by comparing CP2 with CP1 (gradients off by 5e-1)",
         range="<0.14",
-        fixed_in="0.14.0",
         when=frozenset({"mtp", "cp"}),
         assumes=(
             "ids, labels and loss mask arrive cut for context parallel, two chunks a rank, and no "
@@ -242,8 +251,7 @@ PATCHES = (
         ),
         silent=True,
         upstream="not reported; found by comparing CP2 with CP1 (log off by 5e-3, gradients by 1e-1)",
-        range=">=0.14,<0.17",
-        fixed_in="0.17.0",  # where the code moved; mtp-loss-context-parallel-normalisation goes on there
+        range=">=0.14,<0.17",  # where the code moved; mtp-loss-context-parallel-normalisation goes on there
         when=_LOSS_OVER_RANKS,
         assumes=(
             "no token count has been summed over context-parallel ranks, and gradients are averaged "
@@ -282,7 +290,6 @@ PATCHES = (
         silent=True,
         upstream="NVIDIA/Megatron-LM#2417, #1532; fixed by #3159 in 0.17",
         range="<0.17",
-        fixed_in="0.17.0",
         when=_LOSS_OF_MEGATRON,
         assumes="the loss mask is of floats, and labels and mask arrive cut for context parallel",
         defect=_rolled_sum,
@@ -299,7 +306,6 @@ PATCHES = (
         silent=False,
         upstream="verl-project/verl#6374",
         range=">=0.16,<0.17",
-        fixed_in="0.17.0",
         assumes=NOTHING,
         defect=_zero_is_some,
     ),
@@ -312,8 +318,7 @@ PATCHES = (
         ),
         silent=False,
         upstream="NVIDIA/Megatron-LM#4549; measured in every release",
-        range="<0.19",
-        fixed_in="0.19.0",  # where mtp-labels-from-input begins
+        range="<0.19",  # where mtp-labels-from-input begins
         when=frozenset({"mtp"}),
         assumes=NOTHING,
         defect=_runs_without_labels,
@@ -334,6 +339,20 @@ PATCHES = (
             "calls to train them"
         ),
         defect=_trains_on_the_input,
+    ),
+    Patch(
+        id="mtp-whole-embeddings",
+        replacements=(called(_BLOCK, "mtp:scattered_embeddings"),),
+        why=(
+            "Multi-token prediction fails under sequence parallelism in a model whose embedding does not "
+            "share out the sequence (scatter_embedding_sequence_parallel=False, as in multimodal models)."
+        ),
+        silent=False,
+        upstream="NVIDIA/Megatron-LM#6256, on main since August 2026; NVIDIA-NeMo/RL#3494",
+        range="",
+        when=frozenset({"mtp", "sp", "multimodal"}),
+        assumes="the caller shares out what it gives the model as decoder_input",
+        defect=_embeddings_of_the_whole_sequence,
     ),
 )
 TRAPS = (

@@ -80,7 +80,6 @@ PATCHES = (
         silent=False,
         upstream="NVIDIA/Megatron-LM#2101 adds one in 0.16",
         range="<0.16",
-        fixed_in="0.16.0",
         when=frozenset({"moe", "router-replay"}),
         assumes=(
             "routes are given in bundle.mcore.context.choices around each forward pass; without them "
@@ -140,7 +139,6 @@ PATCHES = (
         silent=False,
         upstream="fixed upstream in 0.17",
         range=">=0.13,<0.17",
-        fixed_in="0.17.0",
         backends=("cpu",),
         when=frozenset({"moe"}),
         assumes=NOTHING,
