@@ -1,6 +1,7 @@
-"""Reading files that anybody may have put there, bounded; writing files whole or not at all."""
+"""Reading files that anybody may have put there, bounded; writing files whole or not at all; digests."""
 
 import errno
+import hashlib
 import json
 import os
 import secrets
@@ -102,6 +103,11 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Replaces `path` by `value` as JSON, in which every float reads back as the same number."""
     write_text(path, json.dumps(value, indent=1, sort_keys=True) + "\n")
+
+
+def json_digest(value: object) -> str:
+    """16 hexadecimal digits over a value's JSON, whatever the order of its keys: two who have it agree."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def sync_directory(directory: Path) -> None:

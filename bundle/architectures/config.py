@@ -5,7 +5,7 @@ What each number means is said by `transformers.modeling_rope_utils`: defaults, 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from bundle.architectures.architecture import RopeScaling
@@ -62,14 +62,22 @@ class Keys:
         if violation not in self.violations:  # several readers may want one number
             self.violations.append(violation)
 
-    def integer(self, name: str, default: Any = REQUIRED, least: int = 1, most: int = LARGEST) -> int:
-        """The integer under `name`; a missing or impossible one is a violation and reads as `least`."""
+    def _read(self, name: str, default: Any, fits: Callable[[Any], bool], must: str, otherwise: Any) -> Any:
+        """The value under `name`; one that is missing or does not fit is a violation, and is `otherwise`."""
         value = self.value(name, default)
-        if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
+        if fits(value):
             return value
         if value is not REQUIRED:
-            self._unreadable(f"{name}: must be an integer from {least} to {most}, is {shown(value)}")
-        return least
+            self._unreadable(f"{name}: must be {must}, is {shown(value)}")
+        return otherwise
+
+    def integer(self, name: str, default: Any = REQUIRED, least: int = 1, most: int = LARGEST) -> int:
+        """The integer under `name`; a missing or impossible one is a violation and reads as `least`."""
+
+        def fits(value: Any) -> bool:
+            return type(value) is int and least <= value <= most
+
+        return int(self._read(name, default, fits, f"an integer from {least} to {most}", least))
 
     def optional(self, name: str, default: Any = None) -> int | None:
         """The integer under `name`, or None for null; REQUIRED as default: the key must be there."""
@@ -78,39 +86,27 @@ class Keys:
 
     def number(self, name: str, default: Any = REQUIRED, least: float = 0.0, most: float = 1e12) -> float:
         """The number under `name`; `least` and `most` are allowed."""
-        value = self.value(name, default)
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most:
-            return float(value)
-        if value is not REQUIRED:
-            self._unreadable(f"{name}: must be a number from {least:g} to {most:g}, is {shown(value)}")
-        return most
+
+        def fits(value: Any) -> bool:
+            return type(value) in (int, float) and least <= value <= most
+
+        return float(self._read(name, default, fits, f"a number from {least:g} to {most:g}", most))
 
     def flag(self, name: str, default: Any = REQUIRED) -> bool:
         """The truth value under `name`."""
-        value = self.value(name, default)
-        if isinstance(value, bool):
-            return value
-        if value is not REQUIRED:
-            self._unreadable(f"{name}: must be true or false, is {shown(value)}")
-        return False
+        return bool(self._read(name, default, lambda v: isinstance(v, bool), "true or false", False))
 
     def mapping(self, name: str) -> Mapping[str, Any]:
         """The mapping under `name`, empty for a missing key or null."""
-        value = self.value(name, None)
-        if value is None:
-            return {}
-        if isinstance(value, Mapping):
-            return value
-        self._unreadable(f"{name}: must be a mapping, is {shown(value)}")
-        return {}
+        return self._read(name, None, lambda v: v is None or isinstance(v, Mapping), "a mapping", None) or {}
 
     def integers(self, name: str) -> tuple[int, ...]:
         """The list of non-negative integers under `name`, empty for a missing key or null."""
-        value = self.value(name, None) or []
-        if isinstance(value, list) and all(type(v) is int and 0 <= v <= LARGEST for v in value):
-            return tuple(value)
-        self._unreadable(f"{name}: must be a list of integers, is {shown(value)}")
-        return ()
+
+        def fits(value: Any) -> bool:
+            return isinstance(value, list) and all(type(v) is int and 0 <= v <= LARGEST for v in value)
+
+        return tuple(self._read(name, None, lambda v: not v or fits(v), "a list of integers", None) or ())
 
     def only(self, name: str, *allowed: Any, why: str) -> None:
         """A violation unless the key is missing or its value is one of `allowed`."""

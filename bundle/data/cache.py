@@ -19,10 +19,10 @@ from bundle.data.sources import DataErrors
 from bundle.data.store import Progress, Store, adopt, building, open_store, unwritable, write
 from bundle.data.tokenization import Encoding
 from bundle.data.tokenizers import Tokenizer
-from bundle.digest import of_json
 from bundle.errors import JobFailed
+from bundle.files import json_digest
+from bundle.planning.inputs import MEGATRON, Source
 from bundle.recipe import Recipe
-from bundle.recipe.sources import MEGATRON, Source
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def stored(
             tokenization.ROWS,
             tokenization.CHARACTERS,
         ]
-    path = directory / f"tokens-{of_json([FORMAT, facts])}"
+    path = directory / f"tokens-{json_digest([FORMAT, facts])}"
     if store := open_store(path):
         return store
     with _only_one(path, progress):
@@ -140,7 +140,7 @@ def _stats(paths: Iterable[Path]) -> list[Any]:
 
 def _content(directory: Path, sources: Sequence[Source], progress: Progress) -> str:
     """The digest of all files in their order; read once, then known by their paths, sizes and times."""
-    noted = directory / f"files-{of_json(_stats(source.path for source in sources))}"
+    noted = directory / f"files-{json_digest(_stats(source.path for source in sources))}"
     if noted.exists() and noted.stat().st_uid in (os.geteuid(), 0) and len(known := noted.read_text()) == 64:
         return known
     digest = hashlib.sha256()

@@ -16,11 +16,11 @@ from bundle.data.samples import Packs, Rows, Samples, Spans, Windows, best_fit, 
 from bundle.data.sources import SHOWN
 from bundle.data.store import Progress, Store
 from bundle.data.tokenizers import Tokenizer, tokenizer
-from bundle.digest import of_json
 from bundle.errors import JobFailed
+from bundle.files import json_digest
+from bundle.planning.inputs import MEGATRON, STDLIB, expand, interpreter
 from bundle.recipe import Recipe
 from bundle.recipe.sections import BYTE_VOCABULARY
-from bundle.recipe.sources import MEGATRON, STDLIB, expand, interpreter
 
 # Running text is held out in pieces of this many sequences: small enough for an even sample.
 SEQUENCES_PER_PIECE = 16
@@ -179,7 +179,7 @@ def _identity(recipe: Recipe, files: int, made: Tokenizer, stores: Sequence[Stor
 def _tokens(stores: Sequence[Store]) -> str:
     """A digest of the tokens of some stores."""
     digests = [store.facts["sha256"] for store in stores]
-    return digests[0] if len(digests) == 1 else of_json(digests)
+    return digests[0] if len(digests) == 1 else json_digest(digests)
 
 
 def _room(recipe: Recipe) -> tuple[int, int]:

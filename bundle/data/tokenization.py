@@ -21,8 +21,8 @@ from bundle.data.sources import Corrupt, DataErrors, Noted, rows, texts
 from bundle.data.store import Chunk, Document
 from bundle.data.tokenizers import Tokenizer, tokenizer
 from bundle.errors import JobFailed
+from bundle.planning.inputs import Source
 from bundle.recipe.sections import Data
-from bundle.recipe.sources import Source
 
 # What ends a chunk: enough to occupy a fast tokenizer, little enough that those under way stay small.
 # Journals count chunks, so both are part of the name of what is begun.

@@ -9,7 +9,6 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from bundle.environment.host import weakest
 from bundle.environment.machine import (
     MOST_DEVICES,
     MOST_DIGITS,
@@ -20,6 +19,7 @@ from bundle.environment.machine import (
     Selection,
     VendorDevices,
     assignment,
+    weakest,
 )
 
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"

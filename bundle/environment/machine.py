@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -311,3 +312,44 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             stream.close()
     with suppress(subprocess.TimeoutExpired):
         process.wait(1.0)
+
+
+# From the weakest up, as both tools' legends define them; NV<n> (NVLink lanes) ranks above by n.
+_RANKS = ("NA", "SYS", "NODE", "PHB", "PXB", "PIX", "HCCS_SW", "HCCS", "SIO")
+
+
+def weakest(machine: Machine, tool: Sequence[str], prefix: str, numbers: Sequence[int]) -> Fact[str]:
+    """The weakest link between two of the devices `numbers`, in the matrix of `<prefix><number>` rows that
+    the tool prints.
+    """
+    if len(numbers) < 2:
+        return Fact(None, "one device has no link to another")
+    matrix = machine.run(tool)
+    if matrix.value is None:
+        return Fact(None, matrix.reason)
+    table = _matrix(matrix.value, prefix)
+    pairs = [table.get((a, b)) for a, b in combinations(numbers, 2)]
+    known = [link for link in pairs if link is not None]
+    if not known:
+        return Fact(None, f"{matrix.reason}: no matrix of {prefix} rows in the answer")
+    return Fact(min(known, key=_strength), f"{matrix.reason}: the weakest of {len(known)} pairs")
+
+
+def _matrix(text: str, prefix: str) -> dict[tuple[int, int], str]:
+    columns: list[int] = []
+    links: dict[tuple[int, int], str] = {}
+    for line in text.splitlines():
+        words = line.split()
+        numbers = [int(word[len(prefix) :]) for word in words if re.fullmatch(prefix + NUMBER, word)]
+        if len(numbers) > 1:
+            columns = numbers  # the header names every device, a row only its own
+        elif numbers:
+            for column, link in zip(columns, words[1:], strict=False):
+                links[numbers[0], column] = link
+    return links
+
+
+def _strength(link: str) -> int:
+    if match := re.fullmatch(rf"NV({NUMBER})", link):
+        return 100 + int(match[1])
+    return _RANKS.index(link) if link in _RANKS else 0

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from bundle.environment.host import weakest
 from bundle.environment.machine import (
     MOST_DEVICES,
     MOST_DIGITS,
@@ -16,6 +15,7 @@ from bundle.environment.machine import (
     Selection,
     VendorDevices,
     assignment,
+    weakest,
 )
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -22,11 +22,11 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 
 from bundle import capabilities, files
-from bundle.digest import of_json
 from bundle.environment import image, packages
 from bundle.environment.image import BuildInfo
 from bundle.environment.packages import Megatron, base_version
 from bundle.errors import BundleError, EnvironmentUnfit, UsageError, by_key, shown
+from bundle.files import json_digest
 from bundle.launch import FilePath, Start, outcomes, process
 from bundle.launch.rendezvous import Rendezvous
 from bundle.patches import plan, subject, table
@@ -89,13 +89,13 @@ class Job:
     def fields(self) -> Mapping[str, str]:
         """What every rank must have been told alike, by name: no paths, no facts about one machine."""
         return {
-            "recipe": of_json(self.recipe.dump()),
+            "recipe": json_digest(self.recipe.dump()),
             "backend": self.backend,
             "layout": f"{self.nodes} x {self.per_node}",
-            "environment": of_json(dict(self.environment)),
+            "environment": json_digest(dict(self.environment)),
             "attention": self.attention,
-            "image": of_json(self.image.model_dump()) if self.image else "none",
-            "start": of_json(self.start.model_dump(mode="json")),
+            "image": json_digest(self.image.model_dump()) if self.image else "none",
+            "start": json_digest(self.start.model_dump(mode="json")),
             "planned for megatron-core": self.megatron,
             **(self.patches.fields() if self.patches else {"patches": UNDECIDED}),
         }
@@ -103,13 +103,13 @@ class Job:
     @property
     def digest(self) -> str:
         """16 hexadecimal digits over all of them."""
-        return of_json(self.fields)
+        return json_digest(self.fields)
 
     def dump(self) -> dict[str, Any]:
         """The file's JSON values."""
         document = {"format": FORMAT, "version": VERSION}
         document |= _FILE.dump_python(self, mode="json", by_alias=True)
-        return document | {"digest": of_json(document)}
+        return document | {"digest": json_digest(document)}
 
     def text(self) -> str:
         """The file."""
@@ -236,6 +236,6 @@ def _json(data: bytes | str) -> tuple[dict[str, Any], str]:
         document = json.loads(data, parse_constant=refused)
         if not isinstance(document, dict):
             raise UsageError("this is no job file of mcore-bundle")
-        return document, of_json({key: value for key, value in document.items() if key != "digest"})
+        return document, json_digest({key: value for key, value in document.items() if key != "digest"})
     except (ValueError, RecursionError) as error:
         raise UsageError(f"no JSON: {error}") from error

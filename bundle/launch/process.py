@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bundle.environment import machine
-from bundle.environment.host import memory_kills
+from bundle.environment.hardware import memory_kills
 from bundle.errors import BundleError, EnvironmentUnfit, ExitCode
 from bundle.launch import outcomes
 from bundle.launch.rendezvous import LOOPBACK, Rendezvous

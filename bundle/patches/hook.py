@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bundle import digest, files
+from bundle import files
 from bundle.environment.interpreters import Sites
 from bundle.environment.machine import Finding, ok, warn
 from bundle.errors import EnvironmentUnfit, PatchError
@@ -47,7 +47,7 @@ class Words:
         program = Path(__file__).with_name("finder.py").read_text(encoding="utf-8")
         source = f"{program}\n\nsys.meta_path.insert(0, Finder({self._said()!r}))\n"
         line = f"import sys; exec(compile({source!a}, {NAME!a}, 'exec'), {{'__name__': {_PROGRAM!a}}})"
-        said = {**self._said(), "digest": digest.of_json([self._said(), line])}
+        said = {**self._said(), "digest": files.json_digest([self._said(), line])}
         return f"{_FIRST}{json.dumps(said)}\n{line}\n"
 
     def _said(self) -> dict[str, object]:
@@ -153,7 +153,7 @@ def _read(file: Path) -> Hook:
         return Hook(file, None, "it was not written by mcore-bundle")
     try:
         said = json.loads(first.removeprefix(_FIRST))
-        whole = said.pop("digest") == digest.of_json([said, rest[:-1]]) and rest.endswith("\n")
+        whole = said.pop("digest") == files.json_digest([said, rest[:-1]]) and rest.endswith("\n")
     except (ValueError, AttributeError, KeyError, RecursionError):
         whole = False
     words = _words(said) if whole else None

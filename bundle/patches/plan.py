@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bundle.digest import of_json
 from bundle.environment.packages import Copy, Packages
 from bundle.errors import PatchError, UsageError, did_you_mean, nearest
+from bundle.files import json_digest
 from bundle.patches import deciding, source
 from bundle.patches.catalogue import PATCHES, SEAMS, TRAPS
 from bundle.patches.deciding import PatchContext
@@ -139,13 +139,13 @@ class PatchPlan:
         found = {"megatron-core": _name(self.version, self.commit)}
         for patch_id, action in self.decisions:
             steps = [asdict(step) for step in self.steps if step.patch == patch_id]
-            found[f"patch {patch_id}"] = f"{action} {of_json(steps)}" if steps else action
-        return {**found, "files that the patches were decided by": of_json(self.read)}
+            found[f"patch {patch_id}"] = f"{action} {json_digest(steps)}" if steps else action
+        return {**found, "files that the patches were decided by": json_digest(self.read)}
 
     @property
     def digest(self) -> str:
         """16 hexadecimal digits over all fields."""
-        return of_json(self.fields())
+        return json_digest(self.fields())
 
     def misfits(self, core: Copy) -> Iterator[str]:
         """Every way in which a megatron-core, or this package, is not what the plan was made with."""

@@ -11,9 +11,9 @@ from bundle.architectures import MLA, padded_vocabulary
 from bundle.capabilities import LayerTraits
 from bundle.planning.code import SHIFTED_GATE, MegatronCode
 from bundle.planning.layout import Chunk, RankLayout
+from bundle.planning.size import BF16, FP32
 from bundle.recipe import Recipe
 
-FP32 = 4
 ID = 8  # bytes of a token's id, and of an expert's number
 
 
@@ -100,7 +100,7 @@ class LayerBytes:
     def __init__(self, recipe: Recipe, traits: LayerTraits, code: MegatronCode) -> None:
         self.recipe, self.traits = recipe, traits
         parallel, recompute = recipe.parallel, recipe.model.recompute
-        size = 2 if recipe.model.dtype == "bf16" else 4
+        size = BF16 if recipe.model.dtype == "bf16" else FP32
         self.saved = SavedForBackward(size, traits.fused_kernels, shifted_gate=code.has(SHIFTED_GATE))
         self.cp = parallel.cp
         self.rows = recipe.data.sequence_length // parallel.cp

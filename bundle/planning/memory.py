@@ -24,11 +24,10 @@ from bundle.errors import bytes_shown
 from bundle.planning.activations import ActivationBytes, activations
 from bundle.planning.code import EXPERT_GROUPS_BY_ETP, MegatronCode
 from bundle.planning.layout import Chunk, RankLayout
-from bundle.planning.size import Parameter, parameters, trained
+from bundle.planning.size import BF16, FP32, Parameter, parameters, trained
 from bundle.recipe import Recipe
 from bundle.recipe.sections import Optimizer
 
-FP32, BF16 = 4, 2
 _BYTES = {"fp32": FP32, "bf16": BF16}
 PARAMETER_MULTIPLE = 64
 BUCKET_MULTIPLE = 128

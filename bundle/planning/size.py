@@ -26,13 +26,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bundle.architectures import Architecture, adapters, padded_vocabulary, transformer_engine
-from bundle.architectures.tensors import Cut, Tensor, Tensors, cut, is_buffer, is_expert
+from bundle.architectures.tensors import EMBEDDING, HEAD, Cut, Tensor, Tensors, cut, is_buffer, is_expert
 from bundle.capabilities import LayerTraits
 from bundle.capabilities.cpu import LOCAL
 from bundle.planning.layout import Chunk, whole_model
 from bundle.recipe import Parallel, Recipe
 from bundle.recipe.model import LoRA
 from bundle.recipe.sections import Optimizer
+
+FP32, BF16 = 4, 2  # bytes of a value
 
 
 class Parameter(NamedTuple):
@@ -123,8 +125,6 @@ def _local(shape: Sequence[int], how: Cut | None, parallel: Parallel) -> tuple[i
 
 # Which layers are fused changes no count.
 _TRAITS = LOCAL
-_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-_FP32, _BF16 = 4, 2
 
 
 class ModelSize(NamedTuple):
@@ -157,7 +157,7 @@ class ModelSize(NamedTuple):
         """
         bf16 = dtype == "bf16"
         in_fp32 = len(optimizer.states) + (bf16 or optimizer.use_distributed_optimizer)
-        return self.stored * ((_BF16 if bf16 else _FP32) + in_fp32 * _FP32)
+        return self.stored * ((BF16 if bf16 else FP32) + in_fp32 * FP32)
 
 
 def model_size(architecture: Architecture, lora: LoRA | None = None) -> ModelSize:
@@ -167,7 +167,7 @@ def model_size(architecture: Architecture, lora: LoRA | None = None) -> ModelSiz
     # Each of `experts` ranks holds one of them, and the rest of the model.
     whole, parallel = whole_model(architecture), Parallel(ep=experts)
     tensors = parameters(architecture, parallel, whole, _TRAITS)
-    own = [tensor for tensor in tensors if tensor.name not in (_EMBEDDING, _OUTPUT)]
+    own = [tensor for tensor in tensors if tensor.name not in (EMBEDDING, HEAD)]
     main = [tensor for tensor in own if not tensor.name.startswith("mtp.")]
     matrices = [tensor for tensor in own if len(tensor.shape) == 2]
     tables = (len(tensors) - len(own)) * hidden  # parameters for each entry of the vocabulary

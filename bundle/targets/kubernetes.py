@@ -13,8 +13,8 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import LiteralScalarString
 
-from bundle.digest import of_json
 from bundle.errors import ExitCode, UsageError, shown
+from bundle.files import json_digest
 from bundle.launch.job import NAME, Job
 
 FORMS = ("jobset", "job")
@@ -95,7 +95,7 @@ def objects(job: Job, options: Options) -> list[dict[str, Any]]:
         wrong.append(f"the job file has {size} bytes, more than a ConfigMap holds: shorten the recipe")
     if wrong:
         raise UsageError("no objects of Kubernetes can be written", wrong)
-    digest = of_json(job.dump())
+    digest = json_digest(job.dump())
     file = _object("v1", "ConfigMap", f"{name}-{digest}", options)
     file |= {"immutable": True, "data": {NAME: LiteralScalarString(decided)}}
     # A label of Kueue holds back every object that has it, so only the workload gets it.

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bundle import files
-from bundle.digest import of_json
 from bundle.errors import ExitCode, LaunchUnavailable, UsageError, shown
+from bundle.files import json_digest
 from bundle.launch.job import NAME, Job
 
 CONTAINERS = ("pyxis", "apptainer")
@@ -97,7 +97,7 @@ class State(NamedTuple):
 
 def placed(job: Job) -> Placed:
     """Where a job's files belong in its run directory; a fresh start of the run leaves them."""
-    return Placed(job.directory.absolute() / "logs" / f"slurm-{of_json(job.dump())}")
+    return Placed(job.directory.absolute() / "logs" / f"slurm-{json_digest(job.dump())}")
 
 
 def script(job: Job, options: Options, workdir: Path) -> str:

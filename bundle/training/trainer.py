@@ -15,12 +15,12 @@ from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.checkpoints.state import TrainState
 from bundle.data.cache import place
 from bundle.data.loader import prepared
-from bundle.digest import of_json
 from bundle.distributed.watchdog import Watchdog, collectives_seconds
 from bundle.distributed.world import StopRequest, on_all_ranks, on_rank_0
 from bundle.engine import Engine, Losses
 from bundle.environment import packages
 from bundle.errors import JobFailed, Preempted, UsageError
+from bundle.files import json_digest
 from bundle.launch.job import Job
 from bundle.mcore import groups
 from bundle.models import exporting, peft
@@ -150,7 +150,7 @@ class Trainer:
         if loaded is None:
             return Progress()
         saved = loaded.state
-        if saved.data_digest != of_json(self.corpus.identity):
+        if saved.data_digest != json_digest(self.corpus.identity):
             changes = data.changed(saved.metrics.get("data", {}), self.corpus.identity)
             raise UsageError(
                 f"{loaded.directory.name} was trained on other data: put that back as it was, or begin"
@@ -230,7 +230,7 @@ def _begin(job: Job, directory: RunDirectory) -> bool | None:
 
 def _state(at: Progress, engine: Engine, identity: Mapping[str, str]) -> TrainState:
     carried = {"progress": asdict(at), "losses": engine.losses_so_far(), "data": dict(identity)}
-    return TrainState(at.step, at.consumed_samples, of_json(identity), carried)
+    return TrainState(at.step, at.consumed_samples, json_digest(identity), carried)
 
 
 def _skipped(corpus: data.Corpus) -> dict[str, float]:

@@ -12,9 +12,9 @@ from bundle.data.conversations import columns, conversation
 from bundle.data.sources import Corrupt, DataErrors
 from bundle.data.sources import rows as table_rows
 from bundle.errors import JobFailed
+from bundle.planning.inputs import expand
 from bundle.recipe import load
 from bundle.recipe.sections import Data, Fields
-from bundle.recipe.sources import expand
 
 CALL = {"name": "add", "arguments": {"a": 1, "b": None}}
 CALLED = [{"type": "function", "function": CALL}]

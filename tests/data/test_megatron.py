@@ -7,9 +7,8 @@ import torch
 from bundle.data import Loader, changed, prepare
 from bundle.data.inspection import inspect
 from bundle.errors import JobFailed, UsageError
-from bundle.planning.inputs import input_problems
+from bundle.planning.inputs import expand, input_problems
 from bundle.recipe import load
-from bundle.recipe.sources import expand
 from tests.data.test_indexed import build
 
 LENGTH = 16

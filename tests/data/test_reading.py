@@ -8,8 +8,8 @@ import pytest
 from bundle.data import prepare
 from bundle.data.tokenizers import Bytes
 from bundle.errors import JobFailed, UsageError
+from bundle.planning.inputs import expand
 from bundle.recipe import load
-from bundle.recipe.sources import expand
 from tests.data import chat
 
 GOOD = {"text": "def f():\n    return 1\n" * 10}

@@ -2,7 +2,7 @@
 
 import math
 
-from bundle.environment.host import host, memory_kills
+from bundle.environment.hardware import host, memory_kills
 from bundle.environment.machine import Machine
 from tests.environment.machines import recorded
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bundle.digest import of_json
 from bundle.environment import image, packages
 from bundle.environment.image import BuildInfo
 from bundle.environment.packages import Copy, Megatron
 from bundle.errors import EnvironmentUnfit, ExitCode, UsageError
+from bundle.files import json_digest
 from bundle.launch import Start
 from bundle.launch import job as job_file
 from bundle.launch.job import Job, load, misfits, of_plan, parse
@@ -68,7 +68,9 @@ def test_the_engine_gets_the_kernel_of_the_plan_whatever_this_device_would_choos
 
 def signed(document: dict) -> str:
     """A file that its writer wants to be taken for one of ours."""
-    return json.dumps(document | {"digest": of_json({k: v for k, v in document.items() if k != "digest"})})
+    return json.dumps(
+        document | {"digest": json_digest({k: v for k, v in document.items() if k != "digest"})}
+    )
 
 
 def changed(job: Job, **changes: object) -> str:
