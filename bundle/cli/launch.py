@@ -7,12 +7,12 @@ from typing import Annotated
 import typer
 
 from bundle.cli import options, output
+from bundle.cli.plan import planned
 from bundle.environment import image
 from bundle.environment.image import BuildInfo
 from bundle.errors import UsageError, shown
 from bundle.launch import Start
 from bundle.launch.job import Job, of_plan
-from bundle.planning import plan_for
 from bundle.recipe import Recipe, load
 from bundle.targets import kubernetes as objects
 from bundle.targets import slurm as scheduler
@@ -25,6 +25,7 @@ Handle = Annotated[str, typer.Argument(help="What `launch` printed: slurm:NUMBER
 
 @app.command()
 def slurm(
+    context: typer.Context,
     recipe: options.Recipe,
     overrides: options.Overrides = None,
     run_directory: options.RunDirectory = None,
@@ -66,16 +67,11 @@ def slurm(
     """Run a job under Slurm, one task a node; shows what it writes and ends as it does."""
     asked = load(recipe, overrides or ())
     job = _decided(
+        context,
         asked,
         (run_directory or Path("runs") / asked.name).absolute(),
         Start(resume=resume, origin=start_from and start_from.absolute(), weights_only=weights_only),
         _record(container_image, record),
-        backend=backend,
-        hardware=hardware,
-        mcore=mcore,
-        allow_drift=tuple(allow_drift or ()),
-        nodes=nodes,
-        per_node=devices_per_node,
     )
     wanted = scheduler.Options(tuple(sbatch or ()), container_image, container, tuple(mounts or ()))
     if dry_run:
@@ -91,6 +87,7 @@ def slurm(
 
 @app.command()
 def kubernetes(
+    context: typer.Context,
     recipe: options.Recipe,
     claim: Annotated[
         str, typer.Option(help="The PersistentVolumeClaim of the run directory, which all nodes see.")
@@ -141,16 +138,11 @@ def kubernetes(
 ) -> None:
     """Print the objects of a job, for `kubectl apply -f -`."""
     job = _decided(
+        context,
         load(recipe, overrides or ()),
         run_directory,
         Start(resume=resume, origin=start_from, weights_only=weights_only),
         _record(container_image, record),
-        backend=backend,
-        hardware=hardware,
-        mcore=mcore,
-        allow_drift=tuple(allow_drift or ()),
-        nodes=nodes,
-        per_node=devices_per_node,
     )
     wanted = objects.Options(
         image=container_image,
@@ -222,32 +214,12 @@ def _record(runs_in: str, said: str) -> BuildInfo | None:
 
 
 def _decided(
-    recipe: Recipe,
-    directory: Path | None,
-    start: Start,
-    record: BuildInfo | None,
-    *,
-    backend: str,
-    hardware: str,
-    mcore: str,
-    allow_drift: tuple[str, ...],
-    nodes: int | None,
-    per_node: int | None,
+    context: typer.Context, recipe: Recipe, directory: Path | None, start: Start, record: BuildInfo | None
 ) -> Job:
     """The job that a recipe is on such a cluster. Raises with everything that stands against it."""
-    made = plan_for(
-        recipe,
-        backend=backend or None,
-        named=hardware or None,
-        mcore=mcore or (record.megatron if record else ""),
-        allow_drift=allow_drift,
-        nodes=nodes,
-        per_node=per_node,
-        others=record,
-    )
+    made = planned(context, recipe, record)
     made.refuse()
-    of = directory or Path("runs") / recipe.name
-    return of_plan(made, of, start=start, record=record, allow_drift=allow_drift)
+    return of_plan(made, directory or Path("runs") / recipe.name, start=start, record=record)
 
 
 def _follow(handle: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -10,12 +11,13 @@ import typer
 from bundle import files
 from bundle.cli import options
 from bundle.environment import image
+from bundle.environment.image import BuildInfo
 from bundle.errors import ExitCode
 from bundle.launch import Start, outcomes, process
 from bundle.launch.rendezvous import LOOPBACK, Rendezvous
-from bundle.planning import Plan, plan_for, to_json, to_text
+from bundle.planning import Plan, Problem, plan_for, to_json, to_text
 from bundle.planning.inputs import input_problems
-from bundle.recipe import load
+from bundle.recipe import Recipe, load
 from bundle.runs.directory import RunDirectory
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -53,26 +55,15 @@ def plan(
     elsewhere = bool(hardware or of)
     start = Start(fresh=fresh, resume=resume, origin=start_from, weights_only=weights_only)
     begins = None if elsewhere else RunDirectory(directory).beginning(asked, start)
-    made = plan_for(
-        asked,
-        backend=backend or None,
-        named=hardware or None,
-        mcore=mcore or (of.megatron if of else ""),
-        allow_drift=allow_drift or (),
-        nodes=nodes,
-        per_node=devices_per_node,
-        others=of,
-        beside=() if begins is None else tuple(input_problems(asked, directory, begins)),
-        weights=begins.described if begins else "",
-    )
+    beside = () if begins is None else tuple(input_problems(asked, directory, begins))
+    made = planned(context, asked, of, beside, begins.described if begins else "")
     run = starts = ""
     if made.code is ExitCode.OK:
         if job:
             from bundle.launch.job import of_plan
 
             built = of if elsewhere else image.own()
-            drifted = tuple(allow_drift or ())
-            decided = of_plan(made, directory, start=start, record=built, allow_drift=drifted)
+            decided = of_plan(made, directory, start=start, record=built)
             files.write_text(job, decided.text())
             words = ["train", f"--job={job}"]
         else:
@@ -85,6 +76,29 @@ def plan(
     else:
         print(to_text(made, run, starts))
     raise typer.Exit(int(made.code))
+
+
+def planned(
+    context: typer.Context,
+    recipe: Recipe,
+    record: BuildInfo | None,
+    beside: Sequence[Problem] = (),
+    weights: str = "",
+) -> Plan:
+    """The plan of a recipe by the options that `plan` and `launch` have in common, as they were given."""
+    said = context.params
+    return plan_for(
+        recipe,
+        backend=said["backend"] or None,
+        named=said["hardware"] or None,
+        mcore=said["mcore"] or (record.megatron if record else ""),
+        allow_drift=said["allow_drift"] or (),
+        nodes=said["nodes"],
+        per_node=said["devices_per_node"],
+        others=record,
+        beside=beside,
+        weights=weights,
+    )
 
 
 def _run(made: Plan, words: list[str], *, told: bool) -> str:

@@ -91,12 +91,22 @@ def train(
         where = here(asked.devices.nodes)
         start = Start(fresh=fresh, resume=resume, origin=start_from, weights_only=weights_only)
         directory = run_directory or Path("runs") / asked.name
-        drifted = tuple(allow_drift or ())
 
         def decide() -> Job:
-            return _decided(
-                asked, where, directory, start, backend, devices_per_node, drifted, dry_run=dry_run
+            made = plan_for(
+                asked,
+                backend=backend or None,
+                allow_drift=allow_drift or (),
+                nodes=where.nodes,
+                per_node=where.per_node or devices_per_node,
+                beside=[
+                    *_files(asked, directory, start),
+                    *_starter(devices_per_node or asked.devices.per_node, where),
+                    *(() if dry_run else _packages()),
+                ],
             )
+            made.refuse()
+            return job_file.of_plan(made, directory, start=start, record=image.own())
 
         if where.is_rank:
             _be_a_rank(where, decide, None, wait)
@@ -141,34 +151,6 @@ def _be_a_rank(where: Rendezvous, decide: Callable[[], Job], told: Job | None, w
     from bundle.training.worker import work
 
     raise typer.Exit(int(work(where, decide, told, wait)))
-
-
-def _decided(
-    recipe: Recipe,
-    where: Rendezvous,
-    directory: Path,
-    start: Start,
-    backend: str,
-    per_node: int | None,
-    allow_drift: tuple[str, ...],
-    *,
-    dry_run: bool,
-) -> Job:
-    """The job that a recipe is here. Raises with everything that stands against it."""
-    made = plan_for(
-        recipe,
-        backend=backend or None,
-        allow_drift=allow_drift,
-        nodes=where.nodes,
-        per_node=where.per_node or per_node,
-        beside=[
-            *_files(recipe, directory, start),
-            *_starter(per_node or recipe.devices.per_node, where),
-            *(() if dry_run else _packages()),
-        ],
-    )
-    made.refuse()
-    return job_file.of_plan(made, directory, start=start, record=image.own(), allow_drift=allow_drift)
 
 
 def _check(told: Job, where: Rendezvous) -> None:

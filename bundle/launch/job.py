@@ -136,14 +136,7 @@ def launch(job: Job, where: Rendezvous, wait: int = process.WAIT_SECONDS) -> pro
     )
 
 
-def of_plan(
-    of: Plan,
-    directory: Path,
-    *,
-    start: Start | None = None,
-    record: BuildInfo | None = None,
-    allow_drift: tuple[str, ...] = (),
-) -> Job:
+def of_plan(of: Plan, directory: Path, *, start: Start | None = None, record: BuildInfo | None = None) -> Job:
     """The job that a plan without problems comes to. Raises PatchError for patches that cannot be applied."""
     described = to_json(of)
     del described["recipe"]
@@ -156,7 +149,7 @@ def of_plan(
         attention=of.attention.value,
         megatron=of.target.version,
         patches=of.patch_plan if of.patches.subject.root else None,
-        allow_drift=allow_drift,
+        allow_drift=of.allow_drift,
         image=record,
         directory=directory,
         start=start or Start(),

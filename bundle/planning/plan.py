@@ -73,6 +73,7 @@ class Plan(NamedTuple):
     notes: tuple[str, ...]
     problems: tuple[Problem, ...]
     weights: str = ""  # what the model begins with; "": not looked at, or not to be loaded
+    allow_drift: tuple[str, ...] = ()  # patches that drifted, and do not stop it
 
     @property
     def world(self) -> int:
@@ -158,7 +159,7 @@ def plan_for(
     made = plan_on(
         recipe, hardware, target, decided, nodes=nodes, per_node=per_node, notes=notes, beside=beside
     )
-    return made._replace(weights=weights)
+    return made._replace(weights=weights, allow_drift=tuple(allow_drift))
 
 
 def plan_on(

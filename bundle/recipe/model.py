@@ -20,14 +20,11 @@ class FP8(Section):
         description="Number format; hybrid takes e5m2 for gradients. Left out: e4m3 for blockwise and mxfp8.",
     )
 
-    @model_validator(mode="before")
-    @staticmethod
-    def _complete(given: Any) -> Any:
-        """The format that a scaling is taken with where nobody says."""
-        if isinstance(given, dict) and given.get("format") is None:
-            named = [rule for scaling, rule in SCALINGS.items() if scaling == given.get("scaling")]
-            return given | {"format": named[0].format if named else "hybrid"}
-        return given
+    @classmethod
+    def followers(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """The format that a scaling is taken with."""
+        named = [rule.format for scaling, rule in SCALINGS.items() if scaling == given.get("scaling")]
+        return {"format": named[0] if named else "hybrid"}
 
 
 class Recompute(Section):
@@ -46,15 +43,11 @@ class Recompute(Section):
         description="selective: core_attn, layernorm, mla_up_proj, mlp, moe, moe_act, shared_experts.",
     )
 
-    @model_validator(mode="before")
-    @staticmethod
-    def _complete(given: Any) -> Any:
-        """What each granularity recomputes where nobody says."""
-        if not isinstance(given, dict):
-            return given
+    @classmethod
+    def followers(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """What each granularity recomputes."""
         full = given.get("granularity") == "full"
-        defaults = {"method": "uniform", "layers": 1} if full else {"modules": ("core_attn",)}
-        return given | {name: value for name, value in defaults.items() if given.get(name) is None}
+        return {"method": "uniform", "layers": 1} if full else {"modules": ("core_attn",)}
 
 
 class MTP(Section):

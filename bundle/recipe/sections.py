@@ -38,6 +38,18 @@ class Section(BaseModel):
                     named = "NAME." if get_origin(of.annotation) is dict else ""
                     yield from kind.key_paths(f"{key}.{named}")
 
+    @classmethod
+    def followers(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """What keys that were left out, or are null, are by what was given for others."""
+        return {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return given | {key: value for key, value in cls.followers(given).items() if given.get(key) is None}
+
     def dump(self) -> dict[str, Any]:
         """The section as plain JSON values, every key present."""
         return self.model_dump(mode="json", by_alias=True)
@@ -111,15 +123,11 @@ class Parallel(Section):
         description="Divide activations between tp ranks; null or left out: tp > 1.",
     )
 
-    @model_validator(mode="before")
-    @staticmethod
-    def _complete(given: Any) -> Any:
-        """Experts and sequences are divided like everything else where nobody says."""
-        if not isinstance(given, dict):
-            return given
+    @classmethod
+    def followers(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Experts and sequences are divided like everything else."""
         tp = given.get("tp", 1)
-        followers = {"etp": tp, "sequence_parallel": isinstance(tp, int) and tp > 1}
-        return given | {name: value for name, value in followers.items() if given.get(name) is None}
+        return {"etp": tp, "sequence_parallel": isinstance(tp, int) and tp > 1}
 
     @property
     def model_ranks(self) -> int:
@@ -313,8 +321,8 @@ class Train(Section):
     )
 
     @model_validator(mode="before")
-    @staticmethod
-    def _complete(given: Any) -> Any:
+    @classmethod
+    def _complete(cls, given: Any) -> Any:
         """Steps from samples, where nobody says how many."""
         if not isinstance(given, dict) or given.get("steps") is not None:
             return given
@@ -404,13 +412,10 @@ class Optimizer(Section):
     sgd_momentum: NotNegative = Field(default=0.9, lt=1, description="sgd: decay of the momentum; 0: none.")
     clip_grad: NotNegative = Field(default=1.0, description="Largest gradient norm; 0: no clipping.")
 
-    @model_validator(mode="before")
-    @staticmethod
-    def _complete(given: Any) -> Any:
-        """Divided where megatron-core can, where nobody says."""
-        if isinstance(given, dict) and given.get("use_distributed_optimizer") is None:
-            return given | {"use_distributed_optimizer": given.get("name", "adam") == "adam"}
-        return given
+    @classmethod
+    def followers(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Divided where megatron-core can."""
+        return {"use_distributed_optimizer": given.get("name", "adam") == "adam"}
 
     @property
     def types(self) -> dict[str, str]:
