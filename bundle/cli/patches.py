@@ -17,8 +17,7 @@ from bundle.patches import Action, Decision, enabling, hook
 from bundle.patches.entry import NOTHING, known_features, spelled_features
 from bundle.patches.hook import Words
 from bundle.patches.plan import Survey, survey
-from bundle.patches.subject import installed, named
-from bundle.patches.table import load
+from bundle.patches.subject import installed, load, named
 
 app = typer.Typer(
     rich_markup_mode=None, add_completion=False, no_args_is_help=True, help="Patches: which, and why."

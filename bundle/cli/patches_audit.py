@@ -13,8 +13,7 @@ from bundle.errors import EnvironmentUnfit, ExitCode
 from bundle.patches.audit import Audit, Defect, Standing
 from bundle.patches.audit import audit as examine
 from bundle.patches.entry import NOTHING, Patch, known_features, shown_features
-from bundle.patches.subject import Subject, installed, named
-from bundle.patches.table import Table, load
+from bundle.patches.subject import Subject, Table, installed, load, named
 
 _INDENT = " " * 13
 

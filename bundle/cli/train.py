@@ -20,7 +20,7 @@ from bundle.launch import Start, process
 from bundle.launch import job as job_file
 from bundle.launch.job import Job
 from bundle.launch.rendezvous import Rendezvous, discover
-from bundle.patches import subject, table
+from bundle.patches import subject
 from bundle.planning import Problem, hardware_problem, plan_for, recipe_problem
 from bundle.planning.inputs import input_problems
 from bundle.planning.plan import refuse
@@ -131,7 +131,7 @@ def _import_from(mcore: str) -> None:
 
     Raises UsageError for a version that is not installed, and for a tree that would not be imported.
     """
-    asked = subject.named(mcore, table.load())
+    asked = subject.named(mcore, subject.load())
     if asked.root is not None:
         sys.path.insert(1, str(asked.root))
         paths = (str(asked.root), os.environ.get("PYTHONPATH", ""))

@@ -29,7 +29,7 @@ from bundle.errors import BundleError, EnvironmentUnfit, UsageError, by_key, sho
 from bundle.files import json_digest
 from bundle.launch import FilePath, Start, outcomes, process
 from bundle.launch.rendezvous import Rendezvous
-from bundle.patches import plan, subject, table
+from bundle.patches import plan, subject
 from bundle.patches.plan import PatchPlan, survey
 from bundle.planning import Plan, to_json
 from bundle.planning.plan import with_kernel
@@ -162,7 +162,7 @@ def decided(job: Job) -> Job:
 
     Raises EnvironmentUnfit for another node than it was planned for, and what the decisions come to.
     """
-    here, reviewed = packages.detect(), table.load()
+    here, reviewed = packages.detect(), subject.load()
     if found_wrong := list(misfits(job, here.megatron, image.own())):
         raise EnvironmentUnfit("this is not what the job was decided for", found_wrong)
     of = subject.installed(here, reviewed)

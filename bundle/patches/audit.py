@@ -12,8 +12,7 @@ from bundle.patches.definitions import Definitions
 from bundle.patches.entry import Action, Decision, Patch, Presence, Trap
 from bundle.patches.monkey_patches import MonkeyPatch
 from bundle.patches.source import SourceTree
-from bundle.patches.subject import Reader, Subject
-from bundle.patches.table import Table
+from bundle.patches.subject import Reader, Subject, Table
 
 Entry = Patch | Trap
 ENTRIES: tuple[Entry, ...] = (*PATCHES, *TRAPS)

@@ -15,8 +15,7 @@ from bundle.patches.catalogue import PATCHES
 from bundle.patches.entry import Action, Decision, known_features, shown_features
 from bundle.patches.monkey_patches import MonkeyPatch
 from bundle.patches.plan import PatchPlan, Survey, context, survey
-from bundle.patches.subject import installed
-from bundle.patches.table import load
+from bundle.patches.subject import installed, load
 
 _log = logging.getLogger(__name__)
 _NEEDED = {patch.id: patch.when for patch in PATCHES}

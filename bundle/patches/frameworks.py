@@ -17,9 +17,8 @@ from bundle.patches.definitions import Definitions
 from bundle.patches.entry import Patch, Trap
 from bundle.patches.monkey_patches import Function, MonkeyPatch
 from bundle.patches.source import Module, SourceTree, Unreadable, bindings
-from bundle.patches.subject import Reader
+from bundle.patches.subject import Reader, Table
 from bundle.patches.syntax import fingerprint
-from bundle.patches.table import Table
 
 # Wrappers of frameworks that were read: (target, fingerprint) -> ids of what they mend, and whose they are.
 MENDING: Mapping[tuple[str, str], tuple[frozenset[str], str]] = {

@@ -17,8 +17,7 @@ from bundle.patches.deciding import PatchContext
 from bundle.patches.definitions import Definitions
 from bundle.patches.entry import Action, Decision, Replacement
 from bundle.patches.source import SourceTree
-from bundle.patches.subject import Subject
-from bundle.patches.table import Table
+from bundle.patches.subject import Subject, Table
 
 _BUNDLE = Path(__file__).parents[2]  # what holds the package `bundle`
 

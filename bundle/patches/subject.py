@@ -1,10 +1,18 @@
 """The megatron-core that decisions are about, and what is known about patches and traps in it.
 
 An installed one, a tree or a version; read from its source, from the reviewed list, or not at all.
+
+The list is releases.json, which `python -m tools.patches.review` writes: fingerprints of every target, and
+where each defect is. A fingerprint in it was looked at together with the wrappers; a release in it is decided
+without having its source at hand. commits.json is code of single targets between releases that was read with
+the wrappers, where nobody has read the other code of the commit; a fingerprint is that of the code, or of the
+signature where the replacement is reviewed by it.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 from bundle import files
@@ -15,10 +23,79 @@ from bundle.patches import source
 from bundle.patches.definitions import Definitions, Evidence
 from bundle.patches.entry import Patch, Presence, Seam, Trap
 from bundle.patches.source import SourceTree, Unreadable
-from bundle.patches.table import REVIEWED, Table
 
 # What `make` installs: where there is no megatron-core, decisions are about this one.
 DEFAULT = "0.16.1"
+
+
+SHIPPED = Path(__file__).with_name("releases.json")
+# target -> fingerprint -> a commit, and what differs there from the releases
+COMMITS = Path(__file__).with_name("commits.json")
+# name -> value -> the references that have it, in one string: a line of the file for each value
+Listing = Mapping[str, Mapping[str, str]]
+LISTINGS = ("targets", "signatures", "defects", "modules")  # the fields of a Table, and of the file
+
+
+@dataclass(frozen=True)
+class Table:
+    """What was read in every reviewed reference: a release ("0.16.1") or a commit ("0.16.2+0123abcd4567")."""
+
+    references: tuple[str, ...]  # oldest first
+    targets: Listing  # target -> fingerprint of its code -> references
+    signatures: Listing  # target -> fingerprint of its signature -> references
+    defects: Listing  # id of a patch or trap -> presence -> references
+    modules: Listing  # module that was read -> digest of its file -> references
+
+    def fingerprint(self, target: str, reference: str, *, by_signature: bool = False) -> str | None:
+        """The target's fingerprint in a reference; None where it does not have the target."""
+        return _value(self._known(target, by_signature), reference)
+
+    def defect(self, entry: str, reference: str) -> Presence:
+        """What was found in a reference; UNKNOWN for an entry that the reference was not read for."""
+        return Presence(_value(self.defects.get(entry, {}), reference) or Presence.UNKNOWN)
+
+    def reviewed(self, target: str, fingerprint: str, *, by_signature: bool = False) -> tuple[str, ...]:
+        """The references in which this code, or signature, of the target was reviewed."""
+        return tuple(self._known(target, by_signature).get(fingerprint, "").split())
+
+    def _known(self, target: str, by_signature: bool) -> Mapping[str, str]:
+        return (self.signatures if by_signature else self.targets).get(target, {})
+
+    def matching(self, digests: Mapping[str, str]) -> str | None:
+        """The newest reference whose every module that was read has this digest ("" is no such module)."""
+        left = set(self.references)
+        for module, known in self.modules.items():
+            having = known.get(digests[module])
+            if having is not None:
+                left &= set(having.split())
+            elif digests[module]:
+                return None
+            else:
+                left -= {reference for references in known.values() for reference in references.split()}
+        return next((reference for reference in reversed(self.references) if reference in left), None)
+
+
+def _value(known: Mapping[str, str], reference: str) -> str | None:
+    return next((value for value, references in known.items() if reference in references.split()), None)
+
+
+@cache
+def load() -> Table:
+    """The list that is shipped with the package."""
+    return parse(SHIPPED.read_text("utf-8"))
+
+
+def parse(text: str) -> Table:
+    """The table of a releases.json."""
+    document = json.loads(text)
+    return Table(tuple(document["references"].split()), *(document[listing] for listing in LISTINGS))
+
+
+@cache
+def commits() -> Mapping[str, Mapping[str, str]]:
+    """The code of single targets that was read in commits."""
+    known: dict[str, dict[str, str]] = json.loads(COMMITS.read_text("utf-8"))
+    return known
 
 
 @dataclass(frozen=True)
@@ -136,7 +213,7 @@ class Reader:
         """The releases, and the commits, in which what is there was reviewed."""
         return {
             target: self.table.reviewed(target, value, by_signature=targets[target])
-            + REVIEWED.get(target, {}).get(value, ())[:1]
+            + tuple(commits().get(target, {}).get(value, "").split()[:1])
             for target, value in fingerprints.items()
         }
 

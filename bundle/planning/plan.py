@@ -12,10 +12,9 @@ from bundle.environment.hardware import NAMES, detect, preset
 from bundle.environment.machine import Hardware
 from bundle.environment.packages import Packages
 from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, PatchError, UsageError
-from bundle.patches import subject, table
+from bundle.patches import subject
 from bundle.patches.plan import Survey, survey
-from bundle.patches.subject import DEFAULT, Subject
-from bundle.patches.table import Table
+from bundle.patches.subject import DEFAULT, Subject, Table
 from bundle.planning.code import MegatronCode
 from bundle.planning.layout import RankLayout, can_lay_out, rank_layout
 from bundle.planning.memory import MemoryEstimate, estimates, memory_note
@@ -245,7 +244,7 @@ def _megatron(
     features: frozenset[str], on: Hardware, mcore: str, allowed: Sequence[str], others: Packages | None
 ) -> tuple[Target, Survey]:
     """The megatron-core that is named, installed or else the default, and the decisions about it."""
-    here, reviewed = packages.detect(), table.load()
+    here, reviewed = packages.detect(), subject.load()
     if mcore:
         of, origin = subject.named(mcore, reviewed), "--mcore"
         _check_minor(of, reviewed)

@@ -9,8 +9,7 @@ from bundle.errors import EnvironmentUnfit
 from bundle.patches import Patch, plan
 from bundle.patches.catalogue import PATCHES
 from bundle.patches.plan import Survey, survey
-from bundle.patches.subject import installed, named
-from bundle.patches.table import load
+from bundle.patches.subject import installed, load, named
 from bundle.verification.check import CHECKS, Check, Gap, Observation, Raises, Result, Status, judge
 from bundle.verification.observing import Order, observed
 

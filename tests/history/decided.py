@@ -9,8 +9,7 @@ from bundle.patches.catalogue import PATCHES, TRAPS
 from bundle.patches.deciding import PatchContext
 from bundle.patches.definitions import Definitions
 from bundle.patches.entry import Action
-from bundle.patches.subject import Reader
-from bundle.patches.table import load
+from bundle.patches.subject import Reader, load
 from tests.history.git import CommitTree, Repository, files
 
 NUMBER = "megatron.core.package_info"

@@ -17,8 +17,7 @@ from bundle.environment.packages import Stack
 from bundle.environment.search import search_path
 from bundle.patches.audit import ENTRIES, Audit, Standing, audit
 from bundle.patches.entry import Patch
-from bundle.patches.subject import named
-from bundle.patches.table import load
+from bundle.patches.subject import load, named
 from tests.history.git import Repository
 from tests.history.truth import PRESENT
 from tests.history.users import changes

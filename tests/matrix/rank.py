@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from bundle import backends
 from bundle.environment import packages
-from bundle.patches import Action, applying, plan, subject, table
+from bundle.patches import Action, applying, plan, subject
 from bundle.patches.plan import PatchPlan
 from tests import world
 from tests.matrix.cases import LENGTH, ROWS, STEPS, VOCABULARY, Case
@@ -31,7 +31,7 @@ def main(cases: list[Case]) -> None:
 
 def patches(cases: list[Case]) -> PatchPlan:
     """What any of the cases needs: one process trains them all. Their sum may look like a trap; none is."""
-    here, known = packages.detect(), table.load()
+    here, known = packages.detect(), subject.load()
     features = frozenset().union(*(case.recipe().features for case in cases))
     found = plan.survey(subject.installed(here, known), known, here, backend="cpu", features=features)
     decisions = tuple(d for d in found.decisions if d.action is not Action.TRAP)

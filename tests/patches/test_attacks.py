@@ -11,8 +11,8 @@ import pytest
 from bundle.environment.packages import Stack
 from bundle.patches import Action
 from bundle.patches.plan import Survey, survey
+from bundle.patches.subject import load as load_table
 from bundle.patches.subject import named
-from bundle.patches.table import load as load_table
 from tests.patches.test_plan import EMPTY
 
 LIMIT = 10.0  # seconds of CPU

@@ -7,8 +7,7 @@ from bundle.environment.packages import Stack
 from bundle.environment.search import search_path
 from bundle.patches.audit import ENTRIES, Audit, audit
 from bundle.patches.entry import Patch, known_features
-from bundle.patches.subject import named
-from bundle.patches.table import Table, load
+from bundle.patches.subject import Table, load, named
 
 ALONE = Stack(search_path([], "", Path("/")))  # no framework
 

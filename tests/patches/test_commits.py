@@ -2,8 +2,7 @@
 
 from bundle.patches.definitions import Definitions
 from bundle.patches.entry import Seam
-from bundle.patches.subject import Reader
-from bundle.patches.table import REVIEWED, load
+from bundle.patches.subject import Reader, commits, load
 from tests.patches.trees import Release, edited
 from tools.patches import review
 
@@ -37,8 +36,9 @@ def test_anything_else_is_not(release: Release):
 
 def test_only_targets_are_listed_and_nothing_that_a_release_has():
     by_code, by_signature = review.declared()
-    for target, known in REVIEWED.items():
+    for target, known in commits().items():
         assert target in by_code | by_signature
-        for fingerprint, (commit, differs) in known.items():
+        for fingerprint, said in known.items():
+            commit, _, differs = said.partition(" ")
             assert not load().reviewed(target, fingerprint, by_signature=target in by_signature)
             assert len(commit) == 10 and differs

@@ -11,8 +11,8 @@ from pathlib import Path
 import packaging
 import pytest
 
+from bundle.patches.subject import load
 from bundle.patches.syntax import fingerprint, signature
-from bundle.patches.table import load
 
 
 def of(source: str) -> str:
@@ -120,7 +120,7 @@ import json, sys
 from pathlib import Path
 from bundle.patches.definitions import Definitions
 from bundle.patches.source import SourceTree
-from bundle.patches.table import load
+from bundle.patches.subject import load
 found = {}
 for reference in sys.argv[2:]:
     definitions = Definitions(SourceTree(Path(sys.argv[1], reference)))

@@ -13,8 +13,7 @@ import pytest
 from bundle.environment.packages import Stack
 from bundle.environment.search import search_path
 from bundle.patches.audit import Audit, Defect, Standing, audit
-from bundle.patches.subject import named
-from bundle.patches.table import load
+from bundle.patches.subject import load, named
 from tests.patches.trees import Release
 
 DEFECT = "label-smoothing-over-ranks"

@@ -13,8 +13,7 @@ from bundle.environment.search import search_path
 from bundle.patches import Action
 from bundle.patches.deciding import owned_by_mindspeed
 from bundle.patches.plan import survey
-from bundle.patches.subject import installed, named
-from bundle.patches.table import load
+from bundle.patches.subject import installed, load, named
 from tests.patches.trees import Release, copied
 
 LIES = "\x1b[2J\nAPPLY    everything"

@@ -14,8 +14,8 @@ from bundle.patches import plan as planning
 from bundle.patches.catalogue import PATCHES, TRAPS
 from bundle.patches.entry import LEFT_TO_MEGATRON, Action, Patch, Presence, Replacement, asks
 from bundle.patches.plan import PatchPlan, Survey, load, make, survey
+from bundle.patches.subject import load as load_table
 from bundle.patches.subject import named
-from bundle.patches.table import load as load_table
 from bundle.recipe import load as load_recipe
 from tests.patches.trees import Release, copied
 

@@ -8,8 +8,7 @@ from packaging.version import Version
 from bundle.environment import packages
 from bundle.patches.catalogue import PATCHES, TRAPS
 from bundle.patches.entry import Presence
-from bundle.patches.subject import named
-from bundle.patches.table import load, merged, parse, write
+from bundle.patches.subject import load, named, parse
 from tools.patches import page, review
 
 RELEASES = [
@@ -140,7 +139,7 @@ def test_the_list_has_nothing_that_is_no_longer_declared():
 
 
 def test_the_list_is_what_the_releases_say(release_trees: dict[str, Path]):
-    read, expected = review.read(release_trees), merged([load()], release_trees)
+    read, expected = review.read(release_trees), review.merged([load()], release_trees)
     assert (read.targets, read.signatures) == (expected.targets, expected.signatures)
     assert read.defects == expected.defects
     # with fewer releases at hand fewer modules are asked for
@@ -158,7 +157,7 @@ def test_a_release_is_recognised_by_its_files(release_trees: dict[str, Path]):
 
 
 def test_the_file_is_written_as_it_is_read(tmp_path: Path):
-    write(load(), tmp_path / "releases.json")
+    review.record(load(), tmp_path / "releases.json")
     assert parse((tmp_path / "releases.json").read_text()) == load()
 
 

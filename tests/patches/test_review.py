@@ -8,8 +8,7 @@ from bundle.environment.packages import detect
 from bundle.patches import Action
 from bundle.patches.catalogue import PATCHES
 from bundle.patches.plan import survey
-from bundle.patches.subject import named
-from bundle.patches.table import load
+from bundle.patches.subject import load, named
 from tests.patches.trees import Release, copied
 
 GPT, ROUTER = "models/gpt/gpt_model.py", "transformer/moe/router.py"

@@ -18,7 +18,7 @@ from bundle.patches.catalogue import PATCHES
 from bundle.patches.entry import Replacement
 from bundle.patches.subject import installed
 from bundle.patches.plan import survey
-from bundle.patches.table import load
+from bundle.patches.subject import load
 from bundle.environment.packages import detect
 
 class Through(Replacement):

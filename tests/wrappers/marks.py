@@ -14,8 +14,7 @@ import torch.distributed as dist
 from bundle.environment.packages import detect
 from bundle.patches import applying, plan
 from bundle.patches.plan import survey
-from bundle.patches.subject import installed
-from bundle.patches.table import load
+from bundle.patches.subject import installed, load
 from tests.wrappers import transformer_engine
 
 

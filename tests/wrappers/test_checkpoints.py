@@ -6,8 +6,7 @@ import pytest
 
 from bundle.patches.entry import Action
 from bundle.patches.plan import survey
-from bundle.patches.subject import named
-from bundle.patches.table import load
+from bundle.patches.subject import load, named
 from bundle.wrappers import checkpoints
 from tests.environment.test_packages import install, stack
 

@@ -9,7 +9,7 @@ from bundle.environment import BACKENDS
 from bundle.patches.catalogue import PATCHES, SEAMS, TRAPS
 from bundle.patches.deciding import MINDSPEED_BRANCHES, MINDSPEEDS
 from bundle.patches.entry import Patch, Presence, Replacement, Trap
-from bundle.patches.table import load
+from bundle.patches.subject import load
 from tools.markdown import table
 
 _INTRODUCTION = """\

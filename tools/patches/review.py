@@ -4,7 +4,8 @@
 the package ships has them afterwards: fingerprints, verdicts, and the files that decide them.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -14,12 +15,12 @@ from bundle.environment import packages
 from bundle.environment.packages import Copy
 from bundle.environment.search import distribution, distributions
 from bundle.errors import UsageError
-from bundle.patches import source, table
+from bundle.patches import source
 from bundle.patches.catalogue import PATCHES, SEAMS, TRAPS
 from bundle.patches.definitions import Definitions, Evidence
 from bundle.patches.entry import Patch, Trap
 from bundle.patches.source import SourceTree
-from bundle.patches.table import Listing, Table, merged
+from bundle.patches.subject import LISTINGS, SHIPPED, Listing, Table, load
 from tools import command
 
 # What is decided by reading evidence.
@@ -91,6 +92,44 @@ def combined(before: Table, new: Table) -> Table:
     return merged([kept, new], sorted({*kept.references, *new.references}, key=_age))
 
 
+def record(table: Table, path: Path) -> None:
+    """Writes the table as releases.json."""
+    document = {
+        "references": " ".join(table.references),
+        **{listing: getattr(table, listing) for listing in LISTINGS},
+    }
+    path.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+
+
+def merged(tables: Iterable[Table], order: Iterable[str]) -> Table:
+    """One table of several, each of other references, in the order given."""
+    tables, references = list(tables), tuple(order)
+    return Table(
+        references,
+        *(_merged([getattr(table, listing) for table in tables], references) for listing in LISTINGS),
+    )
+
+
+def _merged(listings: list[Listing], order: tuple[str, ...]) -> Listing:
+    rank = {reference: position for position, reference in enumerate(order)}
+    collected: dict[str, dict[str, set[str]]] = {}
+    for listing in listings:
+        for name, known in listing.items():
+            for value, references in known.items():
+                kept = set(references.split()) & set(rank)
+                if kept:
+                    collected.setdefault(name, {}).setdefault(value, set()).update(kept)
+    return {
+        name: {
+            value: " ".join(sorted(references, key=rank.__getitem__))
+            for value, references in sorted(
+                known.items(), key=lambda item: min(map(rank.__getitem__, item[1]))
+            )
+        }
+        for name, known in sorted(collected.items())
+    }
+
+
 def _age(reference: str) -> tuple[object, str]:
     return packages.parse_version(reference), reference
 
@@ -125,10 +164,10 @@ def main(
                 f"{path}: " + ("no megatron/core" if copy is None else "no version or no commit")
             )
         trees[reference] = copy.root
-    before, new = table.load(), read(trees)
+    before, new = load(), read(trees)
     print("\n".join(changes(before, new)) or "Nothing that was not reviewed.")
     if write:
-        table.write(combined(before, new), table.SHIPPED)
+        record(combined(before, new), SHIPPED)
 
 
 if __name__ == "__main__":

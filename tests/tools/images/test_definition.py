@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bundle.errors import UsageError
-from bundle.patches import table
+from bundle.patches import subject
 from tests.tools.images.checkouts import ROOT, change, copied
 from tools.images import definition
 from tools.images.definition import chosen, targets
@@ -23,7 +23,7 @@ def test_every_backend_has_its_stacks():
 
 
 def test_every_stack_has_a_reviewed_megatron():
-    reviewed = table.load().references
+    reviewed = subject.load().references
     assert {stack.pins["megatron-core"].version for stack in IMAGES.stacks.values()} <= set(reviewed)
     newest = IMAGES.stacks["cuda-mcore0.19"].pins["megatron-core"].version
     assert newest == reviewed[-1]
