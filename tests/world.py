@@ -18,8 +18,8 @@ from types import TracebackType
 from typing import TypeVar
 
 from bundle.patches.plan import PatchPlan
+from bundle.verification import Order, Start, observed
 from bundle.verification.check import Observation
-from bundle.verification.observing import Order, Start, observed
 
 ROOT = Path(__file__).parents[1]
 RANK, SIZE, STORE = "TEST_WORLD_RANK", "TEST_WORLD_SIZE", "TEST_WORLD_STORE"

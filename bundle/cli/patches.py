@@ -72,8 +72,8 @@ def verify(
 ) -> None:
     """Prove patches in child processes; ends with 4 if one does not do what it is for."""
     from bundle.environment import compatibility, hardware
-    from bundle.verification import Status
     from bundle.verification import verify as run
+    from bundle.verification.check import Status
 
     found = hardware.detect(backend)
     results = []

@@ -213,6 +213,12 @@ class Layout(Groups):
             packed_seq_params(packing),
         )
 
+    def packed_gap(self, model: torch.nn.Module, sequences: Sequence[torch.Tensor]) -> float:
+        """How far the padded pack of all sequences is from one unpacked pass for each."""
+        reference = self.trained(model, self.single(sequences))
+        model.zero_grad()
+        return gap(self.trained(model, [self.packed(sequences, multiple=8)]), reference)
+
     def trained(self, model: torch.nn.Module, batches: Sequence[Batch]) -> Numbers:
         """The loss and every gradient of the batches' sum, added up over the context-parallel ranks."""
         total = torch.zeros((), device=batches[0].mask.device)

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from bundle import backends
 from bundle.backends import Runtime
 from bundle.patches import applying, hook
+from bundle.verification import Order, answer, read_orders, read_plan, scratch
 from bundle.verification.check import NotProvable, Observation
-from bundle.verification.observing import Order, answer, read_orders, read_plan, scratch
 
 _COLLECTIVES = 20  # seconds until a rank gives up on another one
 

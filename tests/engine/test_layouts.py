@@ -5,9 +5,8 @@ import pytest
 from bundle.environment import packages
 from bundle.patches.catalogue import PATCHES
 from bundle.patches.entry import LEFT_TO_MEGATRON
-from bundle.verification import decide, everything
+from bundle.verification import Order, decide, everything
 from bundle.verification.check import Observation
-from bundle.verification.observing import Order
 from tests.engine.cells import AGREES, GROUPS
 from tests.world import Core
 

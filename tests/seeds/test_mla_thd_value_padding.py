@@ -7,8 +7,7 @@ own patch off from 0.16.2, a number that says nothing about it.
 import pytest
 
 from bundle.environment import packages
-from bundle.verification import decide, everything
-from bundle.verification.observing import Order
+from bundle.verification import Order, decide, everything
 
 PATCH = "mla-thd-value-padding"
 PACKED_AGAINST_UNPACKED = (

@@ -6,8 +6,7 @@ error up to 0.16, no training of MTP in 0.17 and 0.18, from 0.19 on training in 
 
 import pytest
 
-from bundle.verification import decide, everything
-from bundle.verification.observing import Order
+from bundle.verification import Order, decide, everything
 
 LOGITS = "bundle.verification.measurements.mtp:without_labels"
 HERE = "tests.seeds.prediction"

@@ -7,8 +7,7 @@ it. The engine's sums are reduced by every rank, and are right where the tracker
 import pytest
 
 from bundle.environment import packages
-from bundle.verification import decide, everything
-from bundle.verification.observing import Order
+from bundle.verification import Order, decide, everything
 
 HERE, ENGINE = "tests.seeds.prediction", "tests.engine.experiments:means"
 

@@ -12,9 +12,8 @@ import pytest
 
 from bundle.environment import packages
 from bundle.patches.catalogue import TRAPS
-from bundle.verification import decide, everything
+from bundle.verification import Order, decide, everything
 from bundle.verification.check import Gap, Observation, Raises, matches
-from bundle.verification.observing import Order
 from tests.world import observe
 
 AGREES = 1e-4

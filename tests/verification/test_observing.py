@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bundle.verification import decide, everything
-from bundle.verification.observing import Order, observed
+from bundle.verification import Order, decide, everything, observed
 from tests.world import observe
 
 

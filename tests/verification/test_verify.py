@@ -11,7 +11,8 @@ import pytest
 from bundle.environment.compatibility import Combination
 from bundle.errors import UsageError
 from bundle.patches.catalogue import PATCHES
-from bundle.verification import CHECKS, Status, decide, needed, verify
+from bundle.verification import decide, needed, verify
+from bundle.verification.check import CHECKS, Status
 
 
 def not_proven(results):

@@ -85,12 +85,8 @@ def uncompressed_queries(bench: Bench) -> float:
 
 def narrow_values(bench: Bench) -> float:
     """Value heads narrower than query heads, for a kernel that takes packed input of one width only."""
-    sequences = texts((12, 24, 6))
     with bench.layout() as layout:
-        model = layout.chunk(LATENT, attention="flash")
-        reference = layout.trained(model, layout.single(sequences))
-        model.zero_grad()
-        return gap(layout.trained(model, [layout.packed(sequences, multiple=8)]), reference)
+        return layout.packed_gap(layout.chunk(LATENT, attention="flash"), texts((12, 24, 6)))
 
 
 _WHOLE = {"sequence_parallel": False}
