@@ -28,6 +28,10 @@ _UNDIVIDED = ("optimizer.use_distributed_optimizer=false",)
 _SGD = ("optimizer.name=sgd", "optimizer.sgd_momentum=0.9", "optimizer.lr=0.05")
 _AWARE = ("optimizer.use_precision_aware_optimizer=true",)
 _TYPED = (*_AWARE, "optimizer.exp_avg_dtype=bf16", "optimizer.exp_avg_sq_dtype=bf16")
+# Beside every projection, and so large that a few steps of the adapters are seen in the loss.
+_ADAPTERS = "rank: 8, alpha: 64, targets: [o_proj, gate_proj, up_proj, down_proj"
+_LORA = (f"model.lora={{{_ADAPTERS}, q_proj, k_proj, v_proj]}}",)
+_LORA_LATENT = (f"model.lora={{{_ADAPTERS}, q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj]}}",)
 _OFFLOADED = (*_AWARE, "optimizer.optimizer_cpu_offload=true")
 # Drawn wide, so that attention is sharp from the first step and the loss feels a wrong position.
 _YARN = (
@@ -104,6 +108,9 @@ CURVES = (
         (*_DEMO, *_BF16, *_OFFLOADED, "optimizer.optimizer_offload_fraction=0.5"),
         cuda=60,
     ),
+    Case("fp32 lora", "demo", (*_DEMO, *_LORA_LATENT), cuda=5, cpu=5),
+    Case("bf16 lora", "demo", (*_DEMO, *_BF16, *_LORA_LATENT), cuda=5, cpu=5),
+    Case("fp32 gqa lora", "qwen3-cp2-packed", (*_QWEN, *_LORA), cuda=5, cpu=5),
     Case("bf16 packed", "demo", (*_DEMO, *_BF16, *_PACKED), cuda=60, cpu=5),
     Case("fp32 yarn", "demo", (*_DEMO, *_YARN), cuda=2, cpu=2),
     Case("fp32 yarn packed", "demo", (*_DEMO, *_YARN, *_PACKED), cuda=2, cpu=2),
@@ -132,6 +139,10 @@ LAYOUTS = (
     _shared("fp32 tp2 etp1 ep2", "parallel.tp=2", "parallel.etp=1", "parallel.ep=2"),
     _shared("fp32 ep2", "parallel.ep=2"),
     _shared("fp32 pp2", "parallel.pp=2"),
+    _shared("fp32 lora tp2", "parallel.tp=2", *_LORA_LATENT),
+    _shared("fp32 lora tp2 etp1 ep2", "parallel.tp=2", "parallel.etp=1", "parallel.ep=2", *_LORA_LATENT),
+    _shared("fp32 lora ep2", "parallel.ep=2", *_LORA_LATENT),
+    _shared("fp32 lora pp2", "parallel.pp=2", *_LORA_LATENT),
     _shared("bf16 cp2", "parallel.cp=2", *_BF16),
     _shared("bf16 packed cp2", "parallel.cp=2", *_BF16, *_PACKED),
     _shared("fp32 balanced tp2", "parallel.tp=2", *_BALANCED),
@@ -143,9 +154,10 @@ LAYOUTS = (
 
 SPEEDS = tuple(
     Case(f"{shape} {name}", str(_HERE / f"{shape}.yaml"), overrides, cuda=16)
-    for shape in ("gqa", "latent")
+    for shape, lora in (("gqa", _LORA), ("latent", _LORA_LATENT))
     for name, overrides in (
         ("bf16", ()),
+        ("bf16 lora", lora),
         ("tensorwise", _fp8("tensorwise")),
         ("blockwise", _fp8("blockwise")),
     )

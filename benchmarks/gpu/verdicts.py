@@ -143,11 +143,20 @@ _LAYOUTS = ("fp32 tp2", "fp32 tp2 etp1 ep2", "fp32 ep2", "fp32 pp2")
 
 # What adam keeps in other types, and on the host.
 _KEPT = ("bf16 precision-aware", "bf16 moments", "bf16 offloaded", "bf16 half offloaded")
+# Adapters beside frozen weights: on a GPU as on the cpu, over two ranks as on one.
+_ADAPTED = ("fp32 lora", "fp32 gqa lora")
+_ADAPTED_LAYOUTS = ("fp32 lora tp2", "fp32 lora tp2 etp1 ep2", "fp32 lora ep2", "fp32 lora pp2")
 
 CLAIMS: tuple[Claim, ...] = (
     *(Falls(run, 0.6) for run in (*_TRAINED, *_QUANTISED)),
     *(Near(run, f"{run} on cpu", steps=2, nats=0.001) for run in _EXACT),
     *(SameGradient(run, f"{run} on cpu", 1e-4) for run in _EXACT),
+    *(Near(run, f"{run} on cpu", steps=5, nats=0.001) for run in _ADAPTED),
+    *(SameGradient(run, f"{run} on cpu", 1e-4) for run in _ADAPTED),
+    Near("bf16 lora", "bf16 lora on cpu", steps=5, nats=0.01),
+    Far("fp32 lora", "fp32", steps=5, nats=0.01),
+    *(Near(run, "fp32 lora", steps=5, nats=0.001) for run in _ADAPTED_LAYOUTS),
+    *(SameGradient(run, "fp32 lora", 1e-4) for run in _ADAPTED_LAYOUTS),
     Near("fp32 undivided", "fp32", steps=5, nats=0.001),
     Near("bf16 undivided", "bf16", steps=3, nats=0.01),
     *(Near(run, "bf16", steps=10, nats=0.02) for run in _KEPT),

@@ -10,7 +10,8 @@ expert-tensor-parallel rank and adds up what the ranks make of them, forward and
 its addend of the gradient of what is whole, and they are summed here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -29,14 +30,14 @@ class LowRank(NamedTuple):
 
 
 class Adapter(torch.nn.Module):
-    """What low-rank pairs add to the output of one linear layer.
+    """What low-rank pairs add to the output of one linear layer, or of one that is all experts of a rank.
 
-    The layer's output holds several weights' outputs: `repeats` times one piece of each, `widths` wide.
+    The output holds several published weights' outputs: `repeats` times one piece of each, `widths` wide.
     """
 
     def __init__(
         self,
-        pairs: Sequence[LowRank | None],
+        experts: Sequence[Sequence[LowRank | None]],
         widths: Sequence[int],
         repeats: int,
         *,
@@ -46,38 +47,61 @@ class Adapter(torch.nn.Module):
         expert: bool,
         sequence_parallel: bool,
     ) -> None:
-        """`pairs`: None for a weight without one; `dim` of the weights is cut between `group`'s ranks."""
+        """`experts`: for each weight of the layer its pairs, None where a published weight has none; all have
+        one rank. `dim` of the weights is cut between `group`'s ranks."""
         super().__init__()
-        for number, pair in enumerate(pairs):
-            if pair is not None:
-                self.register_parameter(f"lora_A{number}", pair.a)
-                self.register_parameter(f"lora_B{number}", pair.b)
-        self._numbers = [number for number, pair in enumerate(pairs) if pair is not None]
+        self._pairs: list[list[LowRank | None]] = [list(pairs) for pairs in experts]
+        for of_expert, pairs in enumerate(self._pairs):
+            for number, pair in enumerate(pairs):
+                if pair is not None:
+                    self.register_parameter(f"lora_A{number}_{of_expert}", pair.a)
+                    self.register_parameter(f"lora_B{number}_{of_expert}", pair.b)
+        self._numbers = [n for n in range(len(widths)) if any(pairs[n] for pairs in self._pairs)]
         self._widths, self._repeats, self._scale = tuple(widths), repeats, scale
         self._dim, self._group, self._expert = dim, group, expert
         self._sequence_parallel = sequence_parallel and not expert
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., out], as much of it as the layer gives for the same `x` [..., in]."""
-        a = torch.cat([getattr(self, f"lora_A{number}") for number in self._numbers])
+    def forward(self, x: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+        """[..., out], as much of it as the layer gives for the same `x` [..., in].
+
+        `counts`: how many rows each expert has, where there are several; they lie one behind the other.
+        """
+        product = _product(x, counts)
+        a = torch.cat([self._stacked("a", number) for number in self._numbers], 1)
         if self._expert and self._dim == 0:
             a = summed_gradient(a, self._group)
-        low = self._between(F.linear(x, a) * self._scale)
+        low = self._between(product(x, a) * self._scale)
         parts = dict(zip(self._numbers, low.chunk(len(self._numbers), -1), strict=True))
-        pieces = [self._piece(number, parts.get(number), low) for number in range(len(self._widths))]
+        pieces = []
+        for number, width in enumerate(self._widths):
+            if number in parts:
+                b = self._stacked("b", number)
+                if self._expert and self._dim == 1:
+                    b = summed_gradient(b, self._group)
+                pieces.append(product(parts[number], b).unflatten(-1, (self._repeats, width)))
+            else:
+                pieces.append(low.new_zeros(()).expand(*low.shape[:-1], self._repeats, width))
         return torch.cat(pieces, -1).flatten(-2)
 
-    def difference(self) -> Tensor:
-        """What all of it adds to the layer's weight: [out, in] in fp32, as much as this rank has."""
+    def difference(self, expert: int) -> Tensor:
+        """What is added to the weight of that number: [out, in] in fp32, as much as this rank has."""
+        some = next(pair for pair in self._pairs[expert] if pair is not None)
         parts = []
-        for number, width in enumerate(self._widths):
-            if number in self._numbers:
-                a, b = (getattr(self, f"lora_{which}{number}").float() for which in "AB")
-                parts.append((b @ a * self._scale).unflatten(0, (self._repeats, width)))
+        for width, pair in zip(self._widths, self._pairs[expert], strict=True):
+            if pair is None:
+                parts.append(some.a.new_zeros(self._repeats, width, some.a.shape[1], dtype=torch.float))
             else:
-                columns = getattr(self, f"lora_A{self._numbers[0]}").shape[1]
-                parts.append(torch.zeros(self._repeats, width, columns))
-        return torch.cat([part.to(parts[0].device) for part in parts], 1).flatten(0, 1)
+                of_weight = pair.b.float() @ pair.a.float() * self._scale
+                parts.append(of_weight.unflatten(0, (self._repeats, width)))
+        return torch.cat(parts, 1).flatten(0, 1)
+
+    def _stacked(self, matrix: str, number: int) -> Tensor:
+        """A or B of one published weight: [experts, ...]; zeros for an expert that has none."""
+        found = [pair and getattr(pair, matrix) for pair in (pairs[number] for pairs in self._pairs)]
+        some = next(each for each in found if each is not None)
+        if len(found) == 1:
+            return some[None]
+        return torch.stack([torch.zeros_like(some) if each is None else each for each in found])
 
     def _between(self, low: Tensor) -> Tensor:
         """What the other ranks have of the narrow product, as the layer itself has its input or output."""
@@ -99,21 +123,44 @@ class Adapter(torch.nn.Module):
         exchanged: Tensor = whole(low)
         return exchanged
 
-    def _piece(self, number: int, part: Tensor | None, low: Tensor) -> Tensor:
-        """[..., repeats, width] of one weight; zeros where it has no pair."""
-        if part is None:
-            return low.new_zeros(()).expand(*low.shape[:-1], self._repeats, self._widths[number])
-        b = getattr(self, f"lora_B{number}")
-        if self._expert and self._dim == 1:
-            b = summed_gradient(b, self._group)
-        return F.linear(part, b).unflatten(-1, (self._repeats, self._widths[number]))
+
+def _product(x: Tensor, counts: Sequence[int] | None) -> Callable[[Tensor, Tensor], Tensor]:
+    """How rows like those of `x` are multiplied by weights [experts, out, in], each by its expert's."""
+    if counts is None:
+        return lambda rows, weights: F.linear(rows, weights[0])
+    ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, pin_memory=x.is_cuda)
+    ends = ends.to(x.device, non_blocking=True)
+
+    def product(rows: Tensor, weights: Tensor) -> Tensor:
+        # One kernel, where torch (2.10) has it: in bf16, with rows of a multiple of 16 bytes.
+        aligned = not any(size % 8 for size in weights.shape[1:])
+        if hasattr(F, "grouped_mm") and rows.dtype == torch.bfloat16 and aligned and len(rows):
+            return F.grouped_mm(rows, weights.mT, offs=ends)
+        of_experts = zip(rows.split(list(counts)), weights, strict=True)
+        return torch.cat([F.linear(own, weight) for own, weight in of_experts])
+
+    return product
 
 
 def attach(adapter: Adapter, layer: torch.nn.Module) -> None:
-    """Has a linear layer of megatron's, which returns (output, bias), give what the adapter adds as well."""
+    """Has a linear layer of megatron's, which returns (output, bias), give what the adapter adds as well.
+
+    A layer that is all experts of a rank is told how many rows each has. Where Transformer Engine has folded
+    the norm into the layer, that is asked for the normalized input.
+    """
+    folded = hasattr(layer, "return_layernorm_output")
+    if folded:
+        asked: Any = layer
+        asked.return_layernorm_output = True
 
     def add(_: torch.nn.Module, arguments: tuple[Any, ...], output: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (output[0] + adapter(arguments[0]), *output[1:])
+        result, *rest = output
+        x, *counts = arguments
+        if folded and isinstance(result, tuple):
+            result, x = result
+        elif folded:
+            x = rest.pop()  # behind the bias that the caller adds
+        return (result + adapter(x, *counts), *rest)
 
     layer.register_forward_hook(add)
 

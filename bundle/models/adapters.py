@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bundle.architectures import adapters, tensors
 from bundle.architectures.adapters import Matrix
-from bundle.architectures.tensors import Rule, Tensors
+from bundle.architectures.tensors import Rule, Tensors, cut, is_expert
 from bundle.mcore import checkpoints
 from bundle.mcore.adapters import Adapter, LowRank, attach, differentiate, mark, without_gradient
 from bundle.mcore.groups import Groups, data_parallel_with_context, expert_data_parallel
@@ -27,25 +27,55 @@ from bundle.recipe.model import LoRA
 class Adapters(torch.nn.Module):
     """Every adapter of one chunk; `matrices` are their A and B under the names that they are published by."""
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, lora: LoRA, groups: Groups, *, sequence_parallel: bool) -> None:
         super().__init__()
-        self._groups = groups
+        self._lora, self._groups, self._sequence_parallel = lora, groups, sequence_parallel
         self.matrices: list[Named] = []
-        self._of: dict[str, Adapter] = {}
+        self._of: dict[str, tuple[Adapter, int]] = {}
 
-    def add(self, weight: Named, adapter: Adapter, matrices: Sequence[Named]) -> None:
-        """Keeps the adapter of one weight of megatron's, with its matrices."""
-        self.add_module(str(len(self._of)), adapter)
-        self._of[weight.name] = adapter
-        self.matrices += matrices
+    def add(self, layer: torch.nn.Module, weights: Sequence[tuple[Named, tensors.Tensor]]) -> None:
+        """Puts a new adapter beside the layer that these are the weights of, where one is a target."""
+        lora = self._lora
+        pairs = [adapters.pairs(tensor, lora.targets, lora.rank) for _, tensor in weights]
+        if not any(pairs):
+            return
+        weight, tensor = weights[0]
+        rule, how, expert = part(tensor.rule, weight.shard), cut(tensor.name), is_expert(tensor.name)
+        adapter = Adapter(
+            [
+                [
+                    pair and self._pair(pair, weight.parameter)
+                    for pair in of_weight or (None,) * len(rule.widths)
+                ]
+                for (weight, _), of_weight in zip(weights, pairs, strict=True)
+            ],
+            rule.widths,
+            rule.repeats,
+            scale=lora.alpha / lora.rank,
+            dim=how.dim if how else None,
+            group=(self._groups.etp if expert else self._groups.tp).group,
+            expert=expert,
+            sequence_parallel=self._sequence_parallel,
+        )
+        attach(adapter, layer)
+        self.add_module(str(len(self._modules)), adapter)
+        self._of |= {
+            weight.name: (adapter, number) for number, (weight, _) in enumerate(weights) if pairs[number]
+        }
+
+    def _pair(self, pair: adapters.Pair, beside: Tensor) -> LowRank:
+        """New A and B of this rank, of a weight's dtype and on its device, as megatron wants them marked."""
+        a, b = (_matrix(each, beside, self._groups, self._sequence_parallel) for each in pair)
+        self.matrices += [a, b]
+        return LowRank(a.parameter, b.parameter)
 
     def merged(self, weight: Named) -> Named:
         """This rank's part of a weight with what its adapter adds; the weight itself where it has none."""
-        adapter = self._of.get(weight.name)
-        if adapter is None:
+        if weight.name not in self._of:
             return weight
+        adapter, number = self._of[weight.name]
         with torch.no_grad():
-            values = (weight.parameter.float() + adapter.difference()).to(weight.parameter.dtype)
+            values = (weight.parameter.float() + adapter.difference(number)).to(weight.parameter.dtype)
         return Named(weight.name, values, weight.shard)
 
     def sharded_state_dict(
@@ -56,7 +86,7 @@ class Adapters(torch.nn.Module):
         names = {parameter: name for name, parameter in self.named_parameters()}
         found = {}
         for named in self.matrices:
-            expert = tensors.is_expert(named.name)
+            expert = is_expert(named.name)
             axis, replicas = (
                 (groups.etp, expert_data_parallel()) if expert else (groups.tp, data_parallel_with_context())
             )
@@ -98,39 +128,19 @@ def noted(recipe: Recipe, *, loaded: bool) -> dict[str, Any] | None:
 def add(chunks: Sequence[torch.nn.Module], recipe: Recipe, groups: Groups, lora: LoRA) -> list[Named]:
     """Freezes the chunks and puts new adapters beside their linear layers; returns every A and B."""
     table = {tensor.name: tensor for tensor in Tensors(recipe.architecture, groups.tp.size)}
-    sequence_parallel = recipe.parallel.sequence_parallel
     found: list[Named] = []
     for chunk in chunks:
-        layers = {
-            id(weight): layer for layer in chunk.modules() for weight in layer.parameters(recurse=False)
-        }
-        weights = list(naming.parameters(chunk, groups))
+        weights = {id(weight.parameter): weight for weight in naming.parameters(chunk, groups)}
         chunk.requires_grad_(False)
-        made = Adapters(groups)
-        for weight in weights:
-            if weight.name not in table:
-                continue
-            tensor = table[weight.name]
-            if pairs := adapters.pairs(tensor, lora.targets, lora.rank):
-                expert = tensors.is_expert(tensor.name)
-                how = tensors.cut(tensor.name)
-                group = (groups.etp if expert else groups.tp).group
-                matrices = [_matrices(pair, weight, groups, sequence_parallel) for pair in pairs if pair]
-                rest = iter(matrices)
-                rule = part(tensor.rule, weight.shard)
-                adapter = Adapter(
-                    [pair and LowRank(*(named.parameter for named in next(rest))) for pair in pairs],
-                    rule.widths,
-                    rule.repeats,
-                    scale=lora.alpha / lora.rank,
-                    dim=how.dim if how else None,
-                    group=group,
-                    expert=expert,
-                    sequence_parallel=sequence_parallel,
-                )
-                attach(adapter, layers[id(weight.parameter)])
-                made.add(weight, adapter, [named for both in matrices for named in both])
-        for weight in weights:
+        made = Adapters(lora, groups, sequence_parallel=recipe.parallel.sequence_parallel)
+        for layer in list(chunk.modules()):
+            own = [
+                weights[id(parameter)]
+                for name, parameter in layer.named_parameters(recurse=False)
+                if name.startswith("weight")  # one, or one for each expert
+            ]
+            made.add(layer, [(weight, table[weight.name]) for weight in own if weight.name in table])
+        for weight in weights.values():
             if weight.name == tensors.EMBEDDING:
                 without_gradient(weight.parameter)
         if hasattr(chunk, "embedding"):
@@ -162,11 +172,6 @@ def draw(matrices: Sequence[Named], seed: int) -> None:
             # torch's kaiming_uniform_(a=sqrt(5)), which PEFT fills A with
             whole = (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(columns)
             named.parameter.copy_(named.shard.of(whole) if named.shard else whole)
-
-
-def _matrices(pair: adapters.Pair, weight: Named, groups: Groups, sequence_parallel: bool) -> list[Named]:
-    """New A and B of this rank, of the weight's dtype and on its device, as megatron wants them marked."""
-    return [_matrix(matrix, weight.parameter, groups, sequence_parallel) for matrix in pair]
 
 
 def _matrix(matrix: Matrix, beside: Tensor, groups: Groups, sequence_parallel: bool) -> Named:

@@ -56,11 +56,6 @@ def backend_problems(
         if why is not None:
             yield hardware_problem(f"model.fp8: {why}")
     yield from _optimizer(recipe, can)
-    if model.lora is not None and can.layers.fused_norms:
-        yield recipe_problem(
-            f"model.lora: adapters are not computed beside Transformer Engine's layers, which {can.backend}"
-            " has: train on the cpu backend, or leave model.lora out"
-        )
     yield from _recomputation(recipe, can, code)
 
 
