@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bundle.backends.cuda import load_libraries
 from bundle.capabilities.cuda import CUDA
-from bundle.recipe.model import FP8
+from bundle.recipe.recipe import FP8
 
 if torch.cuda.is_available():
     load_libraries()  # before megatron is imported, as in a job

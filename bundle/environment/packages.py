@@ -8,7 +8,7 @@ different trees.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -137,6 +137,39 @@ def declared_version(source: str | None) -> str | None:
         return None
     major, minor, patch, pre = (str(values[name]) for name in _FIELDS)
     return f"{major}.{minor}.{patch}{pre}"
+
+
+class SourcePredicate(NamedTuple):
+    """A text in a file below megatron/core that tells a behaviour, and the release that it came with."""
+
+    file: str
+    text: str
+    since: str
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronCode:
+    """The code of one megatron-core: its release number, and the directory that holds `megatron`, if any."""
+
+    release: Version
+    root: Path | None = None
+    _texts: dict[str, str | None] = field(default_factory=dict, compare=False, repr=False)
+
+    def has(self, predicate: SourcePredicate) -> bool:
+        """Whether this megatron-core behaves as the predicate tells."""
+        found = self._text(predicate.file)
+        return self.release >= Version(predicate.since) if found is None else predicate.text in found
+
+    def said_by(self, predicate: SourcePredicate) -> str:
+        """What `has` was decided by, for people."""
+        found = self._text(predicate.file)
+        return f"by the number {self.release} alone" if found is None else f"read in {predicate.file}"
+
+    def _text(self, file: str) -> str | None:
+        """A file's text; None where there is no tree, or no such file in it."""
+        if self.root is not None and file not in self._texts:
+            self._texts[file] = files.read(self.root / "megatron/core" / file)
+        return self._texts.get(file)
 
 
 # what we ask about -> (distribution, import package)

@@ -21,7 +21,7 @@ from bundle.mcore.groups import Groups, data_parallel_with_context, expert_data_
 from bundle.models import naming
 from bundle.models.naming import Named, Shard
 from bundle.recipe import Recipe
-from bundle.recipe.model import LoRA
+from bundle.recipe.recipe import LoRA
 
 
 class Adapters(torch.nn.Module):

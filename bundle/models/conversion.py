@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bundle import files
-from bundle.architectures import tensors, torch_dist
+from bundle.architectures import spellings, tensors
 from bundle.architectures.tensors import Tensors
 from bundle.errors import UsageError
 from bundle.mcore.torch_dist import Directory, Part, write
@@ -55,8 +55,8 @@ def to_torch_dist(weights: Pretrained, table: Tensors, directory: Path) -> None:
     loading.refuse_unequal(weights, table.copies())
     a = table.architecture
     parts = list(_parts(weights, table))
-    places = (torch_dist.Place(part.key, part.entry, part.entries) for part in parts)
-    empty = dict.fromkeys(torch_dist.object_key(place) for place in torch_dist.extra_states(places))
+    places = (spellings.Place(part.key, part.entry, part.entries) for part in parts)
+    empty = dict.fromkeys(spellings.object_key(place) for place in spellings.extra_states(places))
     arguments = {
         "num_layers": a.num_layers,
         "hidden_size": a.hidden_size,
@@ -67,7 +67,7 @@ def to_torch_dist(weights: Pretrained, table: Tensors, directory: Path) -> None:
     }
     with writing.replacing(directory) as whole:
         (whole / RELEASE).mkdir()
-        write(whole / RELEASE, parts, empty, arguments=arguments, content=torch_dist.content(a))
+        write(whole / RELEASE, parts, empty, arguments=arguments, content=spellings.checkpoint_content(a))
         files.write_text(whole / TRACKER, f"{RELEASE}\n")
 
 
@@ -90,7 +90,7 @@ def _parts(weights: Pretrained, table: Tensors) -> Iterator[Part]:
     for tensor in table:
         if tensor.published:
             dtype = dtype_of(weights, tensor)
-            for place in torch_dist.written(tensor, table.architecture):
+            for place in spellings.written(tensor, table.architecture):
                 values = partial(_values, weights, tensor, dtype)
                 yield Part(place.key, place.entry, place.entries, tensor.shape, dtype, values)
 

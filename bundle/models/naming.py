@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bundle.architectures import tensors, transformer_engine
+from bundle.architectures import spellings, tensors
 from bundle.errors import JobFailed
 from bundle.mcore.groups import Groups
 
@@ -97,13 +97,13 @@ def _global_name(chunk: torch.nn.Module, path: str, groups: Groups) -> str:
 
 def _unfolded(name: str, owner: torch.nn.Module, groups: Groups) -> str:
     """The name that megatron's own specs have for a parameter of a Transformer Engine module."""
-    own = transformer_engine.norm_of(name)
+    own = spellings.norm_of(name)
     if own is None:
         raise JobFailed(
             f"{name}: Transformer Engine has folded a norm into a projection that no release known to us"
-            " folds; its name in megatron's own specs belongs into bundle.architectures.transformer_engine"
+            " folds; its name in megatron's own specs belongs into bundle.architectures.spellings"
         )
-    return transformer_engine.expert_of(own, groups.ep.rank * getattr(owner, "num_gemms", 0))
+    return spellings.expert_of(own, groups.ep.rank * getattr(owner, "num_gemms", 0))
 
 
 def _shard(name: str, groups: Groups) -> Shard | None:

@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from bundle.architectures import tensors, torch_dist
+from bundle.architectures import spellings, tensors
+from bundle.architectures.spellings import Place
 from bundle.architectures.tensors import Tensors
-from bundle.architectures.torch_dist import Place
 from bundle.errors import UsageError
 from bundle.mcore.torch_dist import Directory
 from bundle.models import loading
@@ -59,7 +59,7 @@ class Megatron:
         for key, (shape, dtype) in checkpoint.tensors.items():
             if _OPTIMIZER.search(key):
                 continue
-            many = torch_dist.stacked(key)
+            many = spellings.stacked(key)
             for entry in itertools.product(*map(range, shape[:many])):
                 name = f"{key}{list(entry) or ''}"
                 self._of[name] = key, entry
@@ -103,7 +103,7 @@ def found_in(checkpoint: Directory, table: Tensors) -> dict[str, Place]:
     for tensor in table:
         if not tensor.published:
             continue
-        places = torch_dist.places(tensor, table.architecture)
+        places = spellings.places(tensor, table.architecture)
         there = next((place for place in places if place.key in checkpoint.tensors), None)
         if there is None:
             violations.append(

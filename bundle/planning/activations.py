@@ -9,11 +9,13 @@ from typing import NamedTuple
 
 from bundle.architectures import MLA, padded_vocabulary
 from bundle.capabilities import LayerTraits
-from bundle.planning.code import SHIFTED_GATE, MegatronCode
+from bundle.environment.packages import MegatronCode, SourcePredicate
 from bundle.planning.layout import Chunk, RankLayout
 from bundle.planning.size import BF16, FP32
 from bundle.recipe import Recipe
 
+# The gate of experts is computed with glu_linear_offset, zero or not.
+SHIFTED_GATE = SourcePredicate("transformer/mlp.py", "glu_linear_offset", "0.15")
 ID = 8  # bytes of a token's id, and of an expert's number
 
 

@@ -20,15 +20,18 @@ from typing import NamedTuple, Self
 
 from bundle.capabilities import LayerTraits
 from bundle.environment.machine import Fact
+from bundle.environment.packages import MegatronCode, SourcePredicate
 from bundle.errors import bytes_shown
 from bundle.planning.activations import ActivationBytes, activations
-from bundle.planning.code import EXPERT_GROUPS_BY_ETP, MegatronCode
 from bundle.planning.layout import Chunk, RankLayout
 from bundle.planning.size import BF16, FP32, Parameter, parameters, trained
 from bundle.recipe import Recipe
 from bundle.recipe.sections import Optimizer
 
 _BYTES = {"fp32": FP32, "bf16": BF16}
+# Experts whose tensor parallel size is not the dense one get the experts' groups even at ep 1; before, their
+# gradients are reduced like dense ones.
+EXPERT_GROUPS_BY_ETP = SourcePredicate("tensor_parallel/layers.py", "use_expert_pgs", "0.19")
 PARAMETER_MULTIPLE = 64
 BUCKET_MULTIPLE = 128
 # What a plan does not count: the device's context, communication buffers, workspaces and fragmentation.

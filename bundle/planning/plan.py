@@ -10,12 +10,11 @@ from bundle.capabilities import Choice, Peak, Variable
 from bundle.environment import packages
 from bundle.environment.hardware import NAMES, detect, preset
 from bundle.environment.machine import Hardware
-from bundle.environment.packages import Packages
+from bundle.environment.packages import MegatronCode, Packages
 from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, PatchError, UsageError
 from bundle.patches import subject
 from bundle.patches.plan import Survey, survey
 from bundle.patches.subject import DEFAULT, Subject, Table
-from bundle.planning.code import MegatronCode
 from bundle.planning.layout import RankLayout, can_lay_out, rank_layout
 from bundle.planning.memory import MemoryEstimate, estimates, memory_note
 from bundle.planning.problems import (

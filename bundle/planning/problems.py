@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from bundle.capabilities import Capabilities
 from bundle.environment.machine import Hardware
+from bundle.environment.packages import MegatronCode, SourcePredicate
 from bundle.errors import ExitCode, bytes_shown
 from bundle.fp8 import SCALINGS, Scaling
 from bundle.patches import Action, Decision
-from bundle.planning.code import DISCARD_ASKS_FP8, SHARED_EXPERTS_AGAIN, MegatronCode
 from bundle.planning.layout import RankLayout
 from bundle.planning.memory import MemoryEstimate, splits_shared_embedding
 from bundle.planning.size import parameters, trained
@@ -18,6 +18,9 @@ from bundle.recipe.sections import MOST_PER_NODE
 
 SHARED_EMBEDDING = "shared-embedding-bucket"  # the patch; MindSpeed may own what it wraps
 BF16_FROM = (8, 0)  # Transformer Engine's support matrix
+# Modules that discard their output ask a name of Transformer Engine whether there is FP8.
+DISCARD_ASKS_FP8 = SourcePredicate("tensor_parallel/random.py", "FP8GlobalStateManager", "0.13")
+SHARED_EXPERTS_AGAIN = SourcePredicate("transformer/transformer_config.py", '"shared_experts"', "0.14")
 # Weights of the layers that multiply in FP8: not the embedding, the output layer, routers and norms.
 _MULTIPLIED = r"(linear_\w+|eh_proj)\.weight\d*$"
 _NUMBERS = r"\.\d+|\d+$"

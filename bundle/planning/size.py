@@ -25,13 +25,13 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from bundle.architectures import Architecture, adapters, padded_vocabulary, transformer_engine
+from bundle.architectures import Architecture, adapters, padded_vocabulary, spellings
 from bundle.architectures.tensors import EMBEDDING, HEAD, Cut, Tensor, Tensors, cut, is_buffer, is_expert
 from bundle.capabilities import LayerTraits
 from bundle.capabilities.cpu import LOCAL
 from bundle.planning.layout import Chunk, whole_model
 from bundle.recipe import Parallel, Recipe
-from bundle.recipe.model import LoRA
+from bundle.recipe.recipe import LoRA
 from bundle.recipe.sections import Optimizer
 
 FP32, BF16 = 4, 2  # bytes of a value
@@ -73,9 +73,9 @@ def parameters(
         own = [tensor for tensor in tensors if not is_buffer(tensor.name)]
         named = [(tensor.name, tensor) for tensor in own]
         if traits.fused_norms:
-            named = list(transformer_engine.with_folded_norms(at, own))
+            named = list(spellings.with_folded_norms(at, own))
         if traits.grouped_experts:
-            named = list(transformer_engine.with_grouped_experts(named))
+            named = list(spellings.with_grouped_experts(named))
         found.extend(held(tensor, name) for name, tensor in named)
 
     # The first stage owns the embedding; a later one holds a copy for MTP, which a tied head is, or as such.

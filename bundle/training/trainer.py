@@ -27,8 +27,17 @@ from bundle.models import exporting, peft
 from bundle.pretrained import Pretrained
 from bundle.recipe import Recipe, with_steps
 from bundle.runs.directory import Origin, RunDirectory, starting_checkpoint
-from bundle.runs.metrics import JsonLines, Metrics, Profiler, Sink, Speed, TensorBoard, finite, terminal
-from bundle.runs.trackers import trackers
+from bundle.runs.metrics import (
+    JsonLines,
+    Metrics,
+    Profiler,
+    Sink,
+    Speed,
+    TensorBoard,
+    finite,
+    terminal,
+    trackers,
+)
 from bundle.training import loop
 from bundle.training.loop import Batches, Progress
 

@@ -17,7 +17,7 @@ from packaging.version import Version
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bundle.capabilities.cpu import LOCAL
-from bundle.planning.code import MegatronCode
+from bundle.environment.packages import MegatronCode
 from bundle.planning.layout import Chunk, RankLayout, rank_layout
 from bundle.planning.memory import StateBuffers, StateBytes, splits_shared_embedding
 from bundle.planning.size import parameters

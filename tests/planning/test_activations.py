@@ -7,8 +7,8 @@ import pytest
 from packaging.version import Version
 
 from bundle.capabilities.cpu import LOCAL
+from bundle.environment.packages import MegatronCode
 from bundle.planning.activations import activations
-from bundle.planning.code import MegatronCode
 from bundle.planning.layout import rank_layout
 from bundle.recipe import load
 

@@ -5,11 +5,16 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from bundle.planning import code, plan_for
-from bundle.planning.code import MegatronCode, SourcePredicate
+from bundle.environment.packages import MegatronCode, SourcePredicate
+from bundle.planning import activations, memory, plan_for, problems
 from bundle.recipe import load
 
-SIGNS = [sign for sign in vars(code).values() if isinstance(sign, SourcePredicate)]
+SIGNS = [
+    sign
+    for room in (activations, memory, problems)
+    for sign in vars(room).values()
+    if isinstance(sign, SourcePredicate)
+]
 KEY = "model.recompute.modules: megatron-core"
 
 
@@ -21,7 +26,7 @@ def test_releases_show_a_sign_from_the_one_that_it_came_with(sign: SourcePredica
 
 
 def test_a_tree_is_believed_before_its_number(tmp_path: Path) -> None:
-    sign = code.SHARED_EXPERTS_AGAIN
+    sign = problems.SHARED_EXPERTS_AGAIN
     file = tmp_path / "megatron/core" / sign.file
     file.parent.mkdir(parents=True)
     file.write_text(f"allowed = {{{sign.text}}}")

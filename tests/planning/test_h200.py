@@ -7,8 +7,8 @@ import pytest
 from packaging.version import Version
 
 from bundle.capabilities.cuda import TRANSFORMER_ENGINE
+from bundle.environment.packages import MegatronCode
 from bundle.planning.activations import activations
-from bundle.planning.code import MegatronCode
 from bundle.planning.layout import rank_layout
 from bundle.planning.memory import StateBuffers
 from bundle.planning.size import parameters

@@ -3,8 +3,8 @@
 from packaging.version import Version
 
 from bundle.capabilities.cpu import LOCAL
+from bundle.environment.packages import MegatronCode
 from bundle.planning.activations import LayerBytes
-from bundle.planning.code import MegatronCode
 from tests.planning.jobs import DEEPSEEK, QWEN3, job
 
 TOKENS, HIDDEN, BF16, FP32 = 64, 64, 2, 4

@@ -9,8 +9,8 @@ from packaging.version import Version
 
 from bundle.capabilities.cpu import LOCAL
 from bundle.environment.hardware import preset
+from bundle.environment.packages import MegatronCode
 from bundle.errors import ExitCode, UsageError
-from bundle.planning.code import MegatronCode
 from bundle.planning.layout import rank_layout
 from bundle.planning.memory import StateBuffers
 from bundle.recipe import Recipe, load

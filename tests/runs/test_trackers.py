@@ -14,7 +14,7 @@ import pytest
 from bundle.errors import EnvironmentUnfit
 from bundle.recipe import load
 from bundle.runs.directory import RunDirectory
-from bundle.runs.trackers import trackers
+from bundle.runs.metrics import trackers
 
 WANDB = "metrics.wandb={project: tests, mode: offline}"
 MLFLOW = "metrics.mlflow={experiment: tests}"
@@ -114,7 +114,7 @@ def test_one_that_cannot_be_begun_is_named_with_its_reason(directory):
 
 
 def test_one_that_fails_later_is_told_once_and_ends_nothing(directory, monkeypatch, capsys):
-    from bundle.runs import trackers as module
+    from bundle.runs import metrics as module
 
     asked: list[int] = []
 

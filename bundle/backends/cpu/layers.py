@@ -20,7 +20,7 @@ from bundle.backends.cpu.scaling import Operands, Phase, operands, phase_of
 from bundle.errors import JobFailed, UsageError
 from bundle.fp8 import SCALINGS
 from bundle.mcore import known
-from bundle.recipe.model import FP8
+from bundle.recipe.recipe import FP8
 
 
 class Norm(torch.nn.Module):

@@ -21,7 +21,7 @@ from bundle.capabilities.cpu import CPU
 from bundle.errors import UsageError
 from bundle.mcore import gpt
 from bundle.recipe import Recipe
-from bundle.recipe.model import FP8
+from bundle.recipe.recipe import FP8
 
 
 class CpuRuntime:

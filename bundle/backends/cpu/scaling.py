@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bundle.mcore import context
-from bundle.recipe.model import FP8
+from bundle.recipe.recipe import FP8
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HISTORY = 1024  # amax_history_len of transformer_engine's DelayedScaling; its margin is 0

@@ -14,7 +14,7 @@ from bundle.capabilities.cuda import CUDA
 from bundle.errors import EnvironmentUnfit, UsageError
 from bundle.mcore import accepts, gpt
 from bundle.recipe import Recipe
-from bundle.recipe.model import FP8
+from bundle.recipe.recipe import FP8
 
 
 class CudaRuntime:

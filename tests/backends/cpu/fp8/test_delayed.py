@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bundle.backends.cpu.scaling import E4M3, Delayed, DelayedWeight, Phase, operands, phase_of
 from bundle.mcore import context
-from bundle.recipe.model import FP8
+from bundle.recipe.recipe import FP8
 from tests.engine.test_layouts import measured, wrong
 
 HISTORY = 1024  # calls, what DelayedScaling(amax_history_len=1024) of Transformer Engine remembers

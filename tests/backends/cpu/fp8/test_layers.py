@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from bundle.backends.cpu.layers import DuplicatedLinear, in_fp8
 from bundle.backends.cpu.runtime import adapted
 from bundle.errors import JobFailed
-from bundle.recipe.model import FP8
+from bundle.recipe.recipe import FP8
 from tests.backends.cpu.test_layers import config, inside, local_spec
 
 pytestmark = pytest.mark.usefixtures("megatron")

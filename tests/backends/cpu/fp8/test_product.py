@@ -8,7 +8,7 @@ import torch
 
 from bundle.backends.cpu.layers import product
 from bundle.backends.cpu.scaling import Phase, operands
-from bundle.recipe.model import FP8
+from bundle.recipe.recipe import FP8
 from tests.backends.cpu.fp8 import reference
 
 SCALINGS: tuple[Literal["tensorwise", "blockwise", "mxfp8"], ...] = ("tensorwise", "blockwise", "mxfp8")
