@@ -1,4 +1,4 @@
-"""How a job begins, who started us, what starts the ranks of this node, and how they ended."""
+"""How a job begins, who started us, what starts the ranks of this node, and the verdict on their end."""
 
 from pathlib import Path
 from typing import Annotated, Self

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,9 +21,11 @@ from typing import NamedTuple
 
 from bundle.environment import machine
 from bundle.environment.hardware import memory_kills
-from bundle.errors import BundleError, EnvironmentUnfit, ExitCode
-from bundle.launch import outcomes
+from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, JobFailed
+from bundle.launch import outcomes, verdict
+from bundle.launch.evidence import KernelLog, gathered
 from bundle.launch.rendezvous import LOOPBACK, Rendezvous
+from bundle.launch.verdict import Verdict, judge
 
 _log = logging.getLogger(__name__)
 
@@ -137,9 +139,9 @@ def _redirects(per_node: int) -> str:
 class Ended(BundleError):
     """A launch that did not end with 0, with the code that its ranks agree on."""
 
-    def __init__(self, ending: outcomes.Verdict) -> None:
-        super().__init__(ending.message)
-        self.code = ending.code
+    def __init__(self, ending: Verdict) -> None:
+        super().__init__(ending.text())
+        self.code, self.verdict = ending.code, ending
 
 
 class Waiting:
@@ -200,7 +202,7 @@ def run(launch: Launch, inherited: Mapping[str, str]) -> None:
     kills = memory_kills(machine.local())
     waiting = Waiting(launch.rendezvous, folder, launch.wait)
     torchrun = command(launch, inherited)
-    with (folder / "agent.log").open("wb") as log, ExitStack() as passed_on:
+    with (folder / "agent.log").open("wb") as log, ExitStack() as passed_on, closing(KernelLog()) as kernel:
         with _held_back():
             agent = subprocess.Popen(
                 torchrun.argv,
@@ -213,15 +215,22 @@ def run(launch: Launch, inherited: Mapping[str, str]) -> None:
             )
             stopped = passed_on.enter_context(_signals(agent, folder, waiting))
         status = _watch(agent, folder, waiting)
-    if waiting.too_long:
-        raise Ended(outcomes.Verdict(ExitCode.LAUNCH_UNAVAILABLE, f"gave up: {waiting}"))
-    ending = outcomes.judge(
-        folder,
-        status,
-        outcomes.read(folder),
-        stopped.get("by"),
-        out_of_memory=memory_kills(machine.local()) > kills,
-    )
+        ending = judge(
+            gathered(
+                folder,
+                launch.rendezvous,
+                launch.per_node,
+                status,
+                stopped_by=stopped.get("by"),
+                gave_up=f"gave up: {waiting}" if waiting.too_long else "",
+                kernel=kernel.lines(),
+                memory_kills=memory_kills(machine.local()) > kills,
+            )
+        )
+    try:
+        verdict.write(folder, ending)
+    except JobFailed as error:  # a full disk must not hide how the launch ended
+        _log.warning("cannot write the verdict: %s", error)
     if ending.code != ExitCode.OK:
         raise Ended(ending)
 

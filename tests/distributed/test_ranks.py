@@ -71,7 +71,7 @@ def test_a_rank_killed_inside_a_collective_ends_the_job(tmp_path):
     pids = wait_until_ready(tmp_path)
     os.kill(pids[0], signal.SIGKILL)
     _, err = finish(starter, 1, 30)
-    assert err.startswith("rank 0: killed by SIGKILL")
+    assert "rank 0: killed by SIGKILL" in err
     assert gone(pids)
 
 

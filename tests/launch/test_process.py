@@ -1,3 +1,4 @@
+import json
 import os
 import signal
 import sys
@@ -22,14 +23,14 @@ def test_arguments_reach_the_ranks_as_they_are_and_only_the_first_prints(tmp_pat
 
 def test_a_failing_rank_ends_the_others_and_its_words_are_the_message(tmp_path):
     _, err = finish(start(tmp_path, WORKER, "fail"), 1)
-    said, log = err.splitlines()
-    assert said == "rank 1: ValueError: corrupt shard 3"
+    log, said = err.splitlines()
+    assert said == "rank 1: ValueError: corrupt shard 3; a restart does not mend this"
     assert "what the log says" in Path(log.removeprefix("rank 1's log: ")).read_text()
 
 
 def test_the_code_of_a_rank_is_the_code_of_the_launch(tmp_path):
     _, err = finish(start(tmp_path, WORKER, "unfit"), 3)
-    assert err == "rank 1: no such device\n"
+    assert err == "rank 1: no such device; a restart does not mend this\n"
 
 
 def test_a_killed_rank_is_named_and_ends_all_in_seconds_even_those_that_do_not_want_to(tmp_path):
@@ -37,8 +38,11 @@ def test_a_killed_rank_is_named_and_ends_all_in_seconds_even_those_that_do_not_w
     pids = wait_until_ready(tmp_path)
     os.kill(pids[1], signal.SIGKILL)
     _, err = finish(starter, 1, 15)
-    assert err.startswith("rank 1: killed by SIGKILL") and "the same command goes on" in err
-    assert "memory" in err.splitlines()[0]
+    assert err.splitlines()[-1] == (
+        "rank 1: killed by SIGKILL: by somebody, or by the kernel when memory ran out (`dmesg` says so);"
+        " the same command goes on after the last checkpoint"
+    )
+    assert json.loads((tmp_path / "logs" / "verdict.json").read_text())["kind"] == "killed"
     assert gone(pids)
 
 
@@ -123,7 +127,7 @@ def test_a_python_without_torch_is_said(tmp_path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('no torch here')")
     _, err = finish(start(tmp_path, WORKER, "well"), 5)
-    assert err.startswith("torchrun could not start the ranks\n")
+    assert err.endswith("torchrun could not start the ranks; a restart does not mend this\n")
     assert "no torch here" in err
 
 

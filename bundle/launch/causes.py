@@ -1,0 +1,225 @@
+"""What ends jobs: the texts by which kernels, drivers and libraries say so, and what a restart does about it.
+
+Of several rules that fit, the first speaks. Xids, and what to do about them: docs.nvidia.com/deploy/
+xid-errors; what codes of HCCL mean: its guide at hiascend.com, EI0002 and EI0006.
+"""
+
+import re
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Kind(StrEnum):
+    """What broke."""
+
+    NOTHING = "nothing"
+    PREEMPTED = "preempted"
+    STOPPED = "stopped"
+    REFUSED = "refused"  # the recipe, the environment or a patch
+    LAUNCH = "launch"
+    HANG = "hang"
+    DEVICE = "device"
+    DEVICE_MEMORY = "device memory"
+    HOST_MEMORY = "host memory"
+    SHARED_MEMORY = "shared memory"
+    DISK = "disk"
+    KILLED = "killed"
+    CRASH = "crash"
+    EXCEPTION = "exception"
+    LOST_NODE = "lost node"
+    NETWORK = "network"
+    ECHO = "echo"  # of the end of another rank
+
+
+# What a rank says also when nothing but another rank is at fault, the likelier the later.
+SECONDARY = (Kind.NETWORK, Kind.ECHO)
+
+
+class Action(StrEnum):
+    """What to do about it."""
+
+    NONE = "none"
+    RESTART = "restart"
+    RESTART_WITHOUT = "restart without node"
+    STOP = "stop"
+
+
+class Rule(NamedTuple):
+    """What a text means: `says` is the cause in our words, with the named groups of `pattern` in braces."""
+
+    kind: Kind
+    pattern: re.Pattern[str]
+    says: str
+    action: Action
+
+
+def _rule(kind: Kind, pattern: str, says: str, action: Action) -> Rule:
+    return Rule(kind, re.compile(pattern, re.MULTILINE), says, action)
+
+
+# The Xids that are the device's own fault; of the others, 13, 31 and 43 are the program's and 45 is an echo.
+_XIDS = {
+    48: "an uncorrectable error of its memory",
+    64: "a row of its memory that could not be replaced",
+    74: "an error of its NVLink",
+    79: "it has fallen off the bus",
+    95: "an uncorrectable error of its memory that is not contained",
+    119: "its system processor does not answer",
+    120: "an error of its system processor",
+    140: "an uncorrectable error of its memory",
+    143: "it cannot be initialized",
+}
+_XID = r"NVRM: Xid \(PCI:(?P<device>[\w:.]+)\): {}\b(?:, pid='?(?P<pid>\d+))?"
+
+# Lines of the kernel's log; one that names a process is that process's.
+KERNEL = (
+    *(
+        _rule(
+            Kind.DEVICE, _XID.format(number), f"its GPU failed (Xid {number}): {what}", Action.RESTART_WITHOUT
+        )
+        for number, what in _XIDS.items()
+    ),
+    _rule(
+        Kind.DEVICE,
+        _XID.format(154) + r".*\((?P<action>[^()]*(?:Reset|Reboot|Drain)[^()]*)\)\s*$",
+        "its GPU failed, and its driver asks for more than a restart (Xid 154): {action}",
+        Action.RESTART_WITHOUT,
+    ),
+    _rule(
+        Kind.DEVICE,
+        _XID.format(94),
+        "its GPU had an uncorrectable error of its memory, which reached no other process (Xid 94)",
+        Action.RESTART,
+    ),
+    _rule(
+        Kind.DEVICE,
+        r"Memory failure: .* (?:Killing|Sending SIGBUS to) .*?:(?P<pid>\d+) due to hardware memory"
+        r" corruption",
+        "the memory of its host is damaged",
+        Action.RESTART_WITHOUT,
+    ),
+    _rule(
+        Kind.HOST_MEMORY,
+        r"(?:Memory cgroup out|Out) of memory: Killed process (?P<pid>\d+)",
+        "killed by the kernel, which had no memory left: give the container more, or lower"
+        " train.micro_batch_size or the ranks of a node",
+        Action.RESTART,
+    ),
+)
+
+# What torchrun says where it starts no rank.
+AGENT = (
+    _rule(
+        Kind.LAUNCH,
+        r"failed to listen on any local network address|EADDRINUSE|Address already in use",
+        "the port where the nodes meet is taken on this node: end what listens there, or name another with"
+        " --rendezvous",
+        Action.STOP,
+    ),
+)
+
+# What a rank says of its end, or its log before it.
+RANK = (
+    _rule(
+        Kind.DEVICE,
+        r"uncorrectable ECC error encountered",
+        "its device reports an uncorrectable error of its memory",
+        Action.RESTART_WITHOUT,
+    ),
+    _rule(
+        Kind.DEVICE,
+        r"CUDA error: (?P<what>no CUDA-capable device is detected|all CUDA-capable devices are busy or"
+        r" unavailable|unknown error)",
+        "its device cannot be used: {what}",
+        Action.RESTART_WITHOUT,
+    ),
+    _rule(
+        Kind.DEVICE_MEMORY,
+        r"(?:CUDA|NPU) out of memory",
+        "its device has no memory left: lower train.micro_batch_size, recompute more or cut the model into"
+        " more parts; `mcore-bundle plan` says what takes how much",
+        Action.STOP,
+    ),
+    _rule(
+        Kind.SHARED_MEMORY,
+        r"out of shared memory|creating shared memory segment /dev/shm|/dev/shm.*No space left",
+        "/dev/shm is full: give the container more of it",
+        Action.STOP,
+    ),
+    _rule(
+        Kind.HOST_MEMORY,
+        r"^MemoryError\b|DefaultCPUAllocator: can't allocate memory|Cannot allocate memory",
+        "its host gave it no more memory: raise the limit (`ulimit -v`, or that of the container), or lower"
+        " train.micro_batch_size or the ranks of a node",
+        Action.STOP,
+    ),
+    _rule(
+        Kind.DISK,
+        r"No space left on device|Disk quota exceeded|no room left to write",
+        "its disk is full: free some, or raise the quota",
+        Action.STOP,
+    ),
+    _rule(
+        Kind.DISK,
+        r"(?P<what>Stale file handle|Input/output error|Remote I/O error|Transport endpoint is not"
+        r" connected)",
+        "its file system failed: {what}",
+        Action.RESTART,
+    ),
+    _rule(
+        Kind.CRASH,
+        r"CUDA error: device-side assert triggered",
+        "an assertion failed on its device: an index out of range, most often; its log names the kernel",
+        Action.STOP,
+    ),
+    _rule(
+        Kind.CRASH,
+        r"CUDA error: (?P<what>an illegal memory access was encountered|misaligned address|an illegal"
+        r" instruction was encountered|unspecified launch failure)",
+        "a kernel failed on its device: {what}",
+        Action.RESTART,
+    ),
+    _rule(
+        Kind.NETWORK,
+        r"(?P<what>NET/\w+ ?:? .*(?:Got completion from peer|completed with error).*)",
+        "the network between ranks failed: {what}",
+        Action.RESTART,
+    ),
+    _rule(
+        Kind.NETWORK,
+        r"(?P<what>EI0002|EI0006)\b",
+        "the other ranks did not come to a collective of HCCL in time ({what})",
+        Action.RESTART,
+    ),
+    _rule(
+        Kind.ECHO,
+        r"Connection (?:closed|reset) by peer|Broken pipe|remote process exited|Connection was likely closed"
+        r"|Connection closed by remote peer|Timed out waiting \d+ms for (?:recv|send) operation",
+        "lost its connection to another rank",
+        Action.RESTART,
+    ),
+)
+
+
+class Hit(NamedTuple):
+    """A rule, and where it fits a text."""
+
+    rule: Rule
+    match: re.Match[str]
+
+    @property
+    def says(self) -> str:
+        """The cause, with what the text names."""
+        return self.rule.says.format(**self.match.groupdict())
+
+    @property
+    def line(self) -> str:
+        """The whole line that it was found in."""
+        text = self.match.string
+        end = text.find("\n", self.match.end())
+        return text[text.rfind("\n", 0, self.match.start()) + 1 : end if end >= 0 else None].strip()
+
+
+def found(rules: tuple[Rule, ...], text: str) -> Hit | None:
+    """The first rule that fits a text; None where none does."""
+    return next((Hit(rule, match) for rule in rules if (match := rule.pattern.search(text))), None)

@@ -1,0 +1,125 @@
+"""What is known of a launch on one node when it has ended: all that a verdict is made of."""
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from bundle import files
+from bundle.launch import outcomes
+from bundle.launch.outcomes import Outcome
+from bundle.launch.rendezvous import Rendezvous
+
+_KERNEL = Path("/dev/kmsg")
+_RECORD = 8192  # bytes; the kernel's own limit of one
+_END = 1 << 16  # bytes of a log: its last words are in there
+
+
+class Log(NamedTuple):
+    """The end of what a rank wrote on stderr, and where all of it lies."""
+
+    path: Path
+    end: str
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A launch on one node, after it: pure data.
+
+    `status` is torchrun's and `agent` what it wrote; `logs` are by local rank. `stopped_by` is the signal
+    that we were sent, `gave_up` the wait for other nodes that was too long. `kernel` is what the kernel's log
+    got meanwhile, as far as we may read it; `memory_kills`: it ended processes, of anybody, for memory.
+    """
+
+    status: int
+    node: str = ""
+    node_rank: int = 0
+    nodes: int = 1
+    per_node: int = 1
+    outcomes: tuple[Outcome, ...] = ()
+    agent: str = ""
+    logs: Mapping[int, Log] = field(default_factory=dict)
+    kernel: tuple[str, ...] = ()
+    memory_kills: bool = False
+    stopped_by: int | None = None
+    gave_up: str = ""
+
+
+class KernelLog:
+    """What the kernel logs from now on; nothing where we may not read it, as in most containers."""
+
+    def __init__(self, path: Path = _KERNEL) -> None:
+        self._descriptor: int | None = None
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            os.lseek(self._descriptor, 0, os.SEEK_END)
+        except OSError:
+            self.close()
+
+    def lines(self) -> tuple[str, ...]:
+        """The lines since this was made, or since they were read; without their time and level."""
+        found: list[str] = []
+        while self._descriptor is not None:
+            try:
+                record = os.read(self._descriptor, _RECORD)
+            except BrokenPipeError:
+                continue  # so much was logged that some of it is lost
+            except OSError:
+                break
+            if not record:
+                break
+            # "level,number,microseconds,flags;text", and what it is about in lines of their own.
+            text = record.decode("utf-8", errors="replace").splitlines()[0]
+            found.append(text.partition(";")[2])
+        return tuple(found)
+
+    def close(self) -> None:
+        """Lets go of it."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self._descriptor = None
+
+
+def node_name() -> str:
+    """What this node is called where somebody would leave it out: by Slurm, or by itself."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def gathered(
+    folder: Path,
+    meeting: Rendezvous,
+    per_node: int,
+    status: int,
+    *,
+    stopped_by: int | None = None,
+    gave_up: str = "",
+    kernel: tuple[str, ...] = (),
+    memory_kills: bool = False,
+) -> Evidence:
+    """What the log folder of a launch holds, beside what its starter has seen."""
+    found = {int(path.parent.name): path for path in sorted(folder.glob("*/attempt_*/*/stderr.log"))}
+    return Evidence(
+        status=status,
+        node=node_name(),
+        node_rank=meeting.node_rank,
+        nodes=meeting.nodes,
+        per_node=per_node,
+        outcomes=tuple(outcomes.read(folder)),
+        agent=_end(folder / "agent.log"),
+        logs={local: Log(path, _end(path)) for local, path in found.items()},
+        kernel=kernel,
+        memory_kills=memory_kills,
+        stopped_by=stopped_by,
+        gave_up=gave_up,
+    )
+
+
+def _end(path: Path) -> str:
+    """The last words of a file; empty where there is none."""
+    if not files.is_file(path):
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _END))
+        return file.read().decode("utf-8", errors="replace")

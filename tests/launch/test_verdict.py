@@ -1,0 +1,257 @@
+"""What is made of a launch that ended, from recorded texts; sentences word by word."""
+
+import json
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bundle.errors import ExitCode
+from bundle.launch import verdict as verdicts
+from bundle.launch.causes import KERNEL, RANK, Action, Kind
+from bundle.launch.causes import found as found_cause
+from bundle.launch.evidence import Evidence, Log
+from bundle.launch.outcomes import Outcome
+from bundle.launch.verdict import Verdict, judge
+
+CODES = [None, *(int(code) for code in ExitCode)]
+AGAIN = "the same command goes on after the last checkpoint"
+NEVER = "a restart does not mend this"
+
+
+def outcome(rank: int, code: int | None, message: str = "", **more: Any) -> Outcome:
+    return Outcome(rank, rank, 1000 + rank, more.get("time", 0), code, message, more.get("explained", True))
+
+
+def broke(rank: int, message: str, time: float = 1) -> Outcome:
+    return outcome(rank, 1, message, time=time, explained=False)
+
+
+def judged(*outcomes: Outcome, **more: Any) -> Verdict:
+    return judge(Evidence(more.pop("status", 1), node="gpu07", per_node=4, outcomes=outcomes, **more))
+
+
+def death(local_rank: int, code: int) -> str:
+    """What torchrun writes of the first rank whose end it sees."""
+    return (
+        f"E1122 12:00:00.000000 7 torch/distributed/elastic/multiprocessing/api.py:882] failed"
+        f" (exitcode: {code}) local_rank: {local_rank} (pid: {1000 + local_rank}) of binary: python\n"
+    )
+
+
+def recorded(name: str) -> list[tuple[str, str]]:
+    """What was written down of ends, each with the sentence that it makes."""
+    texts = (Path(__file__).parent / "recorded" / f"{name}.txt").read_text().strip().split("\n\n")
+    return [(text, sentence) for text, _, sentence in (each.partition("\n=> ") for each in texts)]
+
+
+def log(text: str) -> Log:
+    return Log(Path("stderr.log"), text)
+
+
+def test_the_rank_that_knows_what_is_wrong_speaks_before_the_one_that_only_broke():
+    found = judged(broke(0, "RuntimeError: boom"), outcome(1, 1, "shard 3 is corrupt", time=2))
+    assert found.sentence == f"rank 1: shard 3 is corrupt; {NEVER}"
+
+
+def test_a_rank_that_broke_speaks_before_one_that_lost_its_connection_to_it():
+    gloo = "RuntimeError: [gloo/transport/tcp/pair.cc:544] Connection closed by peer [127.0.0.1]:34567"
+    found = judged(broke(0, gloo, 1), broke(1, "KeyError: 'loss'", 2))
+    assert (found.sentence, found.rank, found.action) == (
+        f"rank 1: KeyError: 'loss'; {NEVER}",
+        1,
+        Action.STOP,
+    )
+    alone = judged(broke(0, gloo, 1), broke(2, gloo, 3))
+    assert alone.sentence == f"rank 0: lost its connection to another rank; {AGAIN}"
+    assert alone.kind is Kind.ECHO and alone.evidence == (f"rank 0: {gloo}",)
+
+
+def test_what_no_restart_mends_is_stronger_than_what_broke_before():
+    found = judged(outcome(0, 1, "echo", time=1), outcome(1, 4, "patch x cannot be applied", time=2))
+    assert (found.code, found.sentence) == (ExitCode.PATCHES, f"rank 1: patch x cannot be applied; {NEVER}")
+
+
+def test_several_violations_are_shown_whole_and_the_sentence_has_the_first():
+    found = judged(outcome(0, 3, "the ranks differ\n  - recipe (rank 0: a; rank 1: b)\n  - image (...)"))
+    assert found.sentence == f"rank 0: the ranks differ: recipe (rank 0: a; rank 1: b), and 1 more; {NEVER}"
+    assert found.text().splitlines()[:3] == [
+        "rank 0: the ranks differ",
+        "  - recipe (rank 0: a; rank 1: b)",
+        "  - image (...)",
+    ]
+    assert found.text().splitlines()[3:] == [found.sentence]
+
+
+def test_a_hang_names_the_ranks_that_said_nothing():
+    found = judged(outcome(0, 6, "no progress"), outcome(1, None), outcome(2, None))
+    assert found.sentence == f"rank 0: no progress; no word from rank 1, 2; {AGAIN}"
+    assert (found.code, found.kind) == (ExitCode.HANG, Kind.HANG)
+
+
+def test_preempted_ranks_make_a_preempted_job_but_not_if_one_failed_to_save():
+    saved, stopped = outcome(0, 75, "saved step 7"), {"stopped_by": signal.SIGTERM}
+    for number in (signal.SIGTERM, signal.SIGINT):
+        found = judged(saved, outcome(1, None), stopped_by=number)
+        assert (found.code, found.sentence) == (ExitCode.PREEMPTED, "saved step 7")
+    assert judged(saved, outcome(1, 1, "disk full")).code == ExitCode.JOB_FAILED
+    ended = judged(outcome(0, None), **stopped)
+    assert (ended.code, ended.sentence) == (143, "ended by SIGTERM before a checkpoint was complete")
+    assert judged(outcome(0, None), stopped_by=signal.SIGINT).code == ExitCode.INTERRUPTED
+
+
+def test_a_signal_is_read_from_what_torchrun_saw_first():
+    ranks = (broke(0, "RuntimeError: Connection closed by peer"), outcome(1, None))
+    found = judged(*ranks, agent=death(1, -9))
+    assert found.sentence == (
+        "rank 1: killed by SIGKILL: by somebody, or by the kernel when memory ran out (`dmesg` says so);"
+        f" {AGAIN}"
+    )
+    assert found.evidence[0].startswith("torchrun: failed (exitcode: -9) local_rank: 1")
+    found = judged(*ranks, agent=death(1, -9), memory_kills=True)
+    assert found.sentence == (
+        "rank 1: killed by SIGKILL while the kernel ended processes for want of memory: give the container"
+        f" more, or lower train.micro_batch_size or the ranks of a node; {AGAIN}"
+    )
+    found = judged(*ranks, agent=death(1, -11), memory_kills=True)
+    assert found.sentence == f"rank 1: killed by SIGSEGV; {AGAIN}"
+
+
+def test_a_rank_that_was_killed_before_its_first_word_is_counted_over_all_nodes():
+    found = judged(agent=death(3, -11), node_rank=2, nodes=3)
+    assert found.sentence == f"rank 11 on gpu07: killed by SIGSEGV; {AGAIN}"
+
+
+KERNEL_LINES, SPOKEN = recorded("kernel"), recorded("ranks")
+
+
+@pytest.mark.parametrize(("line", "sentence"), KERNEL_LINES)
+def test_the_kernel_knows_it_better_than_the_ranks(line, sentence):
+    ranks = (*(broke(rank, "RuntimeError: CUDA error: unspecified launch failure") for rank in range(3)),)
+    found = judged(*ranks, outcome(3, 6, "no progress"), nodes=2, kernel=("usb 1-1: new device", line))
+    assert found.sentence == sentence
+    assert found.evidence == (f"kernel: {line}",)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "NVRM: Xid (PCI:0000:3b:00): 43, pid=1001, name=python, Ch 00000010",
+        "NVRM: Xid (PCI:0000:3b:00): 794, pid=1001, name=python",
+        "NVRM: Xid (PCI:0000:01:00): 154, GPU recovery action changed from 0x2 (Node Reboot Required) to 0x0"
+        " (None)",
+        "Out of memory: Killed process 4711 (firefox) total-vm:9000kB",
+    ],
+)
+def test_what_the_kernel_says_of_others_and_what_only_follows_is_no_cause(line):
+    assert (
+        judged(broke(0, "KeyError: 'loss'"), kernel=(line,)).sentence == f"rank 0: KeyError: 'loss'; {NEVER}"
+    )
+
+
+def test_who_was_told_to_stop_is_not_told_of_devices():
+    assert judged(outcome(0, None), kernel=(KERNEL_LINES[0][0],), stopped_by=signal.SIGTERM).code == 143
+
+
+@pytest.mark.parametrize(("text", "says"), SPOKEN)
+def test_what_libraries_say_is_known_in_the_word_of_a_rank_and_in_the_log_of_one_that_crashed(text, says):
+    assert judged(broke(2, text), nodes=2).sentence == f"rank 2 on gpu07: {says}"
+    crashed = judged(outcome(2, None), nodes=2, logs={2: log(text)}, agent=death(2, -6))
+    assert crashed.sentence == f"rank 2 on gpu07: {says}"
+    assert crashed.evidence[0].startswith("torchrun: failed (exitcode: -6) local_rank: 2")
+    assert crashed.evidence[1].startswith("rank 2's log: ")
+
+
+def test_every_rule_about_a_rank_or_a_kernel_has_been_met():
+    """No rule that a later one, or none of the texts above, would hide."""
+    texts = [line for line, _ in KERNEL_LINES] + [
+        f"NVRM: Xid (PCI:0000:3b:00): {number}, pid=7, name=python"
+        for number in (64, 74, 95, 119, 120, 140, 143)
+    ]
+    assert {found.rule for text in texts if (found := found_cause(KERNEL, text))} == set(KERNEL)
+    assert {found.rule for text, _ in SPOKEN if (found := found_cause(RANK, text))} == set(RANK)
+
+
+def test_an_error_that_we_explain_keeps_its_words_and_gets_what_to_do():
+    found = judged(outcome(1, 1, "/runs/x: no room left to write (0 B free on its disk): free some"))
+    assert (
+        found.sentence == f"rank 1: /runs/x: no room left to write (0 B free on its disk): free some; {NEVER}"
+    )
+    assert found.kind is Kind.DISK
+
+
+LOG = """\
+/x/torch/nn.py:12: UserWarning: old function
+  warnings.warn(
+/x/megatron/a.py:3: DeprecationWarning: old name
+what the rank printed
+Fatal Python error: Segmentation fault
+"""
+
+
+def test_the_log_of_a_rank_without_a_word_is_shown_without_warnings():
+    found = judged(outcome(1, None), logs={1: log(LOG)}, agent=death(1, -11))
+    assert found.text().splitlines() == [
+        "rank 1's log: stderr.log",
+        "[rank 1] what the rank printed",
+        "[rank 1] Fatal Python error: Segmentation fault",
+        f"rank 1: killed by SIGSEGV; {AGAIN}",
+    ]
+
+
+def test_what_a_rank_said_is_shown_once():
+    found = judged(outcome(1, 1, "shard 3"), logs={1: log(LOG + "rank 1: shard 3\n")})
+    assert found.text() == f"rank 1's log: stderr.log\nrank 1: shard 3; {NEVER}"
+
+
+def test_without_any_rank_the_launch_itself_did_not_work():
+    found = judged(agent="No module named torch\n")
+    assert found.code == ExitCode.LAUNCH_UNAVAILABLE
+    assert found.text() == f"[torchrun] No module named torch\ntorchrun could not start the ranks; {NEVER}"
+
+
+def test_the_json_has_all_of_it(tmp_path):
+    found = judged(agent=death(1, -11), nodes=2)
+    verdicts.write(tmp_path, found)
+    read = json.loads((tmp_path / "verdict.json").read_text())
+    assert read.pop("details") == [] and read.pop("evidence")[0].startswith("torchrun: failed")
+    assert read == {
+        "format": "mcore-bundle verdict",
+        "code": 1,
+        "kind": "crash",
+        "cause": "killed by SIGSEGV",
+        "action": "restart",
+        "rank": 1,
+        "node": "gpu07",
+        "node_rank": 0,
+        "nodes": 2,
+        "device": None,
+        "sentence": f"rank 1 on gpu07: killed by SIGSEGV; {AGAIN}",
+    }
+
+
+ENDS = st.lists(st.tuples(st.sampled_from(CODES), st.booleans()), max_size=4)
+
+
+@given(ENDS, st.sampled_from([0, 1, -9]), st.sampled_from([None, signal.SIGTERM, signal.SIGINT]))
+def test_every_end_has_one_of_our_codes_and_only_success_is_0(ends, agent, stopped_by):
+    ranks = [outcome(rank, code, "why", explained=known) for rank, (code, known) in enumerate(ends)]
+    found = judged(*ranks, status=agent, stopped_by=stopped_by)
+    assert isinstance(found.code, ExitCode)
+    assert (found.code == ExitCode.OK) == (agent == 0)
+    assert (found.kind is Kind.NOTHING) == (found.action is Action.NONE) == (agent == 0)
+    assert found.sentence or agent == 0
+
+
+@given(st.text(), st.text(), st.text())
+def test_any_text_makes_a_verdict_of_one_line(message, agent, kernel):
+    found = judge(
+        replace(
+            Evidence(1), outcomes=(broke(0, message),), agent=agent, kernel=(kernel,), logs={0: log(agent)}
+        )
+    )
+    assert len(found.sentence.splitlines()) == 1
