@@ -115,7 +115,7 @@ def diff(
     as_json: options.JSON = False,
 ) -> None:
     """Compare two models tensor by tensor: names, shapes, dtypes, values; ends with 1 where they differ."""
-    from bundle.models.comparison import differences
+    from bundle.models.sources import differences
 
     one, other = _source(first, second), _source(second, first)
     found = 0

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bundle.data.cache import stored
-from bundle.data.samplers import ORDER, Blend, held_out
-from bundle.data.samples import Packs, Rows, Samples, Spans, Windows, best_fit, joined
+from bundle.data.samples import ORDER, Blend, Packs, Rows, Samples, Spans, Windows, best_fit, held_out, joined
 from bundle.data.sources import SHOWN
 from bundle.data.store import Progress, Store
 from bundle.data.tokenizers import Tokenizer, tokenizer

@@ -10,12 +10,10 @@ import torch.distributed as dist
 
 from bundle.data import corpus
 from bundle.data.corpus import Corpus, LeftOut
-from bundle.data.samplers import Ints, permutation
-from bundle.data.samples import BLANK, Batch, Samples
+from bundle.data.samples import BLANK, Batch, Ints, Samples, permutation
 from bundle.distributed import world
-from bundle.distributed.agreement import disagreements
 from bundle.distributed.watchdog import PATIENCE_SECONDS, Watchdog
-from bundle.distributed.world import on_all_ranks
+from bundle.distributed.world import disagreements, on_all_ranks
 from bundle.errors import EnvironmentUnfit
 from bundle.recipe import Recipe
 

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from bundle.data.chat import writer
-from bundle.data.conversations import columns, conversation
+from bundle.data.chat import columns, conversation, writer
 from bundle.data.sources import Corrupt, DataErrors, Noted, rows, texts
 from bundle.data.store import Chunk, Document
 from bundle.data.tokenizers import Tokenizer, tokenizer

@@ -10,10 +10,9 @@ import torch
 
 from bundle.backends import Runtime
 from bundle.engine.balancing import Balancing
-from bundle.engine.losses import Losses, LossTap, Objective, weights
+from bundle.engine.losses import Losses, LossTap, Objective, Scores, collect, weights
 from bundle.engine.microbatch import MicroBatch
 from bundle.engine.replay import RouterReplay
-from bundle.engine.scores import Scores, collect
 from bundle.errors import JobFailed
 from bundle.mcore import mtp, optimization
 from bundle.mcore.gpt import transformer_config

@@ -18,9 +18,9 @@ from bundle.architectures.tensors import Tensors
 from bundle.distributed.world import on_all_ranks, on_rank_0
 from bundle.errors import JobFailed, UsageError
 from bundle.mcore.groups import Groups
-from bundle.models import fp8, naming
+from bundle.models import naming
 from bundle.models.naming import Named, Shard
-from bundle.models.published import DTYPES
+from bundle.models.published import DTYPES, dequantized
 from bundle.pretrained import Entry, Pretrained
 from bundle.pretrained.directory import FP8, SCALE
 
@@ -162,7 +162,7 @@ def _values(file: Any, read: Read, weights: Pretrained) -> Tensor:
         with safe_open(elsewhere, framework="pt") as other:
             of_blocks = other.get_tensor(name).float()
     rows, columns = (at.start or 0 for at in read.source)
-    return fp8.dequantized(stored, of_blocks, weights.block, (rows, columns))
+    return dequantized(stored, of_blocks, weights.block, (rows, columns))
 
 
 def refuse_unequal(weights: Pretrained, copies: Mapping[str, str]) -> None:

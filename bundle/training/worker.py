@@ -8,8 +8,8 @@ from torch.distributed import Store
 
 from bundle import backends, log
 from bundle.distributed import watchdog, world
-from bundle.distributed.agreement import agree, handed_down
 from bundle.distributed.watchdog import Watchdog, collectives_seconds
+from bundle.distributed.world import agree, handed_down
 from bundle.environment import image, packages
 from bundle.errors import ExitCode, Preempted, UsageError
 from bundle.launch import job as job_file

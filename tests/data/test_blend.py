@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from bundle.data import Loader, changed, prepare
 from bundle.data.inspection import inspect
-from bundle.data.samplers import PARTS, Blend
+from bundle.data.samples import PARTS, Blend
 from bundle.errors import JobFailed
 from bundle.recipe import load
 from tests.data.test_indexed import build

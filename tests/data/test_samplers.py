@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bundle.data.samplers import Epochs, held_out, permutation
+from bundle.data.samples import Epochs, held_out, permutation
 
 
 def shuffled(size: int, key: str) -> list[int]:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bundle.data.samples import Spans, best_fit
-from bundle.sequences.rows import ramp
+from bundle.sequences.packing import ramp
 
 LENGTHS = st.lists(st.integers(0, 60), max_size=20).map(lambda values: np.asarray(values, np.int64))
 

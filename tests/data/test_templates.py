@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from bundle.data import chat as chat_module
-from bundle.data.chat import ChatTemplate
-from bundle.data.conversations import conversation
+from bundle.data.chat import ChatTemplate, conversation
 from bundle.data.sources import Corrupt
 from bundle.data.tokenizers import HuggingFace
 from bundle.errors import UsageError

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from bundle.distributed.agreement import agree, disagreements, handed_down, spelled
+from bundle.distributed.world import agree, disagreements, handed_down, spelled
 from bundle.errors import BundleError, EnvironmentUnfit, LaunchUnavailable, PatchError
 
 

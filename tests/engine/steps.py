@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from bundle.engine.scores import score
+from bundle.engine.losses import score
 from bundle.recipe import Recipe, from_mapping
 from bundle.verification.numbers import DENSE, Bench, worst
 from tests.engine.experiments import EVEN, MODELS, engine, gradients, micro_batches, recipe

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 pytest.importorskip("megatron.core")
-from bundle.engine.losses import LossTap
-from bundle.engine.scores import score
+from bundle.engine.losses import LossTap, score
 
 VOCABULARY, WIDTH, RANKS = 50, 32, 4  # whole, in part, and two ranks of nothing else
 

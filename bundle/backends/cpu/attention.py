@@ -20,7 +20,7 @@ from bundle.backends import core_attention
 from bundle.capabilities import AttentionKernel
 from bundle.capabilities.cpu import CPU
 from bundle.errors import JobFailed
-from bundle.sequences.rows import ramp, runs_of, starts
+from bundle.sequences.packing import ramp, runs_of, starts
 
 
 @dataclass(frozen=True, slots=True)
