@@ -122,12 +122,17 @@ def sync_directory(directory: Path) -> None:
 def failed(path: Path, error: BaseException) -> JobFailed:
     """The error to raise when `path` could not be written."""
     if no_room(error):
-        free = shutil.disk_usage(_existing(path)).free
         return JobFailed(
-            f"{path}: no room left to write ({bytes_shown(free)} free on its disk):"
+            f"{path}: no room left to write ({bytes_shown(free(path))} free on its disk):"
             " free some, raise the quota, or lower checkpoint.keep"
         )
     return JobFailed(f"{path}: cannot be written: {str(error) or type(error).__name__}")
+
+
+def free(path: Path) -> int:
+    """Bytes that are free where `path` is, or would be."""
+    there = next(place for place in (path, *path.absolute().parents) if place.exists())
+    return shutil.disk_usage(there).free
 
 
 def no_room(error: BaseException) -> bool:
@@ -136,7 +141,3 @@ def no_room(error: BaseException) -> bool:
         return True
     # torch wraps the errors of writers in a text of its own.
     return any(os.strerror(number) in str(error) for number in _NO_ROOM)
-
-
-def _existing(path: Path) -> Path:
-    return next((p for p in (path, *path.parents) if p.exists()), Path.cwd())

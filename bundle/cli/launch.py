@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from bundle.cli import options, output
+from bundle.cli import may_fail, options
 from bundle.cli.plan import planned
 from bundle.environment import image
 from bundle.environment.image import BuildInfo
@@ -223,7 +223,7 @@ def _decided(
 
 
 def _follow(handle: str) -> None:
-    output.may_fail()  # the job's log has it all
+    may_fail()  # the job's log has it all
     for text in scheduler.follow(_number(handle)):
         print(text, end="", flush=True)
     raise typer.Exit(scheduler.state(_number(handle)).code or 0)

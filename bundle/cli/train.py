@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bundle.cli import options, output
+from bundle.cli import may_fail, options
 from bundle.environment import hardware, image, machine, packages
 from bundle.environment.ascend import cann
 from bundle.environment.doctor import package_findings
@@ -69,7 +69,7 @@ def train(
     if bool(recipe) is (job is not None):
         raise UsageError("say what to train: a recipe, or --job FILE, and not both")
     if not dry_run:
-        output.may_fail()  # the run directory has it all
+        may_fail()  # the run directory has it all
     if mcore:
         _import_from(mcore)
 

@@ -220,9 +220,4 @@ def visible(value: str | None, count: int) -> Selection:
         return Selection(
             (), shown, f"{shown} does not ascend: the runtime refuses every device. Set {VISIBLE}={fixed}"
         )
-    if len(chosen) < len(entries):
-        unknown = entries[len(chosen)][:80]
-        return Selection(
-            tuple(chosen), f"{shown}: the list ends at {unknown!r}, which is no id of a device here"
-        )
-    return Selection(tuple(chosen), shown)
+    return Selection.of_list(shown, entries, chosen, "is no id of a device here")

@@ -89,17 +89,18 @@ def named(file: Path) -> BuildInfo:
 
 def differences(told: BuildInfo | None, here: BuildInfo | None) -> Iterator[str]:
     """Every way in which the image here is not the one that a job was made for, by their records."""
-    one, other = (record.model_dump() if record else {"stack": "none of ours"} for record in (told, here))
-    for name in sorted({*one, *other}):
-        old, new = one.get(name), other.get(name)
-        if isinstance(old, dict) and isinstance(new, dict):
-            changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
-            yield from (f"image, {key}: {old.get(key)} in the job, {new.get(key)} here" for key in changed)
-        elif told is None or here is None:
-            if name == "stack":
-                yield f"image: {old} in the job, {new} here: see `plan --image-record`"
-        elif old != new:
-            yield f"image, {name}: {old} in the job, {new} here"
+    if told is None or here is None:
+        stacks = [record.stack if record else "none of ours" for record in (told, here)]
+        yield f"image: {stacks[0]} in the job, {stacks[1]} here: see `plan --image-record`"
+        return
+    one, other = told.model_dump(), here.model_dump()
+    for of in sorted(one):
+        old, new = one[of], other[of]
+        if not isinstance(old, dict):
+            old, new = {of: old}, {of: new}
+        for name in sorted({*old, *new}):
+            if old.get(name) != new.get(name):
+                yield f"image, {name}: {old.get(name)} in the job, {new.get(name)} here"
 
 
 def drift(record: BuildInfo, python: str, packages: Mapping[str, str]) -> Iterator[str]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from bundle import files
 
@@ -67,6 +67,13 @@ class Selection(NamedTuple):
     chosen: tuple[int, ...]
     reason: str
     fault: str | None = None
+
+    @classmethod
+    def of_list(cls, shown: str, entries: Sequence[str], chosen: Sequence[int], unknown: str) -> Self:
+        """What a list of devices leaves, which ends at the first entry that is `unknown`."""
+        if len(chosen) < len(entries):
+            shown += f": the list ends at {entries[len(chosen)][:80]!r}, which {unknown}"
+        return cls(tuple(chosen), shown)
 
 
 class VendorDevices(NamedTuple):

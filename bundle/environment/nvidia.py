@@ -195,10 +195,7 @@ def visible(value: str | None, uuids: Sequence[str], instances: Sequence[str] = 
         return Selection(
             (), shown, f"{shown} names a device twice: CUDA refuses to start. Name each device once."
         )
-    if len(chosen) < len(entries):
-        unknown = entries[len(chosen)][:80]
-        return Selection(tuple(chosen), f"{shown}: the list ends at {unknown!r}, which names no device here")
-    return Selection(tuple(chosen), shown)
+    return Selection.of_list(shown, entries, chosen, "names no device here")
 
 
 def _by_index(entry: str, count: int) -> int | None:

@@ -18,13 +18,13 @@ vocabulary too) and what recomputation does again. This is what model FLOPs util
 """
 
 import math
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
+from bundle import files
 from bundle.architectures import Architecture, adapters, padded_vocabulary, spellings
 from bundle.architectures.tensors import EMBEDDING, HEAD, Cut, Tensor, Tensors, cut, is_buffer, is_expert
 from bundle.capabilities import LayerTraits
@@ -208,5 +208,4 @@ def disk(recipe: Recipe, directory: Path) -> Disk:
     """The disk of the run that would live in `directory`, which need not be there yet."""
     size = model_size(recipe.architecture, recipe.model.lora)
     one = size.checkpoint_bytes(recipe.model.dtype, recipe.optimizer)
-    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    return Disk(one, one * recipe.checkpoint.most, shutil.disk_usage(there).free)
+    return Disk(one, one * recipe.checkpoint.most, files.free(directory))

@@ -26,7 +26,7 @@ CONTAINERS = ("pyxis", "apptainer")
 SCRIPT = "job.sh"
 # How long before its time limit a job is told to save, and for how long one client of Slurm may take.
 GRACE_SECONDS, CLIENT_SECONDS = 180, 60
-_DEVICES = {"cuda": "--gpus-per-node={}", "ascend": "--gres=npu:{}", "cpu": ""}
+_DEVICES = {"cuda": "gpus-per-node={}", "ascend": "gres=npu:{}", "cpu": ""}
 _OPTION = re.compile(r"[a-z][a-z-]*(=.*)?")
 _IMAGE = re.compile(r"(?P<host>[^/#]+\.[^/#]+|[^/#]+:[0-9]+|localhost)/(?P<name>.+)")
 # What the job decides; another number would start something else than what was checked.
@@ -125,8 +125,7 @@ def script(job: Job, options: Options, workdir: Path) -> str:
         "signal": f"TERM@{GRACE_SECONDS}",
     }
     if devices := _DEVICES[job.backend].format(job.per_node):
-        name, _, value = devices.removeprefix("--").partition("=")
-        ours[name] = value
+        ours |= dict([_named(devices)])
     theirs = dict(_named(option) for option in options.sbatch)
     directives = "\n".join(f"#SBATCH {_option(name, value)}" for name, value in (ours | theirs).items())
     # Tasks that are left alone end by themselves, with a code that says why; ended by Slurm, with none.
