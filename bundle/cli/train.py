@@ -15,7 +15,7 @@ from bundle.environment.ascend import cann
 from bundle.environment.doctor import package_findings
 from bundle.environment.machine import Level
 from bundle.environment.packages import parse_version
-from bundle.errors import EnvironmentUnfit, UsageError
+from bundle.errors import UsageError
 from bundle.launch import Start, process
 from bundle.launch import job as job_file
 from bundle.launch.job import Job
@@ -167,8 +167,7 @@ def _check(told: Job, where: Rendezvous) -> None:
             *devices_problems(on, told.per_node),
         ],
     )
-    if unfit := list(job_file.misfits(told, packages.detect().megatron, image.own())):
-        raise EnvironmentUnfit("this is not what the job was decided for", unfit)
+    job_file.refuse_misfits(told)
 
 
 def _files(recipe: Recipe, directory: Path, start: Start) -> list[Problem]:

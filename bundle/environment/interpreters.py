@@ -64,8 +64,8 @@ def _prefix(environment: str) -> Path | None:
     path = Path(environment).absolute()
     if files.is_directory(path):
         return path
-    program = path if files.is_file(path) else Path(shutil.which(environment) or "")
-    return program.absolute().parent.parent if program.name else None
+    program = _python(environment)
+    return Path(program).absolute().parent.parent if program else None
 
 
 def _sites(prefix: Path) -> list[Path]:

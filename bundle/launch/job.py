@@ -162,13 +162,18 @@ def decided(job: Job) -> Job:
 
     Raises EnvironmentUnfit for another node than it was planned for, and what the decisions come to.
     """
+    refuse_misfits(job)
     here, reviewed = packages.detect(), subject.load()
-    if found_wrong := list(misfits(job, here.megatron, image.own())):
-        raise EnvironmentUnfit("this is not what the job was decided for", found_wrong)
     of = subject.installed(here, reviewed)
     features = with_kernel(job.recipe.features, job.attention)
     found = survey(of, reviewed, here, backend=job.backend, features=features, allowed=job.allow_drift)
     return replace(job, patches=plan.make(found))
+
+
+def refuse_misfits(job: Job) -> None:
+    """Raises EnvironmentUnfit with every way in which this node is not what the job was decided for."""
+    if unfit := list(misfits(job, packages.detect().megatron, image.own())):
+        raise EnvironmentUnfit("this is not what the job was decided for", unfit)
 
 
 def misfits(job: Job, installed: Megatron, record: BuildInfo | None) -> Iterator[str]:

@@ -29,6 +29,12 @@ def number(text: str) -> int | None:
     return int(text) if _NUMBER.fullmatch(text) else None
 
 
+def fixed_number(text: str) -> int | None:
+    """The number from 1 that `text` is, or that both ends of the range `N:N` are, or None."""
+    least, _, most = text.partition(":")
+    return (number(least) or None) if most in ("", least) else None
+
+
 def port(text: str) -> int | None:
     """A TCP port that a client can connect to, or None."""
     value = number(text)
@@ -67,6 +73,13 @@ def first_of(nodelist: str) -> str | None:
             break
         outside += letter
     return host(_GROUP.sub(r"\1", outside))
+
+
+def tasks_of(text: str) -> int | None:
+    """The tasks of every node in what SLURM says of them, such as `2(x3),2`, or None where they differ."""
+    tasks = {match and match[1] for match in map(_TASKS.fullmatch, text.split(","))}
+    only = tasks.pop() if len(tasks) == 1 else None
+    return int(only) if only else None
 
 
 class Fact(NamedTuple, Generic[T]):
@@ -138,6 +151,10 @@ class Variables:
         """Whether all of `names` are set to something."""
         return all(self.environment.get(name) for name in names)
 
+    def either(self, name: str, otherwise: str) -> str:
+        """`name` where it is set, else the other one."""
+        return name if self.has(name) else otherwise
+
     def text(self, name: str) -> str:
         """The value, empty when it is not set."""
         return self.environment.get(name, "")
@@ -149,23 +166,24 @@ class Variables:
             value = number(text)
             return value if value is not None and value >= least else None
 
-        return self._read(name, parse, f"a whole number from {least}", needed)
+        return self.read(name, parse, f"a whole number from {least}", needed)
 
     def host(self, name: str, needed: str = "") -> Fact[str] | None:
         """A host name or an IP address."""
-        return self._read(name, host, "a host name or an IP address", needed)
+        return self.read(name, host, "a host name or an IP address", needed)
 
     def port(self, name: str, needed: str = "") -> Fact[int] | None:
         """A TCP port."""
-        return self._read(name, port, "a port from 1 to 65535", needed)
+        return self.read(name, port, "a port from 1 to 65535", needed)
 
     def refuse(self, name: str, expected: str) -> None:
         """Adds the violation that the value of `name` is not `expected`."""
         self.violations.append(f"{name}={self.text(name)[:80]!r} is not {expected}")
 
-    def _read(
-        self, name: str, parse: Callable[[str], T | None], expected: str, needed: str
+    def read(
+        self, name: str, parse: Callable[[str], T | None], expected: str, needed: str = ""
     ) -> Fact[T] | None:
+        """What `parse` makes of the value, which must be as `expected`."""
         if not self.has(name):
             self.violations += [f"{name} is not set: {needed}"] if needed else []
             return None
@@ -226,23 +244,17 @@ def pet(env: Variables) -> Claim | None:
     """The claim of PET_*, torchrun's defaults, which Kubeflow sets: we stand for a node."""
     if not env.has("PET_NNODES"):
         return None
-    least, _, most = env.text("PET_NNODES").partition(":")
-    nodes = number(least) if most in ("", least) else None
-    if not nodes:
-        env.refuse("PET_NNODES", "one fixed number of nodes (elastic ranges cannot hold a parallel layout)")
+    fixed = "one fixed number of nodes (elastic ranges cannot hold a parallel layout)"
+    nodes = env.read("PET_NNODES", fixed_number, fixed)
     address, port = env.host("PET_MASTER_ADDR"), env.port("PET_MASTER_PORT")
-    if env.has("PET_RDZV_ENDPOINT"):
-        where = host_and_port(env.text("PET_RDZV_ENDPOINT"))
-        if where is None:
-            env.refuse("PET_RDZV_ENDPOINT", "HOST:PORT")
-        else:
-            address = address or Fact(where[0], "PET_RDZV_ENDPOINT")
-            port = port or Fact(where[1], "PET_RDZV_ENDPOINT")
+    if where := env.read("PET_RDZV_ENDPOINT", host_and_port, "HOST:PORT"):
+        address = address or Fact(where.value[0], where.said_by)
+        port = port or Fact(where.value[1], where.said_by)
     per_node = env.text("PET_NPROC_PER_NODE") not in ("auto", "gpu", "cpu", "xpu")
     return claim(
         "pet",
         "PET_NNODES is set: this process stands for a node",
-        nodes=Fact(nodes, "PET_NNODES") if nodes else None,
+        nodes=nodes,
         node_rank=env.count("PET_NODE_RANK"),
         per_node=env.count("PET_NPROC_PER_NODE", 1) if per_node else None,
         address=address,
@@ -266,24 +278,25 @@ def slurm(env: Variables) -> Claim | None:
             )
             return claim("slurm", reason)
         return claim("slurm", "a job on one node", nodes=nodes)
-    address = env.host("MASTER_ADDR") or _first_host(env)
-    port = env.port("MASTER_PORT") or _job_port(env)
-    tasks = _tasks_per_node(env)
-    node_rank = env.count("SLURM_NODEID", needed="the index of this node in the step")
+    listed = env.either("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+    facts = {
+        "nodes": nodes,
+        "node_rank": env.count("SLURM_NODEID", needed="the index of this node in the step"),
+        "address": env.host("MASTER_ADDR") or env.read(listed, first_of, "a node list such as gpu[01-04]"),
+        "port": env.port("MASTER_PORT") or _job_port(env),
+    }
+    alike = "the same number of tasks on every node: ask for it with --ntasks-per-node"
+    tasks = env.read(env.either("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), tasks_of, alike)
     if tasks is None or tasks.value == 1:
-        reason = "one task of the step on each node: this process stands for a node"
-        return claim("slurm", reason, nodes=nodes, node_rank=node_rank, address=address, port=port)
+        return claim("slurm", "one task of the step on each node: this process stands for a node", **facts)
     return claim(
         "slurm",
         f"{tasks.value} tasks of the step on each node: this process is one rank",
-        nodes=nodes,
-        node_rank=node_rank,
         per_node=tasks,
         world_size=env.count("SLURM_STEP_NUM_TASKS", 1) or env.count("SLURM_NTASKS", 1),
         rank=env.count("SLURM_PROCID", needed="the rank"),
         local_rank=env.count("SLURM_LOCALID", needed="the rank on this node"),
-        address=address,
-        port=port,
+        **facts,
     )
 
 
@@ -315,16 +328,6 @@ def _quotient(env: Variables, world: Fact[int], per_node: Fact[int]) -> Fact[int
     return Fact(nodes, f"{world.said_by} / {per_node.said_by}")
 
 
-def _first_host(env: Variables) -> Fact[str] | None:
-    name = "SLURM_STEP_NODELIST" if env.has("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
-    if not env.has(name):
-        return None
-    first = first_of(env.text(name))
-    if first is None:
-        env.refuse(name, "a node list such as gpu[01-04]")
-    return Fact(first, name) if first else None
-
-
 def _job_port(env: Variables) -> Fact[int] | None:
     job, step = env.count("SLURM_JOB_ID"), env.count("SLURM_STEP_ID")
     if job is None or step is None:
@@ -333,15 +336,3 @@ def _job_port(env: Variables) -> Fact[int] | None:
     return Fact(
         _SLURM_PORTS[(job.value * 7 + step.value) % len(_SLURM_PORTS)], "SLURM_JOB_ID and SLURM_STEP_ID"
     )
-
-
-def _tasks_per_node(env: Variables) -> Fact[int] | None:
-    name = "SLURM_STEP_TASKS_PER_NODE" if env.has("SLURM_STEP_TASKS_PER_NODE") else "SLURM_TASKS_PER_NODE"
-    if not env.has(name):
-        return None
-    counts = [_TASKS.fullmatch(part) for part in env.text(name).split(",")]
-    tasks = {match.group(1) for match in counts if match}
-    if None in counts or len(tasks) != 1:
-        env.refuse(name, "the same number of tasks on every node: ask for it with --ntasks-per-node")
-        return None
-    return Fact(int(tasks.pop()), name)

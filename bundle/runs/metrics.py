@@ -143,14 +143,15 @@ def trackers(recipe: Recipe, directory: RunDirectory) -> list[Sink]:
     Raises EnvironmentUnfit where a tracker is not installed or cannot be reached. One that fails later is
     told once and left out: it is no reason to end a training.
     """
-    named: list[tuple[str, Callable[[Recipe, RunDirectory, str | None], Any]]] = []
-    if recipe.metrics.wandb is not None:
-        named.append(("wandb", WeightsAndBiases))
-    if recipe.metrics.mlflow is not None:
-        named.append(("mlflow", MLflow))
+    kinds: dict[str, Callable[[Recipe, RunDirectory, str | None], Any]] = {
+        "wandb": WeightsAndBiases,
+        "mlflow": MLflow,
+    }
     runs: dict[str, str] = json.loads(files.read(directory.trackers) or "{}")
     made: list[Sink] = []
-    for name, kind in named:
+    for name, kind in kinds.items():
+        if getattr(recipe.metrics, name) is None:
+            continue
         try:
             sink = kind(recipe, directory, runs.get(name))
         except ModuleNotFoundError as error:

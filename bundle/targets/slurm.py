@@ -68,20 +68,6 @@ class Options:
         yield from (f"--mount {shown(text)}: holds a comma" for text in self.mounts if "," in text)
 
 
-class Placed(NamedTuple):
-    """Where the files of a submission lie: named after what the job is, so that no other changes them."""
-
-    directory: Path
-
-    @property
-    def job(self) -> Path:
-        return self.directory / NAME
-
-    @property
-    def script(self) -> Path:
-        return self.directory / SCRIPT
-
-
 class State(NamedTuple):
     """What Slurm says of a job: its state, why it waits, where its output goes, its exit code once ended."""
 
@@ -95,9 +81,12 @@ class State(NamedTuple):
         return self.code is not None
 
 
-def placed(job: Job) -> Placed:
-    """Where a job's files belong in its run directory; a fresh start of the run leaves them."""
-    return Placed(job.directory.absolute() / "logs" / f"slurm-{json_digest(job.dump())}")
+def placed(job: Job) -> Path:
+    """Where a job's files belong in its run directory: by a name that no other job has.
+
+    A fresh start of the run leaves them.
+    """
+    return job.directory.absolute() / "logs" / f"slurm-{json_digest(job.dump())}"
 
 
 def script(job: Job, options: Options, workdir: Path) -> str:
@@ -106,9 +95,9 @@ def script(job: Job, options: Options, workdir: Path) -> str:
     `workdir` is where the ranks run: relative paths of the recipe are looked for there.
     """
     where = placed(job)
-    texts = (*options.sbatch, options.image, *options.mounts, str(workdir), str(where.directory))
+    texts = (*options.sbatch, options.image, *options.mounts, str(workdir), str(where))
     wrong_names = [f"{shown(text)}: holds a control character" for text in texts if not text.isprintable()]
-    if "%" in str(where.directory):
+    if "%" in str(where):
         wrong_names.append(f"--run-directory {shown(str(job.directory))}: Slurm reads % as its own")
     if wrong := [*options.violations(), *wrong_names]:
         raise UsageError("no batch script can be written", wrong)
@@ -119,7 +108,7 @@ def script(job: Job, options: Options, workdir: Path) -> str:
         "exclusive": "",
         "mem": "0",
         "chdir": str(workdir),
-        "output": f"{where.directory}/slurm-%j.log",
+        "output": f"{where}/slurm-%j.log",
         "open-mode": "append",
         "requeue": "",
         "signal": f"TERM@{GRACE_SECONDS}",
@@ -130,11 +119,11 @@ def script(job: Job, options: Options, workdir: Path) -> str:
     directives = "\n".join(f"#SBATCH {_option(name, value)}" for name, value in (ours | theirs).items())
     # Tasks that are left alone end by themselves, with a code that says why; ended by Slurm, with none.
     step = ["srun", "--label", "--cpu-bind=none", "--kill-on-bad-exit=0", *_inside(job, options, workdir)]
-    stopped = shlex.quote(f"{where.directory}/stopped-")
+    stopped = shlex.quote(f"{where}/stopped-")
     return f"""#!/bin/bash
 {directives}
 # Written by `mcore-bundle launch slurm`; what every node executes is {NAME} beside it.
-{shlex.join([*step, "train", f"--job={where.job}"])}
+{shlex.join([*step, "train", f"--job={where / NAME}"])}
 code=$?
 # Told to save, by its time limit or for another job: it goes on from its checkpoint, unless it was to stop.
 if [ $code -eq {ExitCode.PREEMPTED.value} ] && [ ! -e {stopped}"$SLURM_JOB_ID" ]; then
@@ -147,10 +136,10 @@ exit $code
 def submit(job: Job, options: Options, workdir: Path) -> str:
     """Hands a job to Slurm; returns its number. Raises LaunchUnavailable where Slurm will not have it."""
     text, where = script(job, options, workdir), placed(job)
-    where.directory.mkdir(parents=True, exist_ok=True)
-    files.write_text(where.job, job.text())
-    files.write_text(where.script, text)
-    number = _asked("sbatch", "--parsable", str(where.script)).strip().partition(";")[0]
+    where.mkdir(parents=True, exist_ok=True)
+    files.write_text(where / NAME, job.text())
+    files.write_text(where / SCRIPT, text)
+    number = _asked("sbatch", "--parsable", str(where / SCRIPT)).strip().partition(";")[0]
     if not number.isdigit():
         raise LaunchUnavailable(f"sbatch answered {shown(number)}, which is no number of a job")
     return number

@@ -57,7 +57,7 @@ def test_the_scripts_are_the_golden_ones(job, name, options):
     found = slurm.script(job, options, Path("/work"))
     golden = GOLDEN / f"slurm-{name}.sh"
     # The name of the folder is a digest of the whole job, which changes with the package.
-    assert found.replace(slurm.placed(job).directory.name, "slurm-DIGEST") == golden.read_text()
+    assert found.replace(slurm.placed(job).name, "slurm-DIGEST") == golden.read_text()
 
 
 @settings(max_examples=40)
@@ -66,7 +66,7 @@ def test_hostile_names_reach_srun_as_they_are(job, image, mount, workdir, direct
     job = replace(job, directory=Path("/runs") / directory)
     options = Options(image=f"/images/{image}", container=container, mounts=(f"/data/{mount}",))
     words = in_bash(slurm.script(job, options, Path("/w") / workdir))
-    assert words[-1] == f"--job={slurm.placed(job).job}"
+    assert words[-1] == f"--job={slurm.placed(job) / 'job.json'}"
     assert any(word.endswith(f"/images/{image}") for word in words)
     both = f"/data/{mount}" if ":" in mount else f"/data/{mount}:/data/{mount}"
     assert any(both in word for word in words)
@@ -79,7 +79,7 @@ def test_a_job_that_was_told_to_save_is_queued_again_and_no_other(job, tmp_path)
     assert in_bash(text, "exit 75")[-2:] == ["requeue", "7"]
     for code in (0, 1, 2, 6, 143):
         assert "requeue" not in in_bash(text, f"exit {code}")
-    where = slurm.placed(job).directory
+    where = slurm.placed(job)
     where.mkdir(parents=True)
     (where / "stopped-7").touch()
     assert "requeue" not in in_bash(text, "exit 75")
