@@ -36,7 +36,7 @@ def content(path: Path, limit: int) -> bytes:
     return data
 
 
-def json_object(path: Path, limit: int, expected: str = "") -> dict[str, Any]:
+def json_object(path: Path, expected: str = "", limit: int = 4 << 20) -> dict[str, Any]:
     """The JSON object in a file of at most `limit` bytes; else UsageError, with what was `expected` there."""
     try:
         found = json.loads(content(path, limit))

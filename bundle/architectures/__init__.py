@@ -29,7 +29,6 @@ __all__ = [
 ]
 
 SUPPORTED = tuple(sorted(FAMILIES))
-LARGEST_FILE = 4 * 2**20
 
 
 def from_config(config: Mapping[str, Any], origin: str = "config") -> Architecture:
@@ -61,5 +60,4 @@ def from_config(config: Mapping[str, Any], origin: str = "config") -> Architectu
 
 def read_config(directory: Path) -> dict[str, Any]:
     """The mapping in `directory`/config.json. Raises UsageError when there is no such object."""
-    expected = "model.path must hold a Hugging Face config.json"
-    return files.json_object(directory / "config.json", LARGEST_FILE, expected)
+    return files.json_object(directory / "config.json", "model.path must hold a Hugging Face config.json")

@@ -20,7 +20,6 @@ from bundle.errors import UsageError, shown
 _ADAPTED = "linear_"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every published name in WEIGHTS
-_LARGEST_FILE = 2**22
 _READ = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
 # They say how an adapter is begun, trained or loaded, not what it computes.
 _OTHERS = {
@@ -105,7 +104,7 @@ def unmatched(table: Iterable[Tensor], targets: Sequence[str]) -> tuple[list[str
 def read(directory: Path) -> dict[str, Any]:
     """Rank, alpha and targets of a directory. Raises UsageError with everything that is not computed here."""
     path = directory / CONFIG
-    said = files.json_object(path, _LARGEST_FILE, "model.lora.path must be a directory of PEFT")
+    said = files.json_object(path, "model.lora.path must be a directory of PEFT")
     refused = []
     if said.get("peft_type") != "LORA":
         refused.append(f"peft_type {shown(said.get('peft_type'))}: only LORA is computed")

@@ -7,11 +7,8 @@ from typing import Annotated
 import typer
 
 from bundle import log
-from bundle.environment import BACKENDS, hardware
+from bundle.environment import hardware
 from bundle.recipe.sections import MOST_RANKS
-
-# Values of --backend; auto: what the machine has.
-_BACKENDS = ("auto", *BACKENDS)
 
 Recipe = Annotated[str, typer.Argument(help="A built-in recipe's name (see `recipes list`) or a file.")]
 Overrides = Annotated[
@@ -80,14 +77,14 @@ Hardware = Annotated[
 Backend = Annotated[
     str,
     typer.Option(
-        callback=one_of(_BACKENDS),
-        help=f"One of {', '.join(_BACKENDS)}; without it, the recipe's.",
+        callback=one_of(hardware.CHOICES),
+        help=f"One of {', '.join(hardware.CHOICES)}; without it, the recipe's.",
     ),
 ]
 # Of a verb that has no recipe.
 OwnBackend = Annotated[
     str,
-    typer.Option(callback=one_of(_BACKENDS), help=f"One of {', '.join(_BACKENDS)}."),
+    typer.Option(callback=one_of(hardware.CHOICES), help=f"One of {', '.join(hardware.CHOICES)}."),
 ]
 
 

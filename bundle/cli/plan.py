@@ -15,6 +15,7 @@ from bundle.environment.image import BuildInfo
 from bundle.errors import ExitCode
 from bundle.launch import Start, outcomes, process
 from bundle.launch.rendezvous import LOOPBACK, Rendezvous
+from bundle.launch.starters import DEFAULT_PORT
 from bundle.planning import Plan, Problem, plan_for, to_json, to_text
 from bundle.planning.inputs import input_problems
 from bundle.recipe import Recipe, load
@@ -117,7 +118,7 @@ def _starts(made: Plan, words: list[str], directory: Path) -> str:
         nodes=made.nodes,
         node_rank=0,
         address=LOOPBACK if alone else "HOST",
-        port=None if alone else 29500,
+        port=None if alone else DEFAULT_PORT,
         source="plan",
         reason="planned",
     )

@@ -13,7 +13,7 @@ from bundle.environment import BACKENDS, ascend, nvidia
 from bundle.environment.machine import NUMBER, Device, Fact, Hardware, Host, Machine, VendorDevices, local
 from bundle.errors import EnvironmentUnfit, UsageError
 
-CHOICES = ("auto", *BACKENDS)
+CHOICES = ("auto", *BACKENDS)  # auto: what the machine has
 
 MIB = 2**20
 # cgroup v1 writes "no limit" as the largest multiple of the page size below 2^63.

@@ -98,17 +98,19 @@ def differences(told: BuildInfo | None, here: BuildInfo | None) -> Iterator[str]
         old, new = one[of], other[of]
         if not isinstance(old, dict):
             old, new = {of: old}, {of: new}
-        for name in sorted({*old, *new}):
-            if old.get(name) != new.get(name):
-                yield f"image, {name}: {old.get(name)} in the job, {new.get(name)} here"
+        for name in _changed(old, new):
+            yield f"image, {name}: {old.get(name)} in the job, {new.get(name)} here"
 
 
 def drift(record: BuildInfo, python: str, packages: Mapping[str, str]) -> Iterator[str]:
     """Every way in which what is installed now is not what the image was built with."""
     built, now = {"python": record.python, **record.packages}, {"python": python, **packages}
-    for name in sorted({*built, *now}):
-        if built.get(name) != now.get(name):
-            yield f"{name}: {built.get(name, 'not')} in the image, {now.get(name, 'gone')} now"
+    for name in _changed(built, now):
+        yield f"{name}: {built.get(name, 'not')} in the image, {now.get(name, 'gone')} now"
+
+
+def _changed(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
+    return [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
 
 
 def installed_packages(stack: Stack) -> dict[str, str]:

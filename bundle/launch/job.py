@@ -22,7 +22,7 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 
 from bundle import capabilities, files
-from bundle.environment import image, packages
+from bundle.environment import BACKENDS, image, packages
 from bundle.environment.image import BuildInfo
 from bundle.environment.packages import Megatron, base_version
 from bundle.errors import BundleError, EnvironmentUnfit, UsageError, by_key, shown
@@ -64,7 +64,7 @@ class Job:
     """One job, decided. Every value is checked as it comes, by the room that it belongs to."""
 
     recipe: Annotated[Recipe, BeforeValidator(_read_recipe), PlainSerializer(Recipe.dump)]
-    backend: str = Field(pattern="^(cpu|cuda|ascend)$")
+    backend: str = Field(pattern=f"^({'|'.join(BACKENDS)})$")
     nodes: int = Field(ge=1, le=MOST_RANKS)
     per_node: int = Field(ge=1, le=MOST_PER_NODE)
     environment: dict[Text, Text]  # that the ranks are started with

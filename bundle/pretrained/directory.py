@@ -113,7 +113,7 @@ def _refuse_others(directory: Path) -> None:
 
 def _indexed(path: Path) -> dict[str, str]:
     """The file of each tensor, by the index."""
-    names = files.json_object(path, LARGEST_INDEX).get("weight_map")
+    names = files.json_object(path, limit=LARGEST_INDEX).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise UsageError(f"{path}: has no weight_map that names files")
     violations = [

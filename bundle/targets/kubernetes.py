@@ -16,11 +16,11 @@ from ruamel.yaml.scalarstring import LiteralScalarString
 from bundle.errors import ExitCode, UsageError, shown
 from bundle.files import json_digest
 from bundle.launch.job import NAME, Job
+from bundle.launch.starters import DEFAULT_PORT
 
 FORMS = ("jobset", "job")
 # Where an image of ours writes, and its user (images/README.md); where the pod finds the job file.
 HOME, USER, JOB = "/home/bundle", 10001, "/opt/job"
-PORT = 29500
 # What a restart cannot mend: the recipe, the machine, a patch.
 NEVER = (ExitCode.USAGE, ExitCode.ENVIRONMENT_UNFIT, ExitCode.PATCHES)
 _DEVICES = {"cuda": "nvidia.com/gpu", "ascend": "huawei.com/Ascend910", "cpu": ""}
@@ -70,9 +70,7 @@ class Options:
             yield f"--image {shown(self.image)}: no name of an image"
         named = {"claim": self.claim, "secret": self.secret, "namespace": self.namespace, "queue": self.queue}
         for option, value in (named | {"priority": self.priority}).items():
-            if (value or option == "claim") and not re.fullmatch(
-                r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", value
-            ):
+            if (value or option == "claim") and not _NAME.fullmatch(value):
                 yield f"--{option} {shown(value)}: no name of an object of Kubernetes"
         for mount in self.mounts:
             if not _MOUNT.fullmatch(mount):
@@ -106,7 +104,7 @@ def objects(job: Job, options: Options) -> list[dict[str, Any]]:
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
             "selector": {"batch.kubernetes.io/job-name": name},
-            "ports": [{"name": "rendezvous", "port": PORT}],
+            "ports": [{"name": "rendezvous", "port": DEFAULT_PORT}],
         }
         workload = _object("batch/v1", "Job", name, options, held)
         workload["spec"] = _job(job, options, f"{name}-0.{name}", file["metadata"]["name"])
@@ -180,7 +178,7 @@ def _pod(job: Job, options: Options, host: str, file: str) -> dict[str, Any]:
         words += [
             f"--nodes={job.nodes}",
             "--node-rank=$(JOB_COMPLETION_INDEX)",
-            f"--rendezvous={host}:{PORT}",
+            f"--rendezvous={host}:{DEFAULT_PORT}",
         ]
     amounts = dict(each.split("=") for each in options.resources)
     if device := _DEVICES[job.backend]:
