@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bundle import files
-from bundle.architectures.tensors import Cut, Tensor, cut, is_expert
+from bundle.architectures.tensors import Cut, Rule, Tensor, cut, is_expert
 from bundle.errors import UsageError, shown
 
 # Norms, routers, biases, embedding and output layer have none.
@@ -52,6 +52,11 @@ class Pair(NamedTuple):
 
     a: Matrix
     b: Matrix
+
+
+def published(name: str, shape: Sequence[int]) -> Tensor:
+    """A matrix of this name as an adapter's file has it."""
+    return Tensor(name, tuple(shape), (f"{PREFIX}{name}",), Rule("copy", tuple(shape[:1])))
 
 
 def pairs(tensor: Tensor, targets: Sequence[str], rank: int) -> tuple[Pair | None, ...]:

@@ -174,23 +174,28 @@ def draw(matrices: Sequence[Named], seed: int) -> None:
             named.parameter.copy_(named.shard.of(whole) if named.shard else whole)
 
 
+def empty(matrix: Matrix, rank: int, size: int, beside: Tensor) -> Named:
+    """Room for the part of a matrix that `rank` of `size` has, of the dtype and on the device of `beside`."""
+    shard, shape = None, list(matrix.shape)
+    if matrix.cut is not None and size > 1:
+        shard = Shard(matrix.cut.dim, rank, size)
+        shape[shard.dim] //= size
+    return Named(matrix.name, torch.empty(shape, dtype=beside.dtype, device=beside.device), shard)
+
+
 def _matrix(matrix: Matrix, beside: Tensor, groups: Groups, sequence_parallel: bool) -> Named:
     axis = groups.etp if matrix.expert else groups.tp
-    shard = None
-    shape = list(matrix.shape)
-    if matrix.cut is not None and axis.size > 1:
-        shard = Shard(matrix.cut.dim, axis.rank, axis.size)
-        shape[shard.dim] //= axis.size
-    parameter = torch.nn.Parameter(torch.empty(shape, dtype=beside.dtype, device=beside.device))
+    own = empty(matrix, axis.rank, axis.size, beside)
+    parameter = torch.nn.Parameter(own.parameter)
     mark(
         parameter,
-        cut=shard is not None,
+        cut=own.shard is not None,
         group=axis.group,
         expert=matrix.expert,
         sequence_parallel=sequence_parallel,
         reduced=not matrix.expert or (groups.ep.size == 1 and groups.etp.size == groups.tp.size),
     )
-    return Named(matrix.name, parameter, shard)
+    return Named(matrix.name, parameter, own.shard)
 
 
 def every_matrix(chunks: Sequence[torch.nn.Module]) -> Iterator[Named]:

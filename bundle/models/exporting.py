@@ -1,20 +1,23 @@
-"""Writes the weights of model chunks as Hugging Face has them, whatever the layout that holds them.
+"""Writes the weights of model chunks as Hugging Face has them, adapters as PEFT does, whatever the layout.
 
 Tensor by tensor: the parts go to the rank that holds the first one, which writes it. So several ranks write,
-files of their own, and none has more in memory than one whole tensor.
+files of their own, and none has more in memory than one whole tensor. Adapters are one file, by the first.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bundle import files
 from bundle.architectures import tensors
+from bundle.architectures.adapters import CONFIG, WEIGHTS, config, pairs, published
 from bundle.architectures.tensors import Tensors
 from bundle.distributed.world import on_all_ranks, on_rank_0
 from bundle.mcore.groups import Groups
@@ -30,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Whole:
-    """One tensor that is published: the ranks that hold its parts in order, of which the first writes it."""
+    """One tensor that is published, and the ranks that hold its parts in order."""
 
     tensor: tensors.Tensor
     holders: tuple[int, ...]
@@ -51,7 +54,7 @@ def write(
     for chunk in chunks:
         for named in (*naming.parameters(chunk, groups), *naming.buffers(chunk, groups)):
             own.setdefault(named.name, named)
-    everything = _planned(table, own)
+    everything = _planned([tensor for tensor in table if tensor.published], own)
     rank, writers = dist.get_rank(), sorted({whole.holders[0] for whole in everything})
     of_writers = files_of(
         [each for whole in everything if whole.holders[0] == writer for each in stored(whole.tensor, numbers)]
@@ -62,7 +65,7 @@ def write(
     for whole in everything:
         if rank not in whole.holders:
             continue
-        values = _gathered(adapters.merged(own[whole.tensor.name], chunks), whole.holders, rank)
+        values = _gathered(adapters.merged(own[whole.tensor.name], chunks), whole.holders, whole.holders[0])
         if values is not None:
             output.append(whole.tensor, values, numbers)
     on_all_ranks(output.close)
@@ -95,9 +98,50 @@ def warn_of_left_out(directory: Path, table: Tensors) -> None:
         )
 
 
-def _planned(table: Tensors, own: dict[str, Named]) -> list[_Whole]:
-    """Every published tensor, and who holds which part: of replicas those of the lowest ranks."""
-    everything = [tensor for tensor in table if tensor.published]
+def export_adapters(directory: Path, recipe: Recipe, chunks: Sequence[torch.nn.Module]) -> None:
+    """Writes a directory that PEFT loads, in the place of one that has that name. All ranks call it.
+
+    Raises JobFailed on all ranks; what had the name before is there until the new one is whole.
+    """
+    lora, rank = recipe.model.lora, dist.get_rank()
+    assert lora is not None
+    own = {named.name: named for named in adapters.every_matrix(chunks)}
+    some = next(iter(own.values())).parameter  # every chunk has adapters: `plan` says where one has none
+    of_tensors = (pairs(tensor, lora.targets, lora.rank) for tensor in Tensors(recipe.architecture))
+    table = {matrix.name: matrix for of in of_tensors for pair in of if pair for matrix in pair}
+    everything = _planned([published(name, table[name].shape) for name in sorted(table)], own)
+    numbers = cast(Numbers, recipe.model.dtype)
+    if both := sorted(_modules(table, of_experts=True) & _modules(table, of_experts=False)):
+        _log.warning(
+            "%s has %s of experts and of other layers: beside transformers 5 PEFT 0.21 leaves out those of"
+            " other layers, and says nothing; use transformers 4, or merge them (checkpoint.export: hf)",
+            directory,
+            ", ".join(both),
+        )
+    with ExitStack() as whole:
+        partial = on_rank_0(lambda: whole.enter_context(writing.replacing(directory)))
+        of_file = [each for matrix in everything for each in stored(matrix.tensor, numbers)]
+        output = Output(partial, {WEIGHTS: of_file} if rank == 0 else {})
+        for matrix in everything:
+            if rank == 0 or rank in matrix.holders:
+                name, parts = matrix.tensor.name, len(matrix.holders)
+                named = own.get(name) or adapters.empty(table[name], 0, parts, some)
+                values = _gathered(named, matrix.holders, 0)
+                if values is not None:
+                    output.append(matrix.tensor, values, numbers)
+        on_all_ranks(output.close)
+        said = config(lora.rank, lora.alpha, lora.targets, recipe.model.path)
+        on_rank_0(lambda: files.write_json(partial / CONFIG, said))
+        on_rank_0(whole.close)
+
+
+def _modules(names: Iterable[str], *, of_experts: bool) -> set[str]:
+    """The last parts of the names of the modules that these matrices are beside."""
+    return {name.rsplit(".", 3)[1] for name in names if tensors.is_expert(name) is of_experts}
+
+
+def _planned(everything: Sequence[tensors.Tensor], own: Mapping[str, Named]) -> list[_Whole]:
+    """Who holds which part of each of these tensors: of replicas those of the lowest ranks."""
     held = [
         (number, named.shard.rank if named.shard else 0)
         for number, tensor in enumerate(everything)
@@ -115,14 +159,17 @@ def _planned(table: Tensors, own: dict[str, Named]) -> list[_Whole]:
     ]
 
 
-def _gathered(named: Named, holders: tuple[int, ...], rank: int) -> Tensor | None:
-    """The whole tensor on the rank that writes it; None on those that have sent it their part."""
-    part = named.parameter.detach().contiguous()
-    if rank != holders[0]:
-        dist.send(part, holders[0])
+def _gathered(named: Named, holders: tuple[int, ...], writer: int) -> Tensor | None:
+    """The whole tensor on the rank that writes it; None on those that have sent it their part.
+
+    A writer that holds no part gives room for one.
+    """
+    rank, part = dist.get_rank(), named.parameter.detach().contiguous()
+    if rank != writer:
+        dist.send(part, writer)
         return None
-    parts = [part]
-    for other in holders[1:]:
-        parts.append(torch.empty_like(part))
-        dist.recv(parts[-1], other)
-    return named.shard.joined(parts) if named.shard else part
+    parts = [part if holder == rank else torch.empty_like(part) for holder in holders]
+    for holder, received in zip(holders, parts, strict=True):
+        if holder != rank:
+            dist.recv(received, holder)
+    return named.shard.joined(parts) if named.shard else parts[0]

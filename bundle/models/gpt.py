@@ -16,7 +16,7 @@ import torch
 from bundle.backends import Runtime
 from bundle.mcore import gpt
 from bundle.mcore.groups import Groups
-from bundle.models import adapters, loading, naming, peft
+from bundle.models import adapters, loading, naming
 from bundle.models.naming import Named
 from bundle.pretrained import Pretrained
 from bundle.pretrained.matching import published
@@ -57,7 +57,7 @@ def build(
     if recipe.model.lora is not None:
         matrices = adapters.add(chunks, recipe, groups, recipe.model.lora)
         adapters.draw(matrices, recipe.seed)
-        peft.load(matrices, recipe)
+        loading.load_adapters(matrices, recipe)
     return chunks
 
 

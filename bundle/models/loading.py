@@ -13,7 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from bundle.architectures import tensors
+from bundle import pretrained
+from bundle.architectures import adapters, tensors
 from bundle.architectures.tensors import Tensors
 from bundle.distributed.world import on_all_ranks, on_rank_0
 from bundle.errors import JobFailed, UsageError
@@ -23,6 +24,7 @@ from bundle.models.naming import Named, Shard
 from bundle.models.published import DTYPES, dequantized
 from bundle.pretrained import Entry, Pretrained
 from bundle.pretrained.directory import FP8, SCALE
+from bundle.recipe import Recipe
 
 Slices = tuple[slice, ...]
 _AT_ONCE = 2**24  # bytes
@@ -61,6 +63,24 @@ def load(
             lambda: _read(weights, itertools.chain.from_iterable(_reads(weights, *pair) for pair in pairs))
         )
     return unpublished
+
+
+def load_adapters(matrices: Sequence[Named], recipe: Recipe) -> None:
+    """Overwrites all of these A and B that the recipe's adapter holds, as PEFT writes it. All ranks call it.
+
+    Raises UsageError for an adapter of another model, JobFailed for a file that cannot be read.
+    """
+
+    def body() -> None:
+        found = pretrained.adapter_of_recipe(recipe)
+        if found is not None:
+            pairs = ((named, adapters.published(named.name, named.whole_shape())) for named in matrices)
+            # PEFT knows no MTP layers
+            there = (pair for pair in pairs if pair[1].published[0] in found.entries)
+            _read(found, itertools.chain.from_iterable(_reads(found, *pair) for pair in there))
+
+    with torch.no_grad():
+        on_all_ranks(body)
 
 
 def whole(weights: Pretrained, tensor: tensors.Tensor, dtype: torch.dtype) -> Tensor:

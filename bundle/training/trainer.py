@@ -23,7 +23,7 @@ from bundle.errors import JobFailed, Preempted, UsageError
 from bundle.files import json_digest
 from bundle.launch.job import Job
 from bundle.mcore import groups
-from bundle.models import exporting, peft
+from bundle.models import exporting
 from bundle.pretrained import Pretrained
 from bundle.recipe import Recipe, with_steps
 from bundle.runs.directory import Origin, RunDirectory, starting_checkpoint
@@ -125,7 +125,7 @@ class Trainer:
         self.engine.gather_weights()
         with self.dog.patience("exporting"), self.engine.runtime.megatron():
             if kind == "peft":
-                peft.export(place, self.recipe, self.engine.models)
+                exporting.export_adapters(place, self.recipe, self.engine.models)
             else:
                 exporting.export(place, self.recipe, self.engine.models, self.groups)
         _log.info("exported to %s", place)

@@ -97,7 +97,7 @@ def recipe(case: Case, directory: Path, layout: str):
 def distances(case: Case, layout: str, directory: Path, runtime) -> dict[str, float]:
     from bundle.engine import Engine
     from bundle.mcore import checkpoints, groups
-    from bundle.models import adapters, exporting, peft
+    from bundle.models import adapters, exporting
     from tests.engine.experiments import gather_gradients
 
     job = recipe(case, directory, layout)
@@ -109,7 +109,7 @@ def distances(case: Case, layout: str, directory: Path, runtime) -> dict[str, fl
     assert all(name.startswith("adapters.") for name in asked)
 
     out = directory / "out" / layout
-    peft.export(out / "peft", job, engine.models)
+    exporting.export_adapters(out / "peft", job, engine.models)
     exporting.export(out / "hf", job, engine.models, made)
     wanted = load_file(directory / reference.NUMBERS)
     of_rank = batch(engine, reference.tokens_of(directory)[0], (LENGTH,))
@@ -137,7 +137,7 @@ def distances(case: Case, layout: str, directory: Path, runtime) -> dict[str, fl
     engine.forward_backward([of_rank])
     engine.step()
     if layout == ALONE:
-        peft.export(directory / SECOND, job, engine.models)
+        exporting.export_adapters(directory / SECOND, job, engine.models)
     second = reference.adapter(directory / SECOND)
     found["resumed"] = max(distance(named.parameter, part(named, second[named.name])) for named in matrices)
     groups.destroy()
