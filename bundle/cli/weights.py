@@ -16,7 +16,7 @@ from bundle.recipe import Recipe, load
 
 if TYPE_CHECKING:
     from bundle.mcore.torch_dist import Directory
-    from bundle.models.sources import Source
+    from bundle.models.conversion import Source
 
 app = typer.Typer(
     rich_markup_mode=None,
@@ -115,7 +115,7 @@ def diff(
     as_json: options.JSON = False,
 ) -> None:
     """Compare two models tensor by tensor: names, shapes, dtypes, values; ends with 1 where they differ."""
-    from bundle.models.sources import differences
+    from bundle.models.conversion import differences
 
     one, other = _source(first, second), _source(second, first)
     found = 0
@@ -164,7 +164,7 @@ def _as(like: Path, checkpoint: "Directory") -> Published:
 def _source(named: Path, other: Path) -> "Source":
     """The tensors of a directory; those of a checkpoint by their published names where the other has such."""
     from bundle.architectures.tensors import Tensors
-    from bundle.models.sources import AsPublished, HuggingFace, Megatron
+    from bundle.models.conversion import AsPublished, HuggingFace, Megatron
 
     if (weights := pretrained.opened(named)) is not None:
         return HuggingFace(weights)

@@ -1,26 +1,202 @@
-"""Between megatron's own checkpoints (torch_dist) and Hugging Face directories, in one process on a CPU.
+"""Weights on a disk, tensor by tensor: read from any of three forms, compared, and taken from one to another.
 
-Tensor by tensor, so that beside one of them there is nothing in memory; no model is built.
+A Hugging Face directory, one of megatron's own checkpoints (torch_dist), and that under its model's published
+names. In one process on a CPU; beside one tensor there is nothing in memory, and no model is built.
 """
 
-from collections.abc import Iterator
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from bundle import files
 from bundle.architectures import spellings, tensors
+from bundle.architectures.spellings import Place
 from bundle.architectures.tensors import Tensors
 from bundle.errors import UsageError
 from bundle.mcore.torch_dist import Directory, Part, write
 from bundle.models import loading
 from bundle.models.exporting import warn_of_left_out
-from bundle.models.published import Output, files_of, stored
-from bundle.models.sources import AsPublished, dtype_of
+from bundle.models.published import DTYPES, Output, files_of, parts, stored
 from bundle.pretrained import Pretrained, writing
+from bundle.pretrained.directory import FP8, SCALE, summarized
 from bundle.pretrained.writing import Numbers, Published
+
+_OPTIMIZER = re.compile(r"(^|\.)optimizer\.")
+
+
+class Source(Protocol):
+    """Tensors by their names, with the shape of each and what its numbers are stored as."""
+
+    @property
+    def tensors(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]: ...
+
+    def read(self, name: str) -> Tensor:
+        """All of a tensor; numbers in FP8 are multiplied by their scales."""
+        ...
+
+
+class HuggingFace:
+    """A Hugging Face directory; scales are no tensors of their own."""
+
+    def __init__(self, weights: Pretrained) -> None:
+        self._weights = weights
+        self.tensors = {
+            name: (entry.shape, DTYPES[entry.dtype])
+            for name, entry in weights.entries.items()
+            if entry.dtype in DTYPES and not name.endswith(SCALE)
+        }
+
+    def read(self, name: str) -> Tensor:
+        return loading.published(self._weights, name)
+
+
+class Megatron:
+    """The weights of a torch_dist checkpoint by its own keys; those with many tensors are divided."""
+
+    def __init__(self, checkpoint: Directory) -> None:
+        self._checkpoint = checkpoint
+        self._of: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self.tensors = {}
+        for key, (shape, dtype) in checkpoint.tensors.items():
+            if _OPTIMIZER.search(key):
+                continue
+            many = spellings.stacked(key)
+            for entry in itertools.product(*map(range, shape[:many])):
+                name = f"{key}{list(entry) or ''}"
+                self._of[name] = key, entry
+                self.tensors[name] = shape[many:], dtype
+
+    def read(self, name: str) -> Tensor:
+        return self._checkpoint.read(*self._of[name])
+
+
+class AsPublished:
+    """A torch_dist checkpoint under the published names of its model."""
+
+    def __init__(self, checkpoint: Directory, table: Tensors) -> None:
+        """Raises UsageError with every tensor that the checkpoint lacks or has in another shape."""
+        self._checkpoint = checkpoint
+        self._places = found_in(checkpoint, table)
+        self._of = {name: tensor for tensor in table for name in tensor.published}
+        self.tensors = {
+            name: (shape, checkpoint.tensors[self._places[tensor.name].key][1])
+            for tensor in table
+            for name, shape in tensor.published_shapes()
+        }
+
+    def read(self, name: str) -> Tensor:
+        tensor = self._of[name]
+        of_it = zip(tensor.published, parts(tensor, self.whole(tensor)), strict=True)
+        return next(part for published, part in of_it if published == name)
+
+    def whole(self, tensor: tensors.Tensor) -> Tensor:
+        """A tensor of the table."""
+        place = self._places[tensor.name]
+        return self._checkpoint.read(place.key, place.entry)
+
+
+def found_in(checkpoint: Directory, table: Tensors) -> dict[str, Place]:
+    """Where a checkpoint has each tensor that is published.
+
+    Raises UsageError with every one that it lacks or has in another shape.
+    """
+    found, violations = {}, []
+    for tensor in table:
+        if not tensor.published:
+            continue
+        places = spellings.places(tensor, table.architecture)
+        there = next((place for place in places if place.key in checkpoint.tensors), None)
+        if there is None:
+            violations.append(
+                f"{tensor.name} is missing: there is none of {', '.join(p.key for p in places)}"
+            )
+            continue
+        shape, _ = checkpoint.tensors[there.key]
+        if shape != (wanted := (*there.entries, *tensor.shape)):
+            violations.append(f"{there.key} is {list(shape)}, the model's is {list(wanted)}")
+        found[tensor.name] = there
+    if violations:
+        raise UsageError(f"{checkpoint.root}: not the weights of this model", summarized(violations))
+    return found
+
+
+def dtype_of(weights: Pretrained, tensor: tensors.Tensor) -> torch.dtype:
+    """What holds all of a tensor's published numbers; for those in FP8 bf16, in which such models train."""
+    kinds = [weights.entries[name].dtype for name in tensor.published]
+    found = [torch.bfloat16 if kind == FP8 else DTYPES[kind] for kind in kinds]
+    whole = found[0]
+    for other in found[1:]:
+        whole = torch.promote_types(whole, other)
+    return whole
+
+
+_AT_ONCE = 2**22  # values that are compared in float64
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What is not alike of one tensor.
+
+    `largest` is the largest absolute difference of two values, `relative` the same divided by the largest
+    magnitude of the first; of shapes and tensors that only one has there is none.
+    """
+
+    name: str
+    kind: Literal["only in the first", "only in the second", "shape", "dtype", "values"]
+    first: str = ""
+    second: str = ""
+    largest: float | None = None
+    relative: float | None = None
+
+    def __str__(self) -> str:
+        against = f": {self.first} against {self.second}" if self.first else ""
+        apart = "" if self.largest is None else f"; largest {self.largest:.3g}, relative {self.relative:.3g}"
+        return f"{self.name}: {self.kind}{against}{apart}".replace(": values;", ": values differ,")
+
+
+def differences(first: Source, second: Source) -> Iterator[Difference]:
+    """Every tensor that is not in both alike: shape, kind of numbers, values. NaN equals NaN."""
+    for name in dict.fromkeys((*first.tensors, *second.tensors)):
+        if name not in second.tensors:
+            yield Difference(name, "only in the first")
+        elif name not in first.tensors:
+            yield Difference(name, "only in the second")
+        else:
+            yield from _of_both(name, first, second)
+
+
+def _of_both(name: str, first: Source, second: Source) -> Iterator[Difference]:
+    (shape, dtype), (other_shape, other_dtype) = first.tensors[name], second.tensors[name]
+    if shape != other_shape:
+        yield Difference(name, "shape", str(list(shape)), str(list(other_shape)))
+        return
+    largest, relative = _apart(first.read(name), second.read(name))
+    if dtype != other_dtype:
+        ours, theirs = (str(kind).removeprefix("torch.") for kind in (dtype, other_dtype))
+        yield Difference(name, "dtype", ours, theirs, largest, relative)
+    elif largest != 0:
+        yield Difference(name, "values", largest=largest, relative=relative)
+
+
+def _apart(first: Tensor, second: Tensor) -> tuple[float, float]:
+    """(largest absolute difference, the same divided by the first's largest magnitude)."""
+    largest = magnitude = 0.0
+    for a, b in zip(first.flatten().split(_AT_ONCE), second.flatten().split(_AT_ONCE), strict=True):
+        one, other = a.double(), b.double()
+        distance = torch.where(
+            (one == other) | (one.isnan() & other.isnan()), 0.0, (one - other).abs().nan_to_num(torch.inf)
+        )
+        largest = max(largest, float(distance.max()))
+        magnitude = max(magnitude, float(one.abs().nan_to_num(0.0).max()))
+    return largest, 0.0 if largest == 0 else largest / magnitude if magnitude else torch.inf
+
 
 # Where Megatron-LM's --load looks first, and the name of weights that no training has written.
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
@@ -91,9 +267,5 @@ def _parts(weights: Pretrained, table: Tensors) -> Iterator[Part]:
         if tensor.published:
             dtype = dtype_of(weights, tensor)
             for place in spellings.written(tensor, table.architecture):
-                values = partial(_values, weights, tensor, dtype)
+                values = partial(loading.whole, weights, tensor, dtype)
                 yield Part(place.key, place.entry, place.entries, tensor.shape, dtype, values)
-
-
-def _values(weights: Pretrained, tensor: tensors.Tensor, dtype: torch.dtype) -> Tensor:
-    return loading.whole(weights, tensor, dtype)
