@@ -1,7 +1,7 @@
 """Which defects of megatron-core an environment has, which its framework mends, and what to do."""
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from bundle.environment.packages import Package, Stack, minor_version
@@ -213,12 +213,8 @@ def replaced_by(patches: tuple[MonkeyPatch, ...]) -> str:
 def _advised(defect: Defect, of: Subject, table: Table, state: _State) -> Defect:
     """The defect with what can be done about it."""
     applies = state.decision is not None and state.decision.action is Action.APPLY and state.decision.proven
-    return Defect(
-        entry=defect.entry,
-        standing=defect.standing,
-        reason=defect.reason,
-        proven=defect.proven,
-        patched_by=defect.patched_by,
+    return replace(
+        defect,
         mended_in=_mended_in(defect.entry, of, table),
         applies=applies and isinstance(defect.entry, Patch) and not defect.patched_by,
     )

@@ -6,6 +6,7 @@ code says.
 """
 
 import ast
+import copy
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -61,14 +62,15 @@ def _named(code: Function | None, name: str) -> ast.stmt:
     """The code by the name that it gets; where it is not known, an assignment of nobody knows what."""
     if code is None:
         return ast.Assign([ast.Name(name)], ast.Constant(...))
-    fields = {key: getattr(code, key) for key in code._fields if hasattr(code, key)}
-    return type(code)(**(fields | {"name": name}))
+    named = copy.copy(code)
+    named.name = name
+    return named
 
 
 def _with_member(owner: ast.ClassDef, name: str, member: ast.stmt) -> ast.ClassDef:
-    kept = [node for node in owner.body if name not in bindings([node])]
-    fields = {key: getattr(owner, key) for key in owner._fields if hasattr(owner, key)}
-    return ast.ClassDef(**(fields | {"body": [*kept, member]}))
+    changed = copy.copy(owner)
+    changed.body = [*(node for node in owner.body if name not in bindings([node])), member]
+    return changed
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from bundle import files
 from bundle.environment.packages import Package
 from bundle.patches.definitions import Definitions
-from bundle.patches.source import SourceTree, Unreadable, absolute
+from bundle.patches.source import SourceTree, Unreadable, absolute, bound
 
 _MOST_FILES, _MOST_BYTES = 20_000, 128 << 20  # of one framework; the largest read was 2,000 files of 25 MB
 _LIMIT = 1 << 20  # of one file
@@ -105,7 +105,8 @@ class _Text:
             body, scope, conditions = waiting.pop()
             for node in body:
                 found.append(_Statement(node, scope, conditions))
-                _bind(node, scope)
+                for name, binding in bound(node):
+                    scope.names.setdefault(name, []).append(binding)
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                     waiting.append((node.body, _Scope(node, scope, conditions), ()))
                 elif isinstance(node, ast.If):
@@ -216,18 +217,6 @@ def _set(node: ast.stmt) -> Iterator[tuple[ast.expr, str, ast.expr]]:
                 yield call.args[0], name.value, call.args[2]
 
 
-def _bind(node: ast.stmt, scope: _Scope) -> None:
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        scope.names.setdefault(node.name, []).append(node)
-    elif isinstance(node, ast.Import | ast.ImportFrom):
-        for alias in node.names:
-            scope.names.setdefault(alias.asname or alias.name.partition(".")[0], []).append(node)
-    elif isinstance(node, ast.Assign):
-        for target in node.targets:
-            if isinstance(target, ast.Name):
-                scope.names.setdefault(target.id, []).append(node)
-
-
 def _dotted(value: ast.expr, scope: _Scope, text: _Text, hops: int = 8) -> str | None:
     """The dotted name of what an expression is, by the imports of its file; None where they do not tell."""
     if hops == 0:
@@ -245,15 +234,9 @@ def _dotted(value: ast.expr, scope: _Scope, text: _Text, hops: int = 8) -> str |
         return None
     for node in reversed(scope.statements(value.id)):
         if isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                if (alias.asname or alias.name) == value.id:
-                    return f"{absolute(node, text.package)}.{alias.name}"
+            return f"{absolute(node, text.package)}.{node.names[0].name}"
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.asname == value.id:
-                    return alias.name
-                if not alias.asname and alias.name.partition(".")[0] == value.id:
-                    return value.id
+            return node.names[0].name if node.names[0].asname else value.id
         if isinstance(node, ast.Assign):
             return _dotted(node.value, scope, text, hops - 1)
     return None

@@ -117,11 +117,11 @@ def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 def bindings(body: list[ast.stmt]) -> dict[str, list[ast.stmt]]:
     """The statements that bind each name of a scope: definitions, imports and assignments, narrowed to it."""
-    bound: dict[str, list[ast.stmt]] = {}
+    found: dict[str, list[ast.stmt]] = {}
     for node in statements(body):
-        for name, statement in _bound(node):
-            bound.setdefault(name, []).append(statement)
-    return bound
+        for name, statement in bound(node):
+            found.setdefault(name, []).append(statement)
+    return found
 
 
 def _unpacked(target: ast.Tuple | ast.List, value: ast.expr) -> Iterator[tuple[ast.Name, ast.expr | None]]:
@@ -138,7 +138,8 @@ def _unpacked(target: ast.Tuple | ast.List, value: ast.expr) -> Iterator[tuple[a
             yield name, own
 
 
-def _bound(node: ast.stmt) -> Iterator[tuple[str, ast.stmt]]:
+def bound(node: ast.stmt) -> Iterator[tuple[str, ast.stmt]]:
+    """The names that one statement binds in its own scope, each with the statement narrowed to it."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield node.name, node
     elif isinstance(node, ast.ImportFrom):

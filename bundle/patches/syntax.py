@@ -63,7 +63,7 @@ def _fields(node: ast.AST) -> list[tuple[str, object]]:
     for name in node._fields:
         value = getattr(node, name, None)
         if name == "body" and isinstance(node, _WITH_DOCSTRING):
-            value = _without_docstring(node.body)
+            value = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
         elif name == "values" and isinstance(node, ast.JoinedStr):
             value = _pieces(node.values)
         elif name == "format_spec" and isinstance(value, ast.JoinedStr) and not _pieces(value.values):
@@ -72,17 +72,6 @@ def _fields(node: ast.AST) -> list[tuple[str, object]]:
         if name not in _IGNORED and (value not in (None, []) or isinstance(node, ast.Constant)):
             fields.append((name, value))
     return fields
-
-
-def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
-    first = body[0] if body else None
-    if (
-        isinstance(first, ast.Expr)
-        and isinstance(first.value, ast.Constant)
-        and isinstance(first.value.value, str)
-    ):
-        return body[1:]
-    return body
 
 
 def _pieces(values: list[ast.expr]) -> list[ast.expr]:

@@ -18,16 +18,10 @@ def roll_over_ranks(original: Function, tensor: torch.Tensor, shifts: int = -1, 
     Rank r holds chunks r and 2 cp - 1 - r; the token after a chunk is the first of the next one.
     """
     group = parallel_state.get_context_parallel_group()
-    rolled, count = original(tensor, shifts, dims)
-    rank, ranks = group.rank(), group.size()
-    if ranks == 1:
-        return rolled, count
-    half = tensor.shape[-1] // 2
-    mine = tensor[..., [0, half]].contiguous()  # the first tokens of both chunks
-    firsts = [torch.empty_like(mine) for _ in range(ranks)]
-    torch.distributed.all_gather(firsts, mine, group=group)
-    rolled[..., half - 1] = firsts[rank + 1][..., 0] if rank + 1 < ranks else mine[..., 1]
-    rolled[..., -1] = firsts[rank - 1][..., 1] if rank > 0 else 0
+    if group.size() == 1:
+        return original(tensor, shifts, dims)
+    row = torch.arange(2, device=tensor.device) * (tensor.shape[-1] * group.size())
+    rolled = packed.rolled(tensor, row, group)
     return rolled, _mean_over(group, rolled.sum()) if rolled.is_floating_point() else rolled.sum()
 
 

@@ -90,8 +90,8 @@ def test_what_is_printed_leads_from_a_defect_to_a_green_test(tmp_path: Path, rel
     entry, wrapper, measurement, test = files
 
     stranger.edit(entry, ENTRY)
-    areas, order = "from bundle.patches.catalogue import (\n", "PATCHES: tuple[Patch, ...] = (\n"
-    lines = {areas: f"{areas}    {MODULE},\n", order: f"{order}    *{MODULE}.PATCHES,\n"}
+    areas, order = "from bundle.patches.catalogue import (\n", "_AREAS = ("
+    lines = {areas: f"{areas}    {MODULE},\n", order: f"{order}{MODULE}, "}
     stranger.edit("bundle/patches/catalogue/__init__.py", lines)
 
     assert f"{ID} is present in 0.16.1" in stranger.ran(command(steps, "python -m tools.patches.review"))

@@ -16,26 +16,10 @@ from bundle.patches.catalogue import (
 from bundle.patches.entry import Patch, Seam, Trap
 
 # In this order wrappers are put on a target that several patches share: the first is the innermost.
-PATCHES: tuple[Patch, ...] = (
-    *mla.PATCHES,
-    *mtp.PATCHES,
-    *recompute.PATCHES,
-    *router.PATCHES,
-    *balancing.PATCHES,
-    *gradients.PATCHES,
-    *checkpoints.PATCHES,
-    *attention.PATCHES,
-)
+_AREAS = (mla, mtp, recompute, router, balancing, gradients, checkpoints, attention)
+PATCHES: tuple[Patch, ...] = tuple(patch for area in _AREAS for patch in area.PATCHES)
 # Known traps: defects with no narrow fix, whose recipes are refused.
-TRAPS: tuple[Trap, ...] = (
-    *mla.TRAPS,
-    *mtp.TRAPS,
-    *recompute.TRAPS,
-    *balancing.TRAPS,
-    *gradients.TRAPS,
-    *checkpoints.TRAPS,
-    *attention.TRAPS,
-)
+TRAPS: tuple[Trap, ...] = tuple(trap for area in _AREAS for trap in getattr(area, "TRAPS", ()))
 
 _GPT = "megatron.core.models.gpt.gpt_model:GPTModel"
 _MTP = "megatron.core.transformer.multi_token_prediction"

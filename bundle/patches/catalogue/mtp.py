@@ -16,20 +16,20 @@ from bundle.patches.entry import (
 )
 from bundle.patches.syntax import found
 
-_MODULE = "megatron.core.transformer.multi_token_prediction"
+MODULE = "megatron.core.transformer.multi_token_prediction"
 _GPT = "megatron.core.models.gpt.gpt_model"
-ROLL = f"{_MODULE}:roll_tensor"
-_ROLL_PACKED = f"{_MODULE}:_roll_tensor_packed_seq"
-_LOSS = f"{_MODULE}:process_mtp_loss"
+ROLL = f"{MODULE}:roll_tensor"
+_ROLL_PACKED = f"{MODULE}:_roll_tensor_packed_seq"
+_LOSS = f"{MODULE}:process_mtp_loss"
 _POSTPROCESS = f"{_GPT}:GPTModel._postprocess"
 FORWARD = f"{_GPT}:GPTModel.forward"
-_BLOCK = f"{_MODULE}:MultiTokenPredictionBlock.forward"  # where the loss was computed to 0.13
+_BLOCK = f"{MODULE}:MultiTokenPredictionBlock.forward"  # where the loss was computed to 0.13
 _PLACES = (_LOSS, _POSTPROCESS, FORWARD, _BLOCK)  # where the loss has been computed
-_CHOSEN_BOUNDARIES = f"{_MODULE}:_get_packed_roll_cu_seqlens"  # where they are chosen in newer code
-_LAYER = f"{_MODULE}:MultiTokenPredictionLayer"
-_LAYER_FORWARD = f"{_LAYER}.forward"
-_EMBEDDINGS = f"{_LAYER}._get_embeddings"
-_BLOCK = f"{_MODULE}:MultiTokenPredictionBlock.forward"
+_CHOSEN_BOUNDARIES = f"{MODULE}:_get_packed_roll_cu_seqlens"  # where they are chosen in newer code
+LAYER = f"{MODULE}:MultiTokenPredictionLayer"
+LAYER_FORWARD = f"{LAYER}.forward"
+_EMBEDDINGS = f"{LAYER}._get_embeddings"
+_BLOCK = f"{MODULE}:MultiTokenPredictionBlock.forward"
 _ROLLED = {"tensor", "shifts", "dims"}  # what a roll is given to 0.13
 _KNOWN_GATES = {"self", "mtp_process", "mtp_in_postprocess", "in_inference_mode", "is_spec_decode"}
 
@@ -174,11 +174,11 @@ _LOSS_OF_MEGATRON = frozenset({"mtp", MEGATRONS_MTP_LOSS})
 _LOSS_OVER_RANKS = _LOSS_OF_MEGATRON | {"cp"}
 
 
-@asks(_LAYER_FORWARD, FORWARD, ROLL)
+@asks(LAYER_FORWARD, FORWARD, ROLL)
 def _packs_refused(source: Evidence) -> Presence:
     if without_prediction(source):
         return Presence.ABSENT
-    forward = source[_LAYER_FORWARD]
+    forward = source[LAYER_FORWARD]
     if forward is None or "packed_seq_params" not in forward.parameters:
         return Presence.UNKNOWN
     asserted = ("assert packed_seq_params is None", "assert packed_seq_params is None, _")
@@ -188,12 +188,12 @@ def _packs_refused(source: Evidence) -> Presence:
     return Presence.told(any(map(forward.has, asserted)), absent=not refusing)
 
 
-@asks(_LAYER, FORWARD, ROLL)
+@asks(LAYER, FORWARD, ROLL)
 def _gather_that_reduces(source: Evidence) -> Presence:
     """Whether the projection is gathered by the function whose backward pass sums over the ranks."""
     if without_prediction(source):
         return Presence.ABSENT
-    layer = source[_LAYER]
+    layer = source[LAYER]
     if layer is None:
         return Presence.UNKNOWN
     return Presence.told(

@@ -6,17 +6,14 @@ from bundle.patches.catalogue import mtp
 from bundle.patches.definitions import Definition, Evidence
 from bundle.patches.entry import NOTHING, Patch, Presence, Replacement, Trap, asks, called, reads
 
-_PREDICTION = "megatron.core.transformer.multi_token_prediction"
-_LAYER = f"{_PREDICTION}:MultiTokenPredictionLayer"
-_FORWARD = f"{_LAYER}.forward"
-_CHECKPOINTED = f"{_LAYER}._checkpointed_forward"
-_CHECKPOINTED_BY_BLOCK = f"{_PREDICTION}:MultiTokenPredictionBlock._checkpointed_forward"  # a time in 2025
-_CHECKPOINTING = (_CHECKPOINTED, _CHECKPOINTED_BY_BLOCK, _LAYER, mtp.FORWARD, mtp.ROLL)
+_CHECKPOINTED = f"{mtp.LAYER}._checkpointed_forward"
+_CHECKPOINTED_BY_BLOCK = f"{mtp.MODULE}:MultiTokenPredictionBlock._checkpointed_forward"  # a time in 2025
+_CHECKPOINTING = (_CHECKPOINTED, _CHECKPOINTED_BY_BLOCK, mtp.LAYER, mtp.FORWARD, mtp.ROLL)
 _GLOBAL_GROUP = "parallel_state.get_tensor_model_parallel_group()"
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 
 
-@reads(_FORWARD, also=(_CHECKPOINTED,))
+@reads(mtp.LAYER_FORWARD, also=(_CHECKPOINTED,))
 def _saves_objects(forward: Definition, checkpointed: Definition | None) -> Presence:
     """Whether every argument goes to save_for_backward while packed sequences are let in."""
     if forward.has("assert packed_seq_params is None, _"):
@@ -31,7 +28,7 @@ def _saves_objects(forward: Definition, checkpointed: Definition | None) -> Pres
     return Presence.told(saves, absent=calls and (named or told_apart))
 
 
-@reads(_FORWARD, also=(_CHECKPOINTED,))
+@reads(mtp.LAYER_FORWARD, also=(_CHECKPOINTED,))
 def _padding_mask_unknown(forward: Definition, checkpointed: Definition | None) -> Presence:
     """Whether the layer passes a padding mask on to a function that has no parameter of that name."""
     if checkpointed is None:
@@ -55,7 +52,7 @@ def _checkpoints(source: Evidence) -> list[ast.Call] | None:
     """The calls of Transformer Engine's checkpoint by a prediction layer; None where that is another one."""
     recomputed = source[_CHECKPOINTED] or source[_CHECKPOINTED_BY_BLOCK]
     if recomputed is None:
-        layer = source[_LAYER]
+        layer = source[mtp.LAYER]
         known = mtp.without_prediction(source) or (layer and "_checkpointed_forward" not in layer.names)
         return [] if known else None
     calls = list(recomputed.calls("te_checkpoint"))
