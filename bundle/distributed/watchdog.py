@@ -11,10 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-import torch
-
-from bundle.errors import ExitCode
-from bundle.launch import outcomes
+from bundle.distributed import standing
+from bundle.errors import ExitCode, JobFailed
+from bundle.launch import hang, outcomes
 
 _LINGER_SECONDS = 3.0
 # From the end of a patience to the end of the process: looking, writing stacks and records, lingering.
@@ -37,8 +36,9 @@ def collectives_seconds(seconds: int) -> int:
 class Watchdog:
     """Ends this process with 6 when `beat` was not called for `seconds`; a context manager.
 
-    Before that it writes the stacks of all threads and torch's record of collectives into `directory`. It has
-    to end the process itself: a rank inside a collective runs no Python that an exception could reach.
+    Before that it writes the stacks of all threads, torch's record of collectives and where this rank stands
+    into `directory`; so do the other ranks of the node, whatever their patience. It has to end the process
+    itself: a rank inside a collective runs no Python that an exception could reach.
     """
 
     def __init__(self, seconds: float, directory: Path, rank: int, local_rank: int) -> None:
@@ -75,7 +75,8 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._stopped.wait(min(max(0.05, self._left()), _LOOK_SECONDS)):
-            if self._left() <= 0:
+            if self._left() <= 0 or outcomes.hang_noticed():
+                outcomes.notice_hang()
                 self._end()
 
     def _left(self) -> float:
@@ -83,10 +84,11 @@ class Watchdog:
 
     def _end(self) -> None:
         since, doing = self._last
-        message = f"no progress for {time.monotonic() - since:.0f} s in {doing}"
+        seconds = time.monotonic() - since
+        message = f"no progress for {seconds:.0f} s in {doing}"
         try:
-            message += f"; stacks and collectives: {dump(self.directory, self.rank, message)}"
-        except OSError as error:  # a hang on a full disk is still a hang
+            message += f"; stacks and collectives: {dump(self.directory, self.rank, doing, seconds)}"
+        except (OSError, JobFailed) as error:  # a hang on a full disk is still a hang
             message += f"; nothing could be written: {error}"
         # Ranks notice one after the other, and the first that ends takes the others with it.
         time.sleep(_LINGER_SECONDS)
@@ -94,28 +96,18 @@ class Watchdog:
         os._exit(ExitCode.HANG)
 
 
-def dump(directory: Path, rank: int, why: str) -> Path:
-    """Returns the file with the stacks of all threads; the record of collectives, if any, lies beside it."""
+def dump(directory: Path, rank: int, doing: str, seconds: float) -> Path:
+    """Returns the file with the stacks of all threads; beside it lie its standing and torch's record."""
     directory.mkdir(parents=True, exist_ok=True)
     stacks = directory / f"hang-rank-{rank}.txt"
     with stacks.open("w", encoding="utf-8") as file:
-        print(why, file=file, flush=True)
+        print(f"no progress for {seconds:.0f} s in {doing}", file=file, flush=True)
         faulthandler.dump_traceback(file, all_threads=True)
-    if record := flight_record():
+    record = standing.flight_record()
+    if record:
         (directory / f"hang-rank-{rank}.flight").write_bytes(record)
+    hang.write(directory, standing.standing(rank, doing, seconds, record))
     return stacks
-
-
-def flight_record() -> bytes:
-    """Returns torch's record of this process's collectives (a pickle, as its analyzer reads), or nothing."""
-    bindings = torch._C._distributed_c10d
-    # Gloo's (and every newer group's) recorder, then NCCL's own where the build has only that.
-    for name in ("_dump_fr_trace", "_dump_nccl_trace"):
-        recorder = getattr(bindings, name, None)
-        if recorder is not None:
-            # Finding the source lines of the frames takes seconds, and the stacks are in the other file.
-            return bytes(recorder(includeStackTraces=False))
-    return b""
 
 
 def show_stacks_on_request() -> None:

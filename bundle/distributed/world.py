@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import secrets
 import signal
 import socket
 import time
@@ -19,6 +20,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from bundle import files
 from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, JobFailed, LaunchUnavailable
 from bundle.launch import outcomes
+from bundle.launch.outcomes import spelled
 from bundle.launch.rendezvous import LOOPBACK, Rendezvous
 
 # In the folder of a launch on one node: where its rank 0 listens.
@@ -62,6 +64,13 @@ def open_store(rendezvous: Rendezvous, timeout: timedelta) -> Store:
         raise LaunchUnavailable(f"rank {rendezvous.rank} cannot {what} {address}:{port}: {error}") from error
     # A job that torchrun restarts meets in the same store again.
     return PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def folder(store: Store, rank: int, logs: Path) -> Path:
+    """Returns the folder in `logs` of what concerns all ranks of this launch: each launch has its own."""
+    if rank == 0:
+        store.set("world", secrets.token_hex(4))
+    return logs / f"world-{store.get('world').decode()}"
 
 
 def initialize(
@@ -260,18 +269,6 @@ def complaints(said: Sequence[Sequence[str]]) -> list[str]:
         for line in lines:
             holders.setdefault(line, []).append(rank)
     return [f"{spelled(ranks)}: {line}" for line, ranks in holders.items()]
-
-
-def spelled(ranks: Sequence[int]) -> str:
-    """Returns the ranks as a person would list them: "rank 3", "ranks 0-3, 8"."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    listed = ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in spans)
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
 
 
 def _wait_for_readers(store: Store, key: str, others: int) -> None:

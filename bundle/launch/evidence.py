@@ -1,14 +1,14 @@
 """What is known of a launch on one node when it has ended: all that a verdict is made of."""
 
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from bundle import files
-from bundle.launch import outcomes
+from bundle.launch import hang, outcomes
+from bundle.launch.hang import Standing
 from bundle.launch.outcomes import Outcome
 from bundle.launch.rendezvous import Rendezvous
 
@@ -28,9 +28,10 @@ class Log(NamedTuple):
 class Evidence:
     """A launch on one node, after it: pure data.
 
-    `status` is torchrun's and `agent` what it wrote; `logs` are by local rank. `stopped_by` is the signal
-    that we were sent, `gave_up` the wait for other nodes that was too long. `kernel` is what the kernel's log
-    got meanwhile, as far as we may read it; `memory_kills`: it ended processes, of anybody, for memory.
+    `status` is torchrun's and `agent` what it wrote; `logs` are by local rank. `standings` are of the ranks
+    of all nodes, where they hung. `stopped_by` is the signal that we were sent, `gave_up` the wait for other
+    nodes that was too long. `kernel` is what the kernel's log got meanwhile, as far as we may read it;
+    `memory_kills`: it ended processes, of anybody, for memory.
     """
 
     status: int
@@ -41,6 +42,7 @@ class Evidence:
     outcomes: tuple[Outcome, ...] = ()
     agent: str = ""
     logs: Mapping[int, Log] = field(default_factory=dict)
+    standings: tuple[Standing, ...] = ()
     kernel: tuple[str, ...] = ()
     memory_kills: bool = False
     stopped_by: int | None = None
@@ -82,11 +84,6 @@ class KernelLog:
         self._descriptor = None
 
 
-def node_name() -> str:
-    """What this node is called where somebody would leave it out: by Slurm, or by itself."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-
-
 def gathered(
     folder: Path,
     meeting: Rendezvous,
@@ -102,13 +99,14 @@ def gathered(
     found = {int(path.parent.name): path for path in sorted(folder.glob("*/attempt_*/*/stderr.log"))}
     return Evidence(
         status=status,
-        node=node_name(),
+        node=outcomes.node_name(),
         node_rank=meeting.node_rank,
         nodes=meeting.nodes,
         per_node=per_node,
         outcomes=tuple(outcomes.read(folder)),
         agent=_end(folder / "agent.log"),
         logs={local: Log(path, _end(path)) for local, path in found.items()},
+        standings=tuple(hang.read(outcomes.world(folder) or folder)),
         kernel=kernel,
         memory_kills=memory_kills,
         stopped_by=stopped_by,

@@ -3,10 +3,12 @@
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,7 +18,9 @@ from bundle.errors import BundleError, ExitCode, JobFailed
 # The variable that names the folder of one launch on one node; unset where somebody else started the ranks.
 DIRECTORY = "BUNDLE_OUTCOMES"
 AGENT = "agent.pid"
-STOP = "stop"
+STOP, HANG = "stop", "hang"
+# In the folder of a launch on one node: the folder of what concerns all of its nodes.
+WORLD = "world"
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,11 @@ def next_logs(run: Path, node_rank: int) -> Path:
     return here / str(max(taken, default=0) + 1)
 
 
+def node_name() -> str:
+    """What this node is called where somebody would leave it out: by Slurm, or by itself."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
 def directory() -> Path | None:
     """The folder of this launch, or None for a rank that somebody else started."""
     named = os.environ.get(DIRECTORY)
@@ -60,6 +69,37 @@ def read(folder: Path) -> list[Outcome]:
     """What the ranks of a launch put down, in the order of their ranks."""
     found = [Outcome(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("rank-*.json")]
     return sorted(found, key=lambda outcome: outcome.rank)
+
+
+def meet(world: Path, node_rank: int, local_rank: int) -> None:
+    """Makes the folder of what concerns all ranks of this launch, and tells the launcher of it.
+
+    Nodes that share the run directory share it; the first rank of each notes there that it is one, by name.
+    """
+    world.mkdir(parents=True, exist_ok=True)
+    folder = directory()
+    if local_rank == 0 and folder is not None:
+        files.write_json(world / f"node-{node_rank}.json", {"node": node_name()})
+        files.write_text(folder / WORLD, str(world.absolute()))
+
+
+def world(folder: Path) -> Path | None:
+    """The folder that `meet` made, of the launch whose log folder this is; None where ranks never met."""
+    named = files.read(folder / WORLD)
+    return Path(named) if named else None
+
+
+def notice_hang() -> None:
+    """Has all ranks of this node write down where they stand."""
+    if folder := directory():
+        with suppress(OSError):  # a hang on a full disk is still a hang
+            (folder / HANG).touch()
+
+
+def hang_noticed() -> bool:
+    """Whether a rank of this node has noticed a hang."""
+    folder = directory()
+    return folder is not None and (folder / HANG).exists()
 
 
 def asked_to_stop() -> bool:
@@ -97,3 +137,15 @@ def conclude(
         print(f"cannot write this rank's outcome: {error}", file=sys.stderr)
     if message:
         print(f"rank {rank}: {message}", file=sys.stderr, flush=True)
+
+
+def spelled(ranks: Sequence[int]) -> str:
+    """The ranks as a person would list them: "rank 3", "ranks 0-3, 8"."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    listed = ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in spans)
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"

@@ -22,8 +22,9 @@ from typing import NamedTuple
 from bundle.environment import machine
 from bundle.environment.hardware import memory_kills
 from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, JobFailed
-from bundle.launch import outcomes, verdict
+from bundle.launch import nodes, outcomes, verdict
 from bundle.launch.evidence import KernelLog, gathered
+from bundle.launch.hang import Hung
 from bundle.launch.rendezvous import LOOPBACK, Rendezvous
 from bundle.launch.verdict import Verdict, judge
 
@@ -228,6 +229,7 @@ def run(launch: Launch, inherited: Mapping[str, str]) -> None:
             )
         )
     try:
+        ending = nodes.agreed(ending, outcomes.world(folder))
         verdict.write(folder, ending)
     except JobFailed as error:  # a full disk must not hide how the launch ended
         _log.warning("cannot write the verdict: %s", error)
@@ -267,6 +269,7 @@ def _watch(agent: subprocess.Popen[bytes], folder: Path, waiting: Waiting) -> in
     An agent that has waited too long for the other nodes is killed as well.
     """
     failed: float | None = None
+    hung = Hung(folder)
     while True:
         try:
             return agent.wait(timeout=_LOOK_SECONDS)
@@ -275,6 +278,7 @@ def _watch(agent: subprocess.Popen[bytes], folder: Path, waiting: Waiting) -> in
         waiting.look()
         if waiting.too_long:
             agent.kill()
+        hung.look(ranks)
         if failed is None and any(map(_failed, ranks)):
             failed = time.monotonic()
         elif failed is not None and time.monotonic() - failed > _GRACE_SECONDS:

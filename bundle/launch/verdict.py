@@ -6,13 +6,13 @@ Rules and no model: a pure function of what was gathered. One JSON and one sente
 import re
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from bundle import files
 from bundle.errors import ExitCode
-from bundle.launch import causes
+from bundle.launch import causes, hang, outcomes
 from bundle.launch.causes import SECONDARY, Action, Kind
 from bundle.launch.evidence import Evidence
 from bundle.launch.outcomes import Outcome
@@ -21,6 +21,7 @@ NAME = "verdict.json"
 FORMAT = "mcore-bundle verdict"
 # What a rank says only when it knows the cause, and that no restart mends; by the strength of the word.
 _REFUSALS = (ExitCode.USAGE, ExitCode.ENVIRONMENT_UNFIT, ExitCode.PATCHES)
+_NO_FAILURE = (None, ExitCode.OK, ExitCode.PREEMPTED)
 _FIRST_DEATH = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+).*")
 _TAIL_LINES = 15
 _LONGEST = 600
@@ -63,6 +64,8 @@ class Verdict:
         """What broke, on which rank and node, and whether to start again."""
         if self.kind in (Kind.NOTHING, Kind.PREEMPTED, Kind.STOPPED):
             return self.cause
+        if self.kind is Kind.HANG:  # which is about several ranks, and names them
+            return f"{self.cause}{_AFTER[self.action]}"
         where = [] if self.rank is None else [f"rank {self.rank}"]
         where += [self.node] if self.nodes > 1 and self.node else []
         device = f", {self.device}" if self.device else ""
@@ -131,7 +134,7 @@ def _of_rank(
     whole = (f"{_name(outcome)}: {message[0]}", *message[1:]) if len(message) > 1 else ()
     return _said(
         of,
-        ExitCode.JOB_FAILED if outcome.code in (None, ExitCode.PREEMPTED) else ExitCode(outcome.code),
+        ExitCode(outcome.code) if outcome.code not in _NO_FAILURE else ExitCode.JOB_FAILED,
         kind,
         cause or words,
         action,
@@ -181,9 +184,21 @@ def _hung(of: Evidence, ended: list[Outcome]) -> Verdict | None:
     said = [outcome for outcome in ended if outcome.code == ExitCode.HANG]
     if not said:
         return None
-    silent = ", ".join(str(o.rank) for o in of.outcomes if o.code is None)
-    stuck = f"; no word from rank {silent}" if silent else ""
-    return _of_rank(of, said[0], Kind.HANG, Action.RESTART, f"{said[0].message}{stuck}")
+    if not of.standings:
+        silent = [outcome.rank for outcome in of.outcomes if outcome.code is None]
+        stuck = f"; no word from {outcomes.spelled(silent)}" if silent else ""
+        return _of_rank(of, said[0], Kind.HANG, Action.RESTART, f"{_name(said[0])}: {said[0].message}{stuck}")
+    text, rank = hang.statement(of.standings)
+    longest = max(of.standings, key=lambda standing: standing.seconds)
+    cause = f"no progress for {longest.seconds:.0f} s: {text}"
+    found = _of_rank(of, said[0], Kind.HANG, Action.RESTART, cause)
+    of_it = [standing for standing in of.standings if standing.rank == rank]
+    return replace(
+        found,
+        rank=rank,
+        node=of_it[0].node if of_it else found.node,
+        evidence=tuple(f"rank {standing.rank} on {standing.node}: {standing}" for standing in of.standings),
+    )
 
 
 def _unreachable(of: Evidence, ended: list[Outcome]) -> Verdict | None:
@@ -210,7 +225,7 @@ def _broken(of: Evidence, ended: list[Outcome]) -> Iterator[Verdict]:
         order = [local, *order] if code < 0 else [*order, local]
         ranks.setdefault(local, Outcome(of.node_rank * of.per_node + local, local, 0, 0.0))
     elif not order:
-        order = [outcome.local_rank for outcome in of.outcomes][:1]
+        order = [outcome.local_rank for outcome in of.outcomes if outcome.code is None][:1]
     for each in dict.fromkeys(order):
         if ranks[each].code:
             yield _spoken(of, ranks[each])
@@ -255,7 +270,7 @@ def _not_started(of: Evidence) -> Verdict:
         return _said(
             of, ExitCode.LAUNCH_UNAVAILABLE, rule.kind, hit.says, rule.action, evidence=said, details=shown
         )
-    cause = "torchrun could not start the ranks"
+    cause = "torchrun failed after its ranks" if of.outcomes else "torchrun could not start the ranks"
     return _said(of, ExitCode.LAUNCH_UNAVAILABLE, Kind.LAUNCH, cause, Action.STOP, details=shown)
 
 

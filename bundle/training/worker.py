@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch.distributed import Store
@@ -61,15 +62,17 @@ def _work(where: Rendezvous, decide: Callable[[], Job], told: Job | None, wait: 
         )
     unfit = list(job_file.misfits(job, packages.detect().megatron, image.own()))
     agree(meeting, rank, size, {"job": job.digest, **job.fields}, timeout, unfit)
-    _train(job, where, meeting)
+    place = world.folder(meeting, rank, job.directory / "logs")
+    outcomes.meet(place, where.node_rank, where.local_rank or 0)
+    _train(job, where, meeting, place)
 
 
-def _train(job: Job, where: Rendezvous, meeting: Store) -> None:
+def _train(job: Job, where: Rendezvous, meeting: Store, place: Path) -> None:
     assert where.rank is not None and where.local_rank is not None and job.patches is not None
     seconds = job.recipe.distributed.timeout_seconds
     runtime = patched_runtime(job.patches, job.backend)
     device = runtime.device(where.local_rank)
-    with Watchdog(seconds, job.directory / "logs", where.rank, where.local_rank) as dog:
+    with Watchdog(seconds, place, where.rank, where.local_rank) as dog:
         patient = timedelta(seconds=collectives_seconds(seconds))
         world.initialize(where, meeting, runtime.collectives, patient, device)
         with dog.patience("importing megatron"):

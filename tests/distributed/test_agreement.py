@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from bundle.distributed.world import agree, disagreements, handed_down, spelled
+from bundle.distributed.world import agree, disagreements, handed_down
 from bundle.errors import BundleError, EnvironmentUnfit, LaunchUnavailable, PatchError
+from bundle.launch.outcomes import spelled
 
 
 def meet(said: list[dict[str, str] | None], seconds: float = 30) -> list[BundleError | None]:

@@ -1,6 +1,8 @@
+import json
 import os
 import re
 import signal
+import socket
 import sys
 from datetime import timedelta
 
@@ -9,6 +11,7 @@ import torch
 
 from bundle.distributed import world
 from bundle.distributed.world import StopRequest
+from bundle.environment import packages
 from bundle.errors import LaunchUnavailable
 from bundle.launch import outcomes
 from bundle.launch.rendezvous import discover
@@ -75,20 +78,45 @@ def test_a_rank_killed_inside_a_collective_ends_the_job(tmp_path):
     assert gone(pids)
 
 
-def test_a_hang_is_6_with_stacks_and_the_record_of_collectives(tmp_path):
-    _, err = finish(start(tmp_path, WORKER, "hang", "asleep"), 6)
-    assert "no progress for 2 s in step 4" in err
+def sentence(said: str) -> str:
+    """The sentence of a launch, without what differs from time to time and from machine to machine."""
+    said = re.sub(r"no progress for \d+ s", "no progress for N s", said.splitlines()[-1])
+    said = re.sub(r"group \d\d\b", "group N", said)
+    return re.sub(r"\(\w+\.py:\d+\)", "(FILE:LINE)", said.replace(socket.gethostname(), "HERE"))
+
+
+HANGS = {
+    "asleep": "it is at `read_without_end` (FILE:LINE), in step 4",
+    "patient": "it is at `read_without_end` (FILE:LINE), in reading the data",
+    "stopped": "its process is stopped (SIGSTOP)",
+}
+
+
+@pytest.mark.parametrize("how", HANGS)
+def test_a_hang_is_6_and_says_who_never_came_to_which_collective_and_what_it_does_instead(tmp_path, how):
+    _, err = finish(start(tmp_path, WORKER, "hang", how), 6, 180)
+    assert sentence(err) == (
+        "no progress for N s: rank 0 in all_reduce of 2x3 number 2 of group 1 TENSOR_PARALLEL, at `hang`"
+        f" (FILE:LINE), in step 4; rank 1 on HERE never came: {HANGS[how]}; the same command goes on after"
+        " the last checkpoint"
+    )
+    verdict = json.loads((tmp_path / "logs" / "verdict.json").read_text())
+    assert (verdict["kind"], verdict["rank"], verdict["action"]) == ("hang", 1, "restart")
     assert "all_reduce" in (tmp_path / "dumps" / "hang-rank-0.txt").read_text()
     assert b"all_reduce" in (tmp_path / "dumps" / "hang-rank-0.flight").read_bytes()
-    assert "in hang" in (tmp_path / "dumps" / "hang-rank-1.txt").read_text()
-
-
-def test_a_stopped_rank_is_a_hang_that_names_it_and_does_not_survive(tmp_path):
-    starter = start(tmp_path, WORKER, "hang", "stopped")
-    _, err = finish(starter, 6)
-    assert "rank 0: no progress" in err
-    assert "no word from rank 1" in err
     assert gone([outcome.pid for outcome in outcomes.read(tmp_path / "logs")])
+
+
+def test_mtp_losses_that_one_context_parallel_rank_reduces_alone_are_a_hang_that_names_both(tmp_path):
+    core = pytest.importorskip("megatron.core")
+    if not packages.within(core.__version__, "<0.19"):
+        pytest.skip("the tracker is called otherwise from 0.19 on")
+    _, err = finish(start(tmp_path, WORKER, "alone"), 6, 180)
+    assert sentence(err) == (
+        "no progress for N s: ranks wait for each other: rank 0 on HERE: in all_reduce of 1 number 1 of group"
+        " N, at `reduce_loss_in_tracker` (FILE:LINE), in step 4; rank 1 on HERE: in broadcast of 4 number 1"
+        " of all ranks, at `alone` (FILE:LINE), in step 5; the same command goes on after the last checkpoint"
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from bundle import backends
 from bundle.distributed import watchdog, world
 from bundle.distributed.world import StopRequest
 from bundle.errors import Preempted
 from bundle.launch import outcomes, process
 from bundle.launch.rendezvous import Rendezvous, discover
+from bundle.recipe import Parallel
 
 
 def listeners() -> str:
@@ -51,13 +53,45 @@ def stop(me: Rendezvous) -> None:
 
 
 def hang(me: Rendezvous) -> None:
+    """Rank 1 never comes to the second collective: its process is stopped, or reads a pipe without end."""
+    group = dist.new_group([0, 1], group_desc="TENSOR_PARALLEL")
+    outcomes.meet(Path("dumps"), me.node_rank, me.local_rank or 0)
     with watchdog.Watchdog(2.0, Path("dumps"), me.rank or 0, me.local_rank or 0) as dog:
+        dist.all_reduce(torch.ones(2, 3), group=group)
         dog.beat("step 4")
         if me.rank == 1 and sys.argv[2] == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
+        if me.rank == 1 and sys.argv[2] == "patient":
+            with dog.patience("reading the data"):
+                read_without_end()
         if me.rank == 1:
-            time.sleep(60)
-        dist.all_reduce(torch.ones(1))
+            read_without_end()
+        dist.all_reduce(torch.ones(2, 3), group=group)
+
+
+def read_without_end() -> None:
+    end, _ = os.pipe()
+    os.read(end, 1)
+
+
+def alone(me: Rendezvous) -> None:
+    """Megatron's MTP losses, reduced by the rank that writes metrics alone: it waits for one that went on."""
+    runtime = backends.prepare("cpu")
+    outcomes.meet(Path("dumps"), me.node_rank, me.local_rank or 0)
+    with runtime.megatron():
+        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+        from bundle.mcore import groups
+
+        groups.initialize(Parallel(tp=1, cp=2, ep=1, etp=1), seed=1, timeout_seconds=60)
+        both = dist.new_group([0, 1])
+        with watchdog.Watchdog(2.0, Path("dumps"), me.rank or 0, me.local_rank or 0) as dog:
+            dog.beat("step 4")
+            MTPLossLoggingHelper.save_loss_to_tracker(torch.tensor(1.0), 0, 1, avg_group=both)
+            if me.rank == 0:
+                MTPLossLoggingHelper.reduce_loss_in_tracker()
+            dog.beat("step 5")
+            dist.broadcast(torch.ones(4), 0)
 
 
 def impatient(me: Rendezvous) -> None:

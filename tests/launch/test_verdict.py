@@ -15,6 +15,7 @@ from bundle.launch import verdict as verdicts
 from bundle.launch.causes import KERNEL, RANK, Action, Kind
 from bundle.launch.causes import found as found_cause
 from bundle.launch.evidence import Evidence, Log
+from bundle.launch.hang import Collective, Standing
 from bundle.launch.outcomes import Outcome
 from bundle.launch.verdict import Verdict, judge
 
@@ -89,8 +90,21 @@ def test_several_violations_are_shown_whole_and_the_sentence_has_the_first():
 
 def test_a_hang_names_the_ranks_that_said_nothing():
     found = judged(outcome(0, 6, "no progress"), outcome(1, None), outcome(2, None))
-    assert found.sentence == f"rank 0: no progress; no word from rank 1, 2; {AGAIN}"
+    assert found.sentence == f"rank 0: no progress; no word from ranks 1-2; {AGAIN}"
     assert (found.code, found.kind) == (ExitCode.HANG, Kind.HANG)
+
+
+def test_a_hang_is_told_by_where_the_ranks_of_all_nodes_stand():
+    reduce = Collective("all ranks", (0, 1), 7, "all_reduce of 8")
+    here = Standing(0, "gpu07", "step 4", 30.4, "`train` (loop.py:9)", reduce, {"all ranks": 7})
+    there = Standing(1, "gpu08", silent="its process is stopped (SIGSTOP)")
+    found = judged(outcome(0, 6, "no progress"), nodes=2, standings=(here, there))
+    assert found.sentence == (
+        "no progress for 30 s: rank 0 in all_reduce of 8 number 7 of all ranks, at `train` (loop.py:9), in"
+        f" step 4; rank 1 on gpu08 never came: its process is stopped (SIGSTOP); {AGAIN}"
+    )
+    assert (found.rank, found.node) == (1, "gpu08")
+    assert found.evidence[1] == "rank 1 on gpu08: its process is stopped (SIGSTOP)"
 
 
 def test_preempted_ranks_make_a_preempted_job_but_not_if_one_failed_to_save():
@@ -255,3 +269,8 @@ def test_any_text_makes_a_verdict_of_one_line(message, agent, kernel):
         )
     )
     assert len(found.sentence.splitlines()) == 1
+
+
+def test_the_page_lists_every_kind_and_every_action():
+    page = (Path(__file__).parents[2] / "docs" / "launch.md").read_text()
+    assert {each.value for each in (*Kind, *Action) if f"`{each}`" not in page} == set()

@@ -40,6 +40,20 @@ def unfit() -> None:
     sleep()
 
 
+def mourn() -> None:
+    """Breaks when a rank of the other node is gone, as one does whose connection is."""
+    world = Path(os.environ["TEST_WORLD"])
+    outcomes.meet(world, int(os.environ["GROUP_RANK"]), LOCAL_RANK)
+    (world / f"ready-{RANK}").write_text(str(os.getpid()))
+    peer = world / f"ready-{2 - RANK}" if RANK in (0, 2) else None
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        pid = peer.read_text() if peer and peer.exists() else ""
+        if pid and not Path("/proc", pid).exists():
+            raise RuntimeError("[gloo/transport/tcp/pair.cc:544] Connection closed by peer [127.0.0.1]:34567")
+
+
 def stubborn() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sleep()

@@ -1,0 +1,119 @@
+"""One verdict for several nodes, each of which has a word of its own, or none."""
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from bundle.errors import ExitCode
+from bundle.launch import nodes, outcomes
+from bundle.launch.causes import Action, Kind
+from bundle.launch.verdict import Verdict
+from tests.launch.launched import finish, gone, reserved, start
+
+NAMES = {0: "gpu07", 1: "gpu08", 2: "gpu09"}
+AGAIN = "the same command goes on after the last checkpoint"
+
+
+def word(
+    node: int, kind: Kind, cause: str, action: Action = Action.RESTART, code: ExitCode = ExitCode.JOB_FAILED
+) -> Verdict:
+    return Verdict(code, kind, cause, action, rank=8 * node, node=NAMES[node], node_rank=node, nodes=3)
+
+
+ECHO = word(0, Kind.ECHO, "lost its connection to another rank")
+KILLED = word(2, Kind.KILLED, "killed by SIGKILL")
+
+
+def test_a_node_that_lost_its_connection_says_what_the_node_says_that_broke():
+    said = {0: ECHO, 1: word(1, Kind.NETWORK, "the network failed"), 2: KILLED}
+    assert nodes.joint(ECHO, said, NAMES, over=False) is KILLED
+    assert KILLED.sentence == f"rank 16 on gpu09: killed by SIGKILL; {AGAIN}"
+    # It need not wait for the others.
+    assert nodes.joint(ECHO, {0: ECHO, 2: KILLED}, NAMES, over=False) is KILLED
+
+
+def test_where_nobody_broke_the_network_did_and_then_the_first_echo_is_told():
+    network = word(1, Kind.NETWORK, "the network failed")
+    assert nodes.joint(ECHO, {0: ECHO, 1: network, 2: word(2, Kind.ECHO, "")}, NAMES, over=False) is network
+    echoes = {rank: word(rank, Kind.ECHO, "") for rank in NAMES}
+    assert nodes.joint(echoes[2], echoes, NAMES, over=False) is echoes[0]
+
+
+@pytest.mark.parametrize("kind", [Kind.ECHO, Kind.HANG])
+def test_a_node_without_a_word_is_waited_for_and_then_lost(kind):
+    own = word(0, kind, "no progress")
+    said = {0: own, 2: word(2, kind, "no progress")}
+    assert nodes.joint(own, said, NAMES, over=False) is None
+    lost = nodes.joint(own, said, NAMES, over=True)
+    assert lost is not None and (lost.kind, lost.code, lost.action) == (
+        Kind.LOST_NODE,
+        ExitCode.JOB_FAILED,
+        Action.RESTART_WITHOUT,
+    )
+    assert lost.sentence == (
+        "gpu08: lost, and all that ran there: no word from it within 20 s after the others ended;"
+        " restart without gpu08"
+    )
+
+
+def test_a_hang_of_all_nodes_is_a_hang_and_nodes_that_ended_well_or_saved_break_nothing():
+    hangs = {rank: word(rank, Kind.HANG, "no progress", code=ExitCode.HANG) for rank in NAMES}
+    assert nodes.joint(hangs[1], hangs, NAMES, over=False) is hangs[0]
+    saved = word(2, Kind.PREEMPTED, "saved", code=ExitCode.PREEMPTED)
+    assert nodes.joint(ECHO, {0: ECHO, 1: Verdict(ExitCode.OK), 2: saved}, NAMES, over=False) is not None
+
+
+def test_a_node_that_knows_what_broke_waits_for_nobody_and_leaves_its_word(tmp_path):
+    assert nodes.agreed(KILLED, tmp_path, seconds=60) is KILLED
+    (tmp_path / "node-0.json").write_text(json.dumps({"node": "gpu07"}))
+    (tmp_path / "node-2.json").write_text(json.dumps({"node": "gpu09"}))
+    assert nodes.agreed(ECHO, tmp_path, seconds=60) == KILLED
+    assert nodes.agreed(ECHO, None) is ECHO
+
+
+WORKER = "tests.launch.worker"
+
+
+def two_nodes(folder: Path, monkeypatch: pytest.MonkeyPatch, port: int, does: str) -> list[subprocess.Popen]:
+    monkeypatch.setenv("PET_NNODES", "2")
+    monkeypatch.setenv("PET_MASTER_ADDR", "localhost")
+    monkeypatch.setenv("PET_MASTER_PORT", str(port))
+    monkeypatch.setenv("TEST_WORLD", str(folder / "world"))
+    started = []
+    for node in (0, 1):
+        (folder / str(node)).mkdir()
+        monkeypatch.setenv("PET_NODE_RANK", str(node))
+        monkeypatch.setenv("SLURMD_NODENAME", f"node{node}")
+        started.append(start(folder / str(node), WORKER, does))
+    return started
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("lost", [False, True])
+def test_both_nodes_say_who_was_killed_and_the_one_that_is_left_which_node_was(tmp_path, monkeypatch, lost):
+    with reserved() as port:
+        first, second = two_nodes(tmp_path, monkeypatch, port, "mourn")
+        while len(list((tmp_path / "world").glob("ready-*"))) < 4:
+            assert first.poll() is None and second.poll() is None
+        pids = [each.pid for each in outcomes.read(tmp_path / "1" / "logs")]
+        if lost:
+            second.kill()
+        else:
+            os.kill(pids[0], signal.SIGKILL)
+        _, said = finish(first, 1, 90)
+        lines = [said.splitlines()[-1]]
+        lines += [] if lost else [finish(second, 1)[1].splitlines()[-1]]
+    killed = (
+        "rank 2 on node1: killed by SIGKILL: by somebody, or by the kernel when memory ran out (`dmesg` says"
+        f" so); {AGAIN}"
+    )
+    gone_for_good = (
+        "node1: lost, and all that ran there: no word from it within 20 s after the others ended;"
+        " restart without node1"
+    )
+    assert set(lines) == {gone_for_good if lost else killed}
+    assert gone(pids)
