@@ -38,7 +38,7 @@ def check(
         raise UsageError(f"recipe {job.name} cannot be checked", problems)
     from bundle.data import prepare
     from bundle.data.cache import place
-    from bundle.data.inspection import first_samples, inspect
+    from bundle.data.corpus import first_samples, inspect
     from bundle.data.loader import told
 
     corpus = prepare(job, place(job, directory), told())

@@ -22,7 +22,6 @@ class _Run:
     """One run of a schedule: its routers' choices, and what each model chunk chose, by micro-batch."""
 
     choices: context.Choices
-    packings: dict[int, Packing]  # by id of the micro-batch
     chosen: list[list[Tensor]] = field(default_factory=list)
 
 
@@ -65,19 +64,16 @@ class RouterReplay:
             yield
             return
         routing = self.routing
-        packings = [one.packing for one in micro_batches]
-        _check(routing, micro_batches, packings)
+        _check(routing, micro_batches)
         layers = {router: layer for held in self._routers for router, layer in held.items()}
-        self._run = _Run(
-            context.Choices(layers, routing.dtype, backward=backward),
-            {id(one): packing for one, packing in zip(micro_batches, packings, strict=True)},
-            [[] for _ in self._routers],
-        )
+        choices = context.Choices(layers, routing.dtype, backward=backward)
+        self._run = _Run(choices, [[] for _ in self._routers])
         try:
             with context.choices.set(self._run.choices):
                 yield
             if self._recorded is not None:
                 seen = [torch.cat(chunks, dim=1) for chunks in zip(*self._run.chosen, strict=True)]
+                packings = [one.packing for one in micro_batches]
                 self._recorded += collect(seen, packings, routing, self._stages, self._groups, self._tp)
         finally:
             self._run = None
@@ -91,7 +87,7 @@ class RouterReplay:
             return
         layers = tuple(self._routers[chunk].values())
         part, parts = (self._tp.rank, self._tp.size) if self._tp else (0, 1)
-        packing = run.packings[id(micro_batch)]
+        packing = micro_batch.packing
         given = forced(micro_batch.routes, packing, self.routing, layers, part=part, parts=parts)
         with run.choices.of_forward(given) as made:
             yield
@@ -107,12 +103,12 @@ class RouterReplay:
             run.chosen[chunk].append(torch.stack([made[layer] for layer in layers], 1) if layers else none)
 
 
-def _check(routing: Routing, micro_batches: Sequence[MicroBatch], packings: Sequence[Packing]) -> None:
+def _check(routing: Routing, micro_batches: Sequence[MicroBatch]) -> None:
     violations = [
         f"micro-batch {number}: {misfit}"
-        for number, (one, packing) in enumerate(zip(micro_batches, packings, strict=True))
+        for number, one in enumerate(micro_batches)
         if one.routes is not None
-        for misfit in routing.misfits(one.routes, packing.padding.tokens)
+        for misfit in routing.misfits(one.routes, one.packing.padding.tokens)
     ]
     if violations:
         raise JobFailed("Routes that were given do not fit:", violations)

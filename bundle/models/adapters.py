@@ -4,7 +4,6 @@ A chunk that has some keeps them all in its module `adapters`: nothing else has 
 optimizer or a place in a checkpoint.
 """
 
-import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -167,11 +166,9 @@ def draw(matrices: Sequence[Named], seed: int) -> None:
                 named.parameter.zero_()
                 continue
             _, columns = shape = named.whole_shape()
-            digest = hashlib.sha256(f"{seed}/{named.name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") % 2**63)
             # torch's kaiming_uniform_(a=sqrt(5)), which PEFT fills A with
-            whole = (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(columns)
-            named.parameter.copy_(named.shard.of(whole) if named.shard else whole)
+            whole = (torch.rand(shape, generator=named.generator(seed)) * 2 - 1) / math.sqrt(columns)
+            named.parameter.copy_(named.part(whole))
 
 
 def empty(matrix: Matrix, rank: int, size: int, beside: Tensor) -> Named:

@@ -6,7 +6,6 @@ model at tp 2 than at tp 1. Here the whole tensor is drawn and the rank keeps it
 layouts.
 """
 
-import hashlib
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -78,7 +77,4 @@ def _values(item: Named, seed: int, std: float, num_layers: int) -> torch.Tensor
         return torch.full(item.parameter.shape, fill)
     if item.name.endswith(_RESIDUAL):
         std /= math.sqrt(2 * num_layers)
-    digest = hashlib.sha256(f"{seed}/{item.name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") % 2**63)
-    whole = torch.randn(item.whole_shape(), generator=generator) * std
-    return whole if item.shard is None else item.shard.of(whole)
+    return item.part(torch.randn(item.whole_shape(), generator=item.generator(seed)) * std)

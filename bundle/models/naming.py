@@ -5,6 +5,7 @@ behind them, and the experts of a rank are one module. Names here are those of m
 expert.
 """
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -51,6 +52,15 @@ class Named:
     name: str
     parameter: torch.Tensor
     shard: Shard | None
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """What this rank has of the whole tensor."""
+        return whole if self.shard is None else self.shard.of(whole)
+
+    def generator(self, seed: int) -> torch.Generator:
+        """What a tensor of this name is drawn from in a run of this seed, the same on every rank."""
+        digest = hashlib.sha256(f"{seed}/{self.name}".encode()).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") % 2**63)
 
     def whole_shape(self) -> list[int]:
         """The shape of the whole tensor."""

@@ -75,7 +75,7 @@ def audit(of: Subject, table: Table, stack: Stack, features: frozenset[str] | No
     """What a megatron-core does to a job with these features (None: any) beside the stack's frameworks."""
     entries = [entry for entry in ENTRIES if _concerns(entry, features)]
     job, plain, packages = plan.context(of, stack, features=features), of.reader(table), stack.frameworks()
-    before = {entry.id: _state(entry, plain, job) for entry in entries}
+    before = {entry.id: _decided(entry, plain, job) for entry in entries}
     defects = {entry.id: _plain(entry, before[entry.id]) for entry in entries}
     found, theirs = beside(packages, entries, of, plain, job)
     listed = [
@@ -99,21 +99,13 @@ def beside(
     for entry in entries if found else ():
         touching = whenever.touching(entry)
         around = frameworks.wrapped(entry, found) if isinstance(entry, Patch) else ()
-        first = _state(entry, plain, job)
-        surely = _state(entry, always, job) if always.touching(entry) else first
-        at_most = _state(entry, whenever, job) if touching else first
-        states = first.presence, surely.presence, at_most.presence
+        first = _presence(_decided(entry, plain, job))
+        surely = _presence(_decided(entry, always, job)) if always.touching(entry) else first
+        at_most = _presence(_decided(entry, whenever, job)) if touching else first
+        states = first, surely, at_most
         if defect := _beside(entry, states, touching, around):
             theirs[entry.id] = defect
     return found, theirs
-
-
-@dataclass(frozen=True)
-class _State:
-    """What is decided about an entry: there, not there, or unknown."""
-
-    presence: Presence
-    decision: Decision | None  # None: a trap that is not there
 
 
 def _concerns(entry: Entry, features: frozenset[str] | None) -> bool:
@@ -124,14 +116,12 @@ def _concerns(entry: Entry, features: frozenset[str] | None) -> bool:
     return not avoided and (features is None or entry.when <= features)
 
 
-def _state(entry: Entry, reader: Reader, job: PatchContext) -> _State:
-    """What is decided about an entry by what can tell."""
+def _decided(entry: Entry, reader: Reader, job: PatchContext) -> Decision | None:
+    """What is decided about an entry by what can tell; None: a trap that is not there."""
     reading = reader.read(entry)
     if isinstance(entry, Patch):
-        decision: Decision | None = deciding.decide(entry, reading, job)
-    else:
-        decision = deciding.decide_trap(entry, reading, job)
-    return _State(_presence(decision), decision)
+        return deciding.decide(entry, reading, job)
+    return deciding.decide_trap(entry, reading, job)
 
 
 def _presence(decision: Decision | None) -> Presence:
@@ -145,16 +135,17 @@ def _presence(decision: Decision | None) -> Presence:
     return decision.evidence
 
 
-def _plain(entry: Entry, state: _State) -> Defect | None:
+def _plain(entry: Entry, decision: Decision | None) -> Defect | None:
     """The defect where no framework has to do with it."""
-    if state.presence is Presence.ABSENT or state.decision is None:
+    presence = _presence(decision)
+    if presence is Presence.ABSENT or decision is None:
         return None
-    standing = Standing.PRESENT if state.presence is Presence.PRESENT else Standing.UNKNOWN
-    reason = "" if standing is Standing.PRESENT else state.decision.reason
+    standing = Standing.PRESENT if presence is Presence.PRESENT else Standing.UNKNOWN
+    reason = "" if standing is Standing.PRESENT else decision.reason
     reason = reason.removesuffix(f", or go on with --allow-drift {entry.id}")
     if isinstance(entry, Trap):
         reason = reason.removeprefix(f"{entry.why} {entry.instead} ")
-    return Defect(entry=entry, standing=standing, reason=reason, proven=state.decision.proven)
+    return Defect(entry=entry, standing=standing, reason=reason, proven=decision.proven)
 
 
 def _beside(
@@ -210,9 +201,9 @@ def replaced_by(patches: tuple[MonkeyPatch, ...]) -> str:
     return " and ".join(said)
 
 
-def _advised(defect: Defect, of: Subject, table: Table, state: _State) -> Defect:
+def _advised(defect: Defect, of: Subject, table: Table, decision: Decision | None) -> Defect:
     """The defect with what can be done about it."""
-    applies = state.decision is not None and state.decision.action is Action.APPLY and state.decision.proven
+    applies = decision is not None and decision.action is Action.APPLY and decision.proven
     return replace(
         defect,
         mended_in=_mended_in(defect.entry, of, table),

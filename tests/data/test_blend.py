@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bundle.data import Loader, changed, prepare
-from bundle.data.inspection import inspect
+from bundle.data.corpus import inspect
 from bundle.data.samples import PARTS, Blend
 from bundle.errors import JobFailed
 from bundle.recipe import load

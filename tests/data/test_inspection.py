@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 import torch
 
 from bundle.data import Loader, prepare
-from bundle.data.inspection import first_samples, inspect, marked
+from bundle.data.corpus import first_samples, inspect, marked
 from bundle.data.samples import Batch
 from bundle.data.tokenizers import Bytes
 from bundle.recipe import load

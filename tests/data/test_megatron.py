@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from bundle.data import Loader, changed, prepare
-from bundle.data.inspection import inspect
+from bundle.data.corpus import inspect
 from bundle.errors import JobFailed, UsageError
 from bundle.planning.inputs import expand, input_problems
 from bundle.recipe import load

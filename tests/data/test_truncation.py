@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bundle.data import changed, prepare
-from bundle.data.inspection import inspect
+from bundle.data.corpus import inspect
 from bundle.errors import JobFailed
 from bundle.recipe import load
 from tests.data.test_inspection import check
