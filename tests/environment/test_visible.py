@@ -37,6 +37,13 @@ MEASURED = [
 ]
 
 
+def test_where_a_list_ends_is_said_and_nothing_of_a_whole_one():
+    assert cuda("0,7", UUIDS).reason.endswith("=0,7: the list ends at '7', which names no device here")
+    assert ascend("0, 1", 2).reason.endswith("=0, 1: the list ends at ' 1', which is no id of a device here")
+    assert cuda("1,0", UUIDS).reason == "CUDA_VISIBLE_DEVICES=1,0"
+    assert ascend("0,1", 2).reason == "ASCEND_RT_VISIBLE_DEVICES=0,1"
+
+
 @pytest.mark.parametrize(("value", "chosen"), MEASURED)
 def test_cuda_as_the_driver_does(value, chosen):
     selection = cuda(value, UUIDS)

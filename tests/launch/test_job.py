@@ -96,6 +96,12 @@ def test_a_job_comes_back_as_it_was(anywhere, start, directory, drift, image, co
     assert read == told and read.digest == told.digest and read.text() == told.text()
 
 
+def test_a_job_goes_on_although_the_patches_drifted_that_its_plan_was_allowed():
+    drifted = ["mtp-context-parallel-roll"]
+    plan = plan_for(load_recipe("demo"), backend="cpu", mcore="0.16.1", allow_drift=drifted)
+    assert of_plan(plan, Path("runs/x")).allow_drift == tuple(drifted)
+
+
 def test_its_patches_come_back_too_or_are_left_open(here, anywhere):
     assert parse(here.text()).patches == here.patches and here.patches and here.patches.steps
     assert json.loads(anywhere.text())["patches"] == "undecided" and parse(anywhere.text()).patches is None

@@ -7,7 +7,9 @@ import pytest
 from bundle.checkpoints import manifest
 from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.errors import UsageError
-from bundle.runs.directory import starting_checkpoint
+from bundle.launch import Start
+from bundle.recipe import load
+from bundle.runs.directory import RunDirectory, starting_checkpoint
 
 
 @pytest.fixture
@@ -31,6 +33,25 @@ def test_a_run_or_its_checkpoints_mean_the_newest_and_a_checkpoint_itself(run, t
     elsewhere = tmp_path / "mine"
     newest.rename(elsewhere)
     assert starting_checkpoint(elsewhere) == elsewhere
+
+
+def test_from_counts_until_the_run_has_a_checkpoint_of_its_own_and_in_a_fresh_start(run, tmp_path):
+    recipe, newest = load("demo"), run / "checkpoints" / "step-00000030"
+    start = Start(origin=run)
+    assert (
+        RunDirectory(tmp_path / "new")
+        .beginning(recipe, start)
+        .described.startswith(f"{newest}: weights, opt")
+    )
+    alone = start.model_copy(update={"weights_only": True})
+    assert (
+        RunDirectory(tmp_path / "new")
+        .beginning(recipe, alone)
+        .described.startswith(f"the weights of {newest};")
+    )
+    assert RunDirectory(run).beginning(recipe, start).described == "the run's own newest checkpoint"
+    fresh = start.model_copy(update={"fresh": True})
+    assert RunDirectory(run).beginning(recipe, fresh).described.startswith(f"{newest}: ")
 
 
 @pytest.mark.parametrize(
