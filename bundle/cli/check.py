@@ -31,7 +31,7 @@ def check(
 ) -> None:
     """Read the data as `train` will and say what it comes to; `train` then finds the tokens made."""
     job = load(recipe, overrides or ())
-    directory = run_directory or Path("runs") / job.name
+    directory = run_directory or job.run_directory
     start = Start(origin=start_from, weights_only=weights_only)
     begins = RunDirectory(directory).beginning(job, start)
     if problems := [problem.text for problem in input_problems(job, directory, begins)]:

@@ -69,7 +69,7 @@ def slurm(
     job = _decided(
         context,
         asked,
-        (run_directory or Path("runs") / asked.name).absolute(),
+        (run_directory or asked.run_directory).absolute(),
         Start(resume=resume, origin=start_from and start_from.absolute(), weights_only=weights_only),
         _record(container_image, record),
     )
@@ -219,7 +219,7 @@ def _decided(
     """The job that a recipe is on such a cluster. Raises with everything that stands against it."""
     made = planned(context, recipe, record)
     made.refuse()
-    return of_plan(made, directory or Path("runs") / recipe.name, start=start, record=record)
+    return of_plan(made, directory or recipe.run_directory, start=start, record=record)
 
 
 def _follow(handle: str) -> None:

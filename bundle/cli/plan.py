@@ -51,7 +51,7 @@ def plan(
 ) -> None:
     """Plan a job: layout, memory, patches, traps, environment, command; ends with what would stop it."""
     asked = load(recipe, overrides or ())
-    directory = run_directory or Path("runs") / asked.name
+    directory = run_directory or asked.run_directory
     of = image.named(record) if record else None
     elsewhere = bool(hardware or of)
     start = Start(fresh=fresh, resume=resume, origin=start_from, weights_only=weights_only)

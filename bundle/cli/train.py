@@ -90,7 +90,7 @@ def train(
         asked = load(recipe, overrides or ())
         where = here(asked.devices.nodes)
         start = Start(fresh=fresh, resume=resume, origin=start_from, weights_only=weights_only)
-        directory = run_directory or Path("runs") / asked.name
+        directory = run_directory or asked.run_directory
 
         def decide() -> Job:
             made = plan_for(

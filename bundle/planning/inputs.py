@@ -9,7 +9,7 @@ import json
 import os
 import platform
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,20 +38,19 @@ class Weights(NamedTuple):
 
 def weights(recipe: Recipe) -> Weights:
     """What the recipe's model begins with, by the headers of its files."""
-    against = [*_refused("model.lora.path", lambda: pretrained.adapter_of_recipe(recipe))]
+    described = ""
+    problems: list[Problem] = []
     try:
         found = pretrained.of_recipe(recipe)
+        described = pretrained.described(recipe, found)
+        problems += _package("safetensors", "model.path with weights") if found else ()
     except UsageError as error:
-        return Weights("", (*_problems("model.path", error), *against))
-    missing = () if found is None else tuple(_package("safetensors", "model.path with weights"))
-    return Weights(pretrained.described(recipe, found), (*missing, *against))
-
-
-def _refused(key: str, look: Callable[[], object]) -> Iterator[Problem]:
+        problems += _problems("model.path", error)
     try:
-        look()
+        pretrained.adapter_of_recipe(recipe)
     except UsageError as error:
-        yield from _problems(key, error)
+        problems += _problems("model.lora.path", error)
+    return Weights(described, tuple(problems))
 
 
 def _problems(key: str, error: UsageError) -> Iterator[Problem]:

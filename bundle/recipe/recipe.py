@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
@@ -237,6 +238,11 @@ class Recipe(Section):
         if read.moe is not None and balancing is not None:
             read = replace(read, moe=replace(read.moe, aux_loss_coeff=balancing, unused_aux_loss_coeff=0.0))
         return read
+
+    @property
+    def run_directory(self) -> Path:
+        """Where its run lives, where nobody names another place."""
+        return Path("runs") / self.name
 
     def validating(self, name: str) -> "Recipe":
         """The recipe with the data of one of its validation sets, all of it."""
