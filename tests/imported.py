@@ -1,8 +1,9 @@
-"""Imports what a rank on the cpu has imported when its engine is made; see tests.world."""
+"""Imports what a rank has imported when its engine is made; see tests.world."""
 
 from bundle import backends
+from tests import world
 
-backends.prepare("cpu")
+backends.prepare(world.backend())
 
 import bundle.engine  # noqa: E402
 import bundle.models.gpt  # noqa: E402

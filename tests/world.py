@@ -15,14 +15,21 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from bundle import capabilities
 from bundle.patches.plan import PatchPlan
 from bundle.verification import Order, Start, observed
 from bundle.verification.check import Observation
 
+if TYPE_CHECKING:
+    import torch
+
+    from bundle.backends import Runtime
+
 ROOT = Path(__file__).parents[1]
 RANK, SIZE, STORE = "TEST_WORLD_RANK", "TEST_WORLD_SIZE", "TEST_WORLD_STORE"
+BACKEND = "TEST_WORLD_BACKEND"
 Case = TypeVar("Case")
 Seen = TypeVar("Seen")
 _START = 180.0  # seconds for importing torch and megatron on a busy machine
@@ -31,12 +38,16 @@ _START = 180.0  # seconds for importing torch and megatron on a busy machine
 class World:
     """Runs modules on forked ranks, with the megatron-core of `tree`, or with the importable one.
 
-    `megatron`: whether that is imported before the ranks are forked, on the cpu; their patches then meet what
-    is imported, and without it are applied while it is imported, as in a job.
+    `megatron`: whether that is imported before the ranks are forked; their patches then meet what is
+    imported, and without it are applied while it is imported, as in a job. `environ`: of the process and its
+    ranks, where BACKEND says which one they are (the cpu).
     """
 
-    def __init__(self, tree: Path | None = None, *, megatron: bool = False) -> None:
+    def __init__(
+        self, tree: Path | None = None, *, megatron: bool = False, environ: dict[str, str] | None = None
+    ) -> None:
         self.tree = tree
+        self._environ = environ or {}
         self._modules = ("torch", *(("tests.imported",) if megatron else ()))
         self._process: subprocess.Popen[str] | None = None
 
@@ -113,14 +124,18 @@ class World:
         return codes
 
     def _started(self) -> "subprocess.Popen[str]":
-        given = os.environ.get("PYTHONPATH")
+        given = self._environ.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
         path = [str(ROOT), *([str(self.tree)] if self.tree else []), *([given] if given else [])]
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(path),
-            "OMP_NUM_THREADS": "1",
-            # One host: whatever its name resolves to, gloo shall use the loopback device.
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
+        environment = (
+            os.environ
+            | self._environ
+            | {
+                "PYTHONPATH": os.pathsep.join(path),
+                "OMP_NUM_THREADS": "1",
+                # One host: whatever its name resolves to, gloo shall use the loopback device.
+                "GLOO_SOCKET_IFNAME": "lo",
+            }
+        )
         return subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "tests.forking", *self._modules],
             env=environment,
@@ -149,13 +164,23 @@ def observe(
     return [seen[order.number] for order in orders]
 
 
+def backend() -> str:
+    """The backend of this process, which a world may say."""
+    return os.environ.get(BACKEND, "cpu")
+
+
+def device(runtime: "Runtime") -> "torch.device":
+    """The device of this rank, made current."""
+    return runtime.device(int(os.environ[RANK]))
+
+
 def join(seconds: float = 60) -> int:
     """This process's rank, after all ranks have met; called by the module that `run` runs."""
     import torch.distributed as dist
 
     rank, size = int(os.environ[RANK]), int(os.environ[SIZE])
     dist.init_process_group(
-        "gloo",
+        capabilities.of(backend()).collectives,
         init_method=f"file://{os.environ[STORE]}",
         rank=rank,
         world_size=size,

@@ -6,7 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
 from bundle.capabilities import AttentionKernel
@@ -104,6 +105,16 @@ class CoreAttention(torch.nn.Module, ABC):
         with self._random():
             out = self.attend(query, key, value, attention_mask, packed, kind).flatten(-2)
         return out.unsqueeze(1) if batched else out
+
+    def context_group(self, packed: Any) -> dist.ProcessGroup | None:
+        """The ranks that share these sequences; None for one rank. Dynamic CP brings its own in the batch."""
+        if getattr(packed, "cp_group", None) is not None:
+            group = packed.cp_group
+        elif getattr(packed, "local_cp_size", None) == 1 or self.config.context_parallel_size == 1:
+            return None
+        else:
+            group = getattr(self.groups, "cp", None) or parallel_state.get_context_parallel_group()
+        return group if group.size() > 1 else None
 
     @property
     def dropped(self) -> float:

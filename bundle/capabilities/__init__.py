@@ -142,7 +142,8 @@ class Capabilities(NamedTuple):
     environment: tuple[Variable, ...]
     preferred: tuple[Preference, ...] = ()
     peaks: tuple[Peak, ...] = ()  # of the devices whose rate somebody read
-    refusal: str | None = None  # why nothing can be trained on it
+    without_fp8: str = ""  # why no scaling is offered, where there is none
+    caution: str = ""  # what must be known before a job relies on it
 
     def kernel(self, name: str) -> AttentionKernel:
         """The attention kernel of that name; `auto`: the one that is taken where nobody chooses."""
@@ -181,6 +182,8 @@ class Capabilities(NamedTuple):
         """Why FP8 cannot be had like this; None if it can. `generation` None: the device is not known."""
         offered = {option.name: option for option in self.fp8}
         option = offered.get(scaling)
+        if not offered:
+            return f"{self.backend} has no FP8: {self.without_fp8}"
         if option is None:
             return f"{self.backend} has no {scaling} FP8 scaling; it has {', '.join(offered)}"
         if format not in option.formats:

@@ -1,25 +1,29 @@
-"""What the ascend backend offers: npu_fusion_attention, MindSpeed's FP8 on Atlas A5, HCCL. Read, not run."""
+"""What the ascend backend offers: torch-npu's operators in megatron's local layers, HCCL. Met no NPU yet."""
 
 from bundle.capabilities import (
     AttentionKernel,
     Capabilities,
     Choice,
-    Fp8Scaling,
+    LayerTraits,
     Mask,
     Variable,
     connections,
 )
-from bundle.capabilities.cuda import TRANSFORMER_ENGINE
-from bundle.fp8 import FORMATS, SCALINGS
-
-_NOTES = "MindSpeed 26.1.0 release notes; op-plugin has int8 and int4 products only on A2 and A3"
-
 
 ASCEND = Capabilities(
     backend="ascend",
     device="npu",
     collectives="hccl",
-    layers=TRANSFORMER_ENGINE._replace(source="MindSpeed follows the same specs; not measured: no device"),
+    layers=LayerTraits(
+        fused_norms=False,
+        grouped_experts=False,
+        fused_kernels=True,
+        fused_loss=False,
+        adam_counters=True,
+        typed_adam=False,
+        source="megatron-core's local layers, torch.optim.AdamW; what torch-npu's kernels keep is not"
+        " measured: no device",
+    ),
     kernels=(
         AttentionKernel(
             name="flash",
@@ -28,9 +32,8 @@ ASCEND = Capabilities(
             max_head_dim=768,
             masks=("causal", "padding_causal", "padding", "no_mask", "arbitrary"),
             dtypes=("bf16", "fp32"),
-            context_parallel=False,
             source="op-plugin: npu_fusion_attention takes Dq = Dk >= Dv up to 768, masks [b, 1, s, s] and no"
-            " [b, s]; context parallelism over it is MindSpeed's, which is not wired in",
+            " [b, s]",
         ),
         AttentionKernel(
             name="unfused",
@@ -44,10 +47,9 @@ ASCEND = Capabilities(
         ),
     ),
     auto_attention=Choice("flash", "the only kernel for packed input"),
-    fp8=tuple(
-        Fp8Scaling(name, FORMATS, "Atlas A5 (Ascend950)", lambda generation: generation == "a5", _NOTES)
-        for name in SCALINGS
-    ),
+    fp8=(),
+    without_fp8="Atlas A5 (Ascend950) has it through MindSpeed's layers, which this backend does not use; A2"
+    " and A3 multiply no 8-bit floats",
     masks=(
         Mask("text", "thd", "none", "the ends of the sequences say everything"),
         Mask(
@@ -70,11 +72,8 @@ ASCEND = Capabilities(
             "the model would hand it on to the kernel, which takes no [b, s]; padding stands at the end",
         ),
     ),
-    refusal=(
-        "backend ascend: training is not wired in yet. Its core attention is written, and tested over an"
-        " emulated npu_fusion_attention; layers, devices and HCCL have met no NPU. `mcore-bundle plan` and"
-        " `patches plan` answer for ascend; `backend: cpu` trains"
-    ),
+    caution="trained on emulated NPUs only (torch-npu 2.13.0): kernels, HCCL, memory and speed have met no"
+    " NPU",
     environment=(
         connections("megatron's own check, which MindSpeed keeps"),
         Variable(
@@ -97,3 +96,13 @@ ASCEND = Capabilities(
         ),
     ),
 )
+
+# What is replaced in torch beside what torch-npu's transfer_to_npu replaces, as "module:attribute", and why.
+FACADE = {
+    "torch:compile": "megatron's jit_fuser: transfer_to_npu breaks inductor (torch 2.13: get_gpu_type has no"
+    " cache_clear); megatron's functions run eagerly, everybody else's are compiled",
+    "torch:Tensor.type": "megatron's optimizers compare it with torch.cuda.FloatTensor: transfer_to_npu"
+    " leaves torch.npu.FloatTensor",
+    "torch:cuda.get_device_capability": "torch 2.13's broadcast subscripts it where tensors are called"
+    " CUDA's, and torch.npu has none",
+}

@@ -101,13 +101,17 @@ def verify(
 @app.command("list")
 def list_(as_json: options.JSON = False) -> None:
     """Name everything that is patched, relied on, known to fail, or stood in for."""
-    from bundle.capabilities.cpu import FACADE
+    from bundle.capabilities import ascend, cpu
     from bundle.patches.catalogue import PATCHES, SEAMS, TRAPS
 
     rows = [("patch", patch.id, patch.range, patch.why, patch.assumes) for patch in PATCHES]
     rows += [("seam", seam.id, seam.range, f"{seam.use}. {seam.why}", "") for seam in SEAMS]
     rows += [("trap", trap.id, trap.range, f"{trap.why} {trap.instead}", "") for trap in TRAPS]
-    rows += [("facade", target, "", why, "") for target, why in FACADE.items()]
+    rows += [
+        ("facade", target, "", f"{backend}: {why}", "")
+        for backend, facade in (("cpu", cpu.FACADE), ("ascend", ascend.FACADE))
+        for target, why in facade.items()
+    ]
     if as_json:
         keys = ("kind", "id", "range", "why", "assumes")
         print(

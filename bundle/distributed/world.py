@@ -83,8 +83,9 @@ def initialize(
         rank=rendezvous.rank,
         world_size=rendezvous.world_size,
         timeout=timeout,
-        # An accelerator's group is bound to it at once, so that a barrier does not guess the device.
-        device_id=None if device.type == "cpu" else device,
+        # A GPU's group is bound to it at once, so that a barrier does not guess the device. torch-npu (2.7 to
+        # 2.13) would look for the NPU in megatron's gloo groups as well: "No backend type associated".
+        device_id=device if device.type == "cuda" else None,
     )
 
 

@@ -249,9 +249,10 @@ class LossTap:
 
     def so_far(self) -> list[float]:
         """What was added up since the last `take`, over ALL ranks (every rank must call it)."""
-        totals = self._totals.clone()
-        dist.all_reduce(totals)
-        numbers: list[float] = totals.tolist()
+        # Gathered and added up on the host: HCCL moves float64 and reduces none of it.
+        everybody = self._totals.new_empty(dist.get_world_size() * len(self._totals))
+        dist.all_gather_into_tensor(everybody, self._totals)
+        numbers: list[float] = everybody.cpu().view(-1, len(self._totals)).sum(0).tolist()
         return numbers
 
     def restore(self, numbers: list[float]) -> None:

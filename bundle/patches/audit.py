@@ -9,7 +9,7 @@ from bundle.patches import deciding, frameworks, plan
 from bundle.patches.catalogue import PATCHES, TRAPS
 from bundle.patches.deciding import PatchContext
 from bundle.patches.definitions import Definitions
-from bundle.patches.entry import Action, Decision, Patch, Presence, Trap
+from bundle.patches.entry import LOCAL_LAYERS, Action, Decision, Patch, Presence, Trap
 from bundle.patches.monkey_patches import MonkeyPatch
 from bundle.patches.source import SourceTree
 from bundle.patches.subject import Reader, Subject, Table
@@ -109,8 +109,8 @@ def beside(
 
 
 def _concerns(entry: Entry, features: frozenset[str] | None) -> bool:
-    """Whether a job on accelerators with these features meets the entry, if it is there."""
-    if entry.backends == ("cpu",) or (isinstance(entry, Patch) and entry.opt_in):
+    """Whether a job with these features, on accelerators and their libraries' layers, meets the entry."""
+    if set(entry.backends) <= set(LOCAL_LAYERS) or (isinstance(entry, Patch) and entry.opt_in):
         return False
     avoided = isinstance(entry, Trap) and features is not None and bool(entry.unless & features)
     return not avoided and (features is None or entry.when <= features)

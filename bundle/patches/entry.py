@@ -13,6 +13,7 @@ from bundle.environment import BACKENDS
 from bundle.errors import UsageError, did_you_mean, nearest
 from bundle.patches.definitions import Definition, Evidence
 
+LOCAL_LAYERS = ("cpu", "ascend")  # backends whose layers are megatron's own, without Transformer Engine
 NOTHING = "nothing"  # Patch.assumes of a patch that is right whatever its caller does
 # Features that no recipe has: what the engine does itself, and megatron in the jobs of others.
 MEGATRONS_BALANCING, MEGATRONS_MTP_LOSS = "megatron-balancing", "megatron-mtp-loss"

@@ -55,11 +55,17 @@ def survey(
     allowed: Collection[str] = (),
     vouched: Collection[str] | None = None,
 ) -> Survey:
-    """The decision about every patch, trap and changed seam. Raises UsageError for unknown ids."""
+    """The decision about every patch, trap and changed seam. Raises UsageError for unknown ids.
+
+    `vouched`: what somebody else's framework is known to be; None: the jobs are our own, whose processes
+    import no MindSpeed, whether it is installed or not.
+    """
     known = {patch.id: patch for patch in PATCHES}
     _check_ids({*requested, *allowed, *(vouched or ())}, known)
+    job = context(of, stack, backend=backend, features=features)
     job = replace(
-        context(of, stack, backend=backend, features=features),
+        job,
+        mindspeed=job.mindspeed if vouched is not None else None,
         requested=frozenset(requested),
         allowed=frozenset(allowed),
         vouched=None if vouched is None else frozenset(vouched),

@@ -182,6 +182,7 @@ def plan_on(
     layout = rank_layout(recipe, world) if can_lay_out(recipe, world) else None
     stages = () if layout is None else estimates(recipe, layout, can.layers, code)
     note = memory_note(stages, hardware.device_memory)
+    caution = f"{can.backend}: {can.caution}" if can.caution else ""
     problems = (
         *beside,
         *map(recipe_problem, recipe.layout_violations(world)),
@@ -204,7 +205,7 @@ def plan_on(
         attention=can.attention(recipe, hardware.generation.value),
         patches=decided,
         environment=can.variables(recipe.features),
-        notes=(*notes, *hardware.notes, *([note] if note else [])),
+        notes=(*notes, *hardware.notes, *filter(None, (note, caution))),
         problems=tuple(sorted(problems, key=lambda problem: _ORDER.index(problem.code))),
     )
 

@@ -286,7 +286,7 @@ class Speed:
         self._ranks = parallel.tp * parallel.cp * parallel.pp
         self._device = device
         self._peak: float | None = None  # FLOP/s of the arithmetic that is used, where it is known
-        if device.type == "cuda" and recipe.model.dtype == "bf16" and recipe.model.fp8 is None:
+        if device.type != "cpu" and recipe.model.dtype == "bf16" and recipe.model.fp8 is None:
             peak = capabilities.of(backend).peak(torch.cuda.get_device_name(device))
             self._peak = peak.bf16 if peak else None
 
@@ -304,7 +304,7 @@ class Speed:
         found = {"train/tflops_per_device": flops / seconds / 1e12}
         if self._peak is not None:
             found["train/mfu"] = flops / seconds / self._peak
-        if self._device.type == "cuda":
+        if self._device.type != "cpu":
             found["memory/peak_bytes"] = torch.cuda.max_memory_allocated(self._device)
         else:
             found["memory/peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

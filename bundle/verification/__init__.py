@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 
 from bundle import capabilities, files
-from bundle.environment import packages
+from bundle.environment import BACKENDS, packages
 from bundle.errors import EnvironmentUnfit
 from bundle.patches import Patch, plan
 from bundle.patches.catalogue import PATCHES
@@ -88,7 +88,7 @@ def _proven(patches: Sequence[Patch], found: Survey, backend: str) -> Iterator[R
     checked = sorted(((p, CHECKS[p.id]) for p in patches), key=lambda pair: -pair[1].world)
     orders: list[Order] = []
     for patch, check in checked:
-        base = _base(patch, check, standing, backend)
+        base = _base(patch, check, standing)
         for applied in (base, (*base, patch.id)):
             orders.append(Order(len(orders), check.measurement, check.world, check.seconds, applied))
     seen: dict[int, list[Observation]] = {}
@@ -100,10 +100,10 @@ def _proven(patches: Sequence[Patch], found: Survey, backend: str) -> Iterator[R
             yield judge(patch.id, check, seen[2 * index], seen[2 * index + 1])
 
 
-def _base(patch: Patch, check: Check, standing: Sequence[Patch], backend: str) -> tuple[str, ...]:
-    """What stands in both runs: what this backend cannot do without, and what the check needs."""
+def _base(patch: Patch, check: Check, standing: Sequence[Patch]) -> tuple[str, ...]:
+    """What stands in both runs: what this backend, unlike others, needs always, and what the check needs."""
     return tuple(
-        p.id for p in standing if p.id != patch.id and (p.backends == (backend,) or p.id in check.needs)
+        p.id for p in standing if p.id != patch.id and (p.backends != BACKENDS or p.id in check.needs)
     )
 
 

@@ -124,11 +124,11 @@ def plain_query_projection(original: Function) -> Function:
 
 
 def duplicated_linear(original: Any) -> type:
-    """Returns the cpu's duplicated linear layer for `TELinear`, which is no class without Transformer Engine.
+    """Returns our duplicated linear layer for `TELinear`, which is no class without Transformer Engine.
 
     Latent attention asks whether a down projection's class is this one, and builds it whole on every rank.
     """
-    from bundle.backends.cpu.layers import DuplicatedLinear
+    from bundle.backends.local import DuplicatedLinear
 
     return DuplicatedLinear
 

@@ -28,7 +28,7 @@ def take_part(cases: list[Case], body: Callable[[Any, Path, Any], Any]) -> None:
     """Runs `body(runtime, folder, plan)` as one rank; what it returns on rank 0 is what `launch` returns."""
     torch.set_num_threads(1)
     applying.apply(patches(cases))
-    runtime = backends.prepare("cpu")
+    runtime = backends.prepare(world.backend())
     rank = world.join()
     with redirect_stdout(sys.stderr):
         found = body(runtime, Path(sys.argv[1]), json.loads(sys.argv[2]))
@@ -47,7 +47,7 @@ def make_engine(case: Case, runtime: Any) -> Any:
     with runtime.megatron():
         groups.destroy()
         state = groups.initialize(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
-    return Engine(recipe, runtime, state, torch.device("cpu"))
+    return Engine(recipe, runtime, state, world.device(runtime))
 
 
 def train_step(engine: Any, step: int) -> list[float]:
@@ -67,7 +67,8 @@ def _micro_batches(engine: Any, step: int) -> list[Any]:
     share = ROWS // groups.dp.size
     mine = slice(groups.dp.rank * share, (groups.dp.rank + 1) * share)
     layers = engine.recipe.architecture.mtp_layers
-    pairs = zip(rows[mine].split(2), weights[mine].split(2), strict=True)
+    here = (x[mine].to(engine.device).split(2) for x in (rows, weights))
+    pairs = zip(*here, strict=True)
     return [
         from_rows(row[:, :-1], row[:, 1:], mask, cp=groups.cp.size, rank=groups.cp.rank, mtp_layers=layers)
         for row, mask in pairs

@@ -5,6 +5,8 @@ python -m tests.matrix.rank CASES   (a JSON list of cases of tests.matrix.cases)
 
 import json
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +22,7 @@ from tests.matrix.cases import LENGTH, ROWS, STEPS, VOCABULARY, Case
 def main(cases: list[Case]) -> None:
     torch.set_num_threads(1)
     applying.apply(patches(cases))
-    runtime = backends.prepare("cpu")
+    runtime = backends.prepare(world.backend())
     rank = world.join()
     seen = world.each(((case.name, case) for case in cases), lambda case: train(case, runtime))
     if rank == 0:
@@ -29,11 +31,13 @@ def main(cases: list[Case]) -> None:
     dist.destroy_process_group()
 
 
-def patches(cases: list[Case]) -> PatchPlan:
+def patches(cases: Sequence[Any]) -> PatchPlan:
     """What any of the cases needs: one process trains them all. Their sum may look like a trap; none is."""
     here, known = packages.detect(), subject.load()
     features = frozenset().union(*(case.recipe().features for case in cases))
-    found = plan.survey(subject.installed(here, known), known, here, backend="cpu", features=features)
+    found = plan.survey(
+        subject.installed(here, known), known, here, backend=world.backend(), features=features
+    )
     decisions = tuple(d for d in found.decisions if d.action is not Action.TRAP)
     return plan.make(found._replace(decisions=decisions))
 
@@ -47,7 +51,8 @@ def train(case: Case, runtime) -> list[list[float]]:
     recipe = case.recipe()
     with runtime.megatron():
         state = groups.initialize(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
-    engine = Engine(recipe, runtime, state, torch.device("cpu"))
+    device = world.device(runtime)
+    engine = Engine(recipe, runtime, state, device)
     rows = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(7))
     weights = (torch.rand(ROWS, LENGTH, generator=torch.Generator().manual_seed(8)) > 0.2).float()
     mine = slice(state.dp.rank * ROWS // state.dp.size, (state.dp.rank + 1) * ROWS // state.dp.size)
@@ -60,7 +65,9 @@ def train(case: Case, runtime) -> list[list[float]]:
             rank=state.cp.rank,
             mtp_layers=recipe.architecture.mtp_layers,
         )
-        for tokens, mask in zip(rows[mine].split(2), weights[mine].split(2), strict=True)
+        for tokens, mask in zip(
+            rows[mine].to(device).split(2), weights[mine].to(device).split(2), strict=True
+        )
     ]
     seen = []
     for _ in range(STEPS):

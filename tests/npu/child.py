@@ -17,6 +17,25 @@ class Ended:
     err: str
 
 
+def chip(devices: int) -> dict[str, str]:
+    """The variables by which the stand-in libraries have so many devices."""
+    return {
+        "STAND_IN_DEVICES": str(devices),
+        "STAND_IN_SOC": "Ascend910B3",
+        "TASK_QUEUE_ENABLE": "0",  # a refusal in the queue's own thread would end the process
+    }
+
+
+def emulated(plugin: str, devices: int = 4) -> dict[str, str]:
+    """The variables of a process whose NPUs compute: see tests.npu.emulation."""
+    return {
+        "LD_LIBRARY_PATH": os.environ["STAND_IN_LIBRARIES"],
+        "PYTHONPATH": os.pathsep.join([plugin, str(Path.cwd()), os.environ.get("PYTHONPATH", "")]),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
+        **chip(devices),
+    }
+
+
 def child(
     program: str,
     *arguments: str,
@@ -29,10 +48,8 @@ def child(
     """Runs a program text with the stand-in libraries, or without; `path` goes in front of sys.path."""
     environ = {k: v for k, v in os.environ.items() if k != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
     environ |= {
-        "STAND_IN_DEVICES": str(devices),
-        "STAND_IN_SOC": "Ascend910B3",
-        "TASK_QUEUE_ENABLE": "0",  # a refusal in the queue's own thread would end the process
         "PYTHONPATH": os.pathsep.join([*path, str(Path.cwd()), os.environ.get("PYTHONPATH", "")]),
+        **chip(devices),
     }
     if libraries:
         environ["LD_LIBRARY_PATH"] = os.environ["STAND_IN_LIBRARIES"]

@@ -17,6 +17,7 @@ from bundle.patches.plan import PatchPlan, Survey, load, make, survey
 from bundle.patches.subject import load as load_table
 from bundle.patches.subject import named
 from bundle.recipe import load as load_recipe
+from tests.environment.trees import install, stack_of
 from tests.patches.trees import Release, copied
 
 EMPTY = Stack(search_path([], "", Path("/nonexistent")))
@@ -42,6 +43,22 @@ def test_what_ranks_compare_says_nothing_of_paths(release: Release, tmp_path: Pa
     there = planned(copied(release("0.16.1"), tmp_path, {}))
     assert here.fields() == there.fields() and here.digest == there.digest
     assert str(tmp_path) not in json.dumps(there.dump())
+
+
+def test_our_jobs_are_patched_beside_mindspeed_and_what_another_framework_has_of_it_is_its_own(
+    tmp_path: Path,
+):
+    """Our ranks do not import it; a framework's do, and it takes the place of this class."""
+    install(tmp_path, "mindspeed", "0.12.1")
+    of, beside = named("0.16.1", load_table()), stack_of(tmp_path)
+    actions = [
+        {
+            decision.id: decision.action
+            for decision in survey(of, load_table(), beside, backend="ascend", vouched=vouched).decisions
+        }["cpu-mla-without-te-linear"]
+        for vouched in (None, ())
+    ]
+    assert actions == [Action.APPLY, Action.OWNED]
 
 
 def test_another_release_another_decision_another_wrapper_show_in_the_fields(release: Release):

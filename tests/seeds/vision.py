@@ -110,8 +110,6 @@ def ours(model: Vision, reached: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     job = recipe("dense")
     runtime = patched_runtime(plan_for(job, backend="cpu").patch_plan, "cpu")
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
     from bundle.backends.ascend import attention
     from bundle.backends.cpu import runtime as specs
     from bundle.mcore import groups
@@ -124,9 +122,9 @@ def main() -> None:
         state = groups.initialize(job.parallel, seed=job.seed, timeout_seconds=60)
 
         def make(core: type) -> Vision:
-            specs._CLASSES[DotProductAttention] = core
             config = transformer_config(job, runtime.options(job))
-            return Vision(gpt.build(job, config, runtime, state)[0].eval())
+            with patch.object(specs, "CoreAttention", core):
+                return Vision(gpt.build(job, config, runtime, state)[0].eval())
 
         reached: list[dict[str, Any]] = []
         fused = attention.fused

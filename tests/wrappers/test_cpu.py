@@ -43,7 +43,7 @@ def test_nothing_to_quantize_is_not_quantized():
 
 @pytest.mark.usefixtures("megatron")
 def test_the_names_that_transformer_engine_would_have_bound():
-    from bundle.backends.cpu.layers import DuplicatedLinear
+    from bundle.backends.local import DuplicatedLinear
 
     assert list(map(moe.without_te_gemm, [None])) == [None]
     assert mla.duplicated_linear(None) is DuplicatedLinear

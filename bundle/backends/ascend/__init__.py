@@ -1,11 +1,53 @@
-"""What differs on Ascend NPUs and needs torch. torch_npu is not imported: its operators are in torch.ops."""
+"""Ascend NPUs. torch-npu comes first, before megatron is imported; `runtime` imports megatron."""
 
-from typing import NoReturn
+import sys
+import warnings
+from typing import TYPE_CHECKING
 
-from bundle.capabilities.ascend import ASCEND
 from bundle.errors import EnvironmentUnfit
 
+if TYPE_CHECKING:
+    from bundle.backends import Runtime
 
-def prepare() -> NoReturn:
-    """Raises EnvironmentUnfit: the core attention is there, what must stand around it is not."""
-    raise EnvironmentUnfit(ASCEND.refusal or "")
+
+def prepare() -> "Runtime":
+    """The runtime of NPUs, with torch.cuda speaking of them for the life of this process.
+
+    Raises EnvironmentUnfit where torch sees no NPU, or megatron was imported already.
+    """
+    load()
+    from bundle.backends.ascend import facade
+
+    facade.install()
+    # It imports megatron, which must meet the facade.
+    from bundle.backends.ascend.runtime import AscendRuntime
+
+    return AscendRuntime()
+
+
+def load() -> None:
+    """Loads torch-npu and its transfer_to_npu, by which torch.cuda and NCCL mean NPUs and HCCL.
+
+    Raises EnvironmentUnfit.
+    """
+    try:
+        import torch
+        import torch_npu
+    except (ImportError, OSError, RuntimeError) as error:
+        raise EnvironmentUnfit(
+            "backend ascend: torch-npu cannot be loaded; install the one that fits this torch and CANN, and"
+            " source CANN's set_env.sh",
+            [f"{type(error).__name__}: {error}"],
+        ) from error
+    if not torch.npu.is_available():
+        raise EnvironmentUnfit(
+            f"backend ascend: torch-npu {torch_npu.__version__} sees no NPU; `mcore-bundle doctor` says why,"
+            " `backend: cpu` runs without one"
+        )
+    if "megatron.core.jit" in sys.modules and "torch_npu.contrib.transfer_to_npu" not in sys.modules:
+        raise EnvironmentUnfit(
+            "backend ascend: megatron.core was imported before it and has bound parts of torch.cuda already;"
+            " prepare the backend first"
+        )
+    with warnings.catch_warnings(record=True):  # it tells each name that it replaces, whatever is ignored
+        from torch_npu.contrib import transfer_to_npu  # noqa: F401

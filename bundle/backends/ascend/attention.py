@@ -1,4 +1,4 @@
-"""Core attention on npu_fusion_attention: MLA and GQA heads, packed or not, square masks.
+"""Core attention on npu_fusion_attention: MLA and GQA heads, packed or not, square masks, shared sequences.
 
 First what one call is told about which keys a query sees (mask, mode, boundaries), then the call.
 """
@@ -10,12 +10,15 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from bundle.backends import core_attention
+from bundle.backends.ascend.context import chunks_of, gathered
+from bundle.backends.ascend.operators import operator
 from bundle.capabilities import AttentionKernel
 from bundle.capabilities.ascend import ASCEND
-from bundle.errors import EnvironmentUnfit, JobFailed, UsageError
+from bundle.errors import JobFailed, UsageError
 from bundle.mcore.packed import on_host
 
 DEFAULT_MODE, ALL_MODE, CAUSAL_MODE = 0, 1, 3
@@ -168,13 +171,6 @@ class CoreAttention(core_attention.CoreAttention):
     name = "ascend"
 
     @staticmethod
-    def not_computed(config: Any) -> list[str]:
-        wrong = core_attention.CoreAttention.not_computed(config)
-        if config.context_parallel_size > 1:
-            wrong.append(f"context_parallel_size={config.context_parallel_size}: context parallelism")
-        return wrong
-
-    @staticmethod
     def kernel_of(config: Any) -> AttentionKernel:
         return ASCEND.kernel("flash")
 
@@ -182,32 +178,61 @@ class CoreAttention(core_attention.CoreAttention):
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, packed: Any, kind: str
     ) -> Tensor:
         causal, heads = kind in ("causal", "padding_causal"), query.shape[-2]
-        rows = _rows(query, key, packed, causal)
+        group = self.context_group(packed)
+        if group is not None:
+            return self._over_ranks(query, key, value, mask, packed, group, causal=causal)
+        boundaries = None if packed is None else _boundaries(packed, causal=causal)
+        rows = Rows(query.shape[0], key.shape[0], query.device, query.shape[1], boundaries)
         if packed is None:
             query, key, value = (x.flatten(2) for x in (query, key, value))
-        inputs = kernel_inputs(mask, rows, causal=causal)
-        out = fused(query, key, value, inputs, heads=heads, scale=self.scale, dropout=self.dropped)
+        out = self._fused(query, key, value, kernel_inputs(mask, rows, causal=causal), heads)
         return out.unflatten(-1, (heads, -1)) if packed is None else out
 
+    def _over_ranks(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        packed: Any,
+        group: dist.ProcessGroup,
+        *,
+        causal: bool,
+    ) -> Tensor:
+        """`attend` where the ranks of `group` share the sequences: packed, whatever the layout was."""
+        shape = query.shape
+        if packed is None:  # rows of one length, one after the other
+            whole = shape[0] * group.size()
+            boundaries = tuple(range(0, whole * shape[1] + 1, whole))
+            query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+        else:
+            boundaries = _boundaries(packed, causal=causal)[1]
+        chunks = chunks_of(boundaries, group.size(), group.rank(), causal=causal, device=query.device)
+        key, value = (gathered(x, chunks, group) for x in (key, value))
+        rows = Rows(query.shape[0], key.shape[0], query.device, boundaries=(chunks.queries, chunks.keys))
+        out = self._fused(query, key, value, kernel_inputs(mask, rows, causal=causal), query.shape[-2])
+        return out.unflatten(0, (shape[1], shape[0])).transpose(0, 1) if packed is None else out
 
-def _rows(query: Tensor, key: Tensor, packed: Any, causal: bool) -> Rows:
-    """The rows of one call: [s, b, n, d] or, packed, [t, n, d].
+    def _fused(self, query: Tensor, key: Tensor, value: Tensor, inputs: KernelInputs, heads: int) -> Tensor:
+        return fused(query, key, value, inputs, heads=heads, scale=self.scale, dropout=self.dropped)
+
+
+def _boundaries(packed: Any, *, causal: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The boundaries of packed queries and keys.
 
     The kernel knows no gaps between sequences, so that their padding is rows like others: behind every real
     row, where a causal mask hides it. Without one they would be seen.
     """
-    if packed is None:
-        return Rows(query.shape[0], key.shape[0], query.device, query.shape[1])
-    boundaries = []
+    found = []
     for name in ("q", "kv"):
         real, padded = (getattr(packed, f"cu_seqlens_{name}{suffix}") for suffix in ("", "_padded"))
-        boundaries.append(on_host(real if padded is None else padded))
-        if not causal and boundaries[-1] != on_host(real):
+        found.append(on_host(real if padded is None else padded))
+        if not causal and found[-1] != on_host(real):
             raise UsageError(
                 "packed sequences with padding between them need a causal mask on ascend: the kernel takes"
                 " padding for keys; pack without it (context parallel size 1)"
             )
-    return Rows(query.shape[0], key.shape[0], query.device, boundaries=(boundaries[0], boundaries[1]))
+    return found[0], found[1]
 
 
 def fused(
@@ -225,14 +250,8 @@ def fused(
     [t, n, d] where `inputs` has ends of sequences (TND), else [s, b, n * d] (SBH): megatron's own order of
     dimensions, so nothing is copied. Raises EnvironmentUnfit where torch-npu is not loaded.
     """
-    operator = getattr(torch.ops.npu, "npu_fusion_attention", None)
-    if operator is None:
-        raise EnvironmentUnfit(
-            "torch has no operator npu::npu_fusion_attention: install the torch-npu that fits this torch and"
-            " CANN, and import it before the model is built"
-        )
     layout = "SBH" if inputs.actual_seq_qlen is None else "TND"
-    result = operator(
+    result = operator("npu_fusion_attention")(
         query, key, value, heads, layout, scale=scale, keep_prob=1.0 - dropout, **inputs.keywords()
     )
     out: Tensor = result[0]

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from torch import Tensor
 
 from bundle.backends import core_attention
@@ -64,7 +63,7 @@ class CoreAttention(core_attention.CoreAttention):
     ) -> Tensor:
         if packed is not None:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-        causal, group = kind in ("causal", "padding_causal"), self._group(packed)
+        causal, group = kind in ("causal", "padding_causal"), self.context_group(packed)
         layout = call_layout(query, key, packed, group, causal=causal)
         hidden = None
         if packed is None and mask is not None and kind not in ("causal", "no_mask"):
@@ -77,16 +76,6 @@ class CoreAttention(core_attention.CoreAttention):
             query, key, value, layout, causal=causal, scale=self.scale, hidden=hidden, dropout=self.dropped
         )
         return out if packed is None else out.squeeze(1)
-
-    def _group(self, packed_seq_params: Any) -> dist.ProcessGroup | None:
-        """The ranks that share these sequences; None for one rank. Dynamic CP brings its own in the batch."""
-        if getattr(packed_seq_params, "cp_group", None) is not None:
-            group = packed_seq_params.cp_group
-        elif getattr(packed_seq_params, "local_cp_size", None) == 1 or self.config.context_parallel_size == 1:
-            return None
-        else:
-            group = getattr(self.groups, "cp", None) or parallel_state.get_context_parallel_group()
-        return group if group.size() > 1 else None
 
 
 def call_layout(

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from bundle.backends.compiling import eager_for_megatron
 from bundle.backends.cpu import emulation
 from bundle.backends.cpu.emulation import active, kept_in_backward, megatron_calls
 from bundle.capabilities.cpu import FACADE
@@ -50,31 +51,6 @@ def _for_megatron(stand_in: Callable[..., Any], original: Callable[..., Any]) ->
     return call
 
 
-def _eager_for_megatron(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A `torch.compile` that compiles all but megatron's functions, which run as they are under the facade.
-
-    Megatron binds `jit_fuser = torch.compile` when it is imported and decorates its small fused functions
-    with it. Compiling them takes minutes on a cpu and buys nothing. It is decided per function and per call:
-    a megatron that was imported under the facade compiles as it always did when the facade is gone.
-    """
-
-    @functools.wraps(original)
-    def compile(model: Callable[..., Any] | None = None, **options: Any) -> Any:
-        if model is None:
-            return functools.partial(compile, **options)
-        if getattr(model, "__module__", "").partition(".")[0] != "megatron":
-            return original(model, **options)
-        compiled = functools.cache(lambda: original(model, **options))
-
-        @functools.wraps(model)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return (model if installed() else compiled())(*args, **kwargs)
-
-        return call
-
-    return compile
-
-
 @functools.cache
 def _replacements() -> dict[str, Any]:
     """Target -> stand-in: the same objects at every installation, since megatron binds some at import."""
@@ -94,7 +70,7 @@ def _replacements() -> dict[str, Any]:
         "torch.cuda:_lazy_call": _for_megatron(emulation.lazy_call, torch.cuda._lazy_call),
         "torch.cuda:_lazy_init": _for_megatron(emulation.lazy_init, torch.cuda._lazy_init),
         "torch.autograd:_engine_run_backward": kept_in_backward(torch.autograd._engine_run_backward),
-        "torch:compile": _eager_for_megatron(torch.compile),
+        "torch:compile": eager_for_megatron(torch.compile, installed),
     }
 
 

@@ -90,7 +90,7 @@ def _take_layers() -> None:
     from megatron.core.transformer import dot_product_attention, torch_norm
 
     from bundle.backends.cpu.attention import CoreAttention
-    from bundle.backends.cpu.layers import Norm
+    from bundle.backends.local import Norm
 
     taken = {dot_product_attention.DotProductAttention: CoreAttention, torch_norm.WrappedTorchNorm: Norm}
     for name, module in list(sys.modules.items()):

@@ -4,6 +4,7 @@ import ast
 
 from bundle.patches.definitions import Definition
 from bundle.patches.entry import (
+    LOCAL_LAYERS,
     MEGATRONS_TIED_HEAD,
     NOTHING,
     Patch,
@@ -315,7 +316,7 @@ PATCHES = (
         silent=False,
         upstream="fixed upstream in 0.13",
         range="<0.13",
-        backends=("cpu",),
+        backends=LOCAL_LAYERS,
         assumes=NOTHING,
         defect=_always_raises,
     ),

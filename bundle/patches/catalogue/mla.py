@@ -3,7 +3,17 @@
 import ast
 
 from bundle.patches.definitions import Definition, Evidence
-from bundle.patches.entry import NOTHING, Patch, Presence, Replacement, Trap, asks, called, reads
+from bundle.patches.entry import (
+    LOCAL_LAYERS,
+    NOTHING,
+    Patch,
+    Presence,
+    Replacement,
+    Trap,
+    asks,
+    called,
+    reads,
+)
 
 _MODULE = "megatron.core.transformer.multi_latent_attention"
 _HEADS = f"{_MODULE}:MLASelfAttention.get_query_key_value_tensors"
@@ -173,7 +183,7 @@ PATCHES = (
         silent=True,
         upstream="found by comparing TP2 with one process",
         range=">=0.14",
-        backends=("cpu",),
+        backends=LOCAL_LAYERS,
         when=frozenset({"mla"}),
         assumes=NOTHING,
         defect=_down_projection_class,

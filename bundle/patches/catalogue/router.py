@@ -3,7 +3,7 @@
 import ast
 
 from bundle.patches.definitions import Definition, Evidence
-from bundle.patches.entry import NOTHING, Patch, Presence, Replacement, asks, called, reads
+from bundle.patches.entry import LOCAL_LAYERS, NOTHING, Patch, Presence, Replacement, asks, called, reads
 
 _ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
 _ROUTING, _BUILT = f"{_ROUTER}.routing", f"{_ROUTER}.__init__"
@@ -139,7 +139,7 @@ PATCHES = (
         silent=False,
         upstream="fixed upstream in 0.17",
         range=">=0.13,<0.17",
-        backends=("cpu",),
+        backends=LOCAL_LAYERS,
         when=frozenset({"moe"}),
         assumes=NOTHING,
         defect=_unbound_without_te,

@@ -152,7 +152,6 @@ def test_dropout_is_the_operators_and_only_in_training():
     ("call", "message"),
     [
         (lambda: core_attention(window_size=(4, 0)), "sliding windows"),
-        (lambda: core_attention(context_parallel_size=2), "context parallelism"),
         (lambda: core_attention()(*drawn(4, 1), attention_bias=torch.zeros(1)), "attention bias"),
         (lambda: core_attention()(*drawn(4, 1, qk=8, v=24)), "no wider than keys.*8.*24"),
     ],

@@ -5,6 +5,7 @@ python -m tests.backends.ascend.training prints [losses.., gradient norm] by cas
 
 import json
 from itertools import product
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -51,19 +52,18 @@ def step(model: str, packed: bool, runtime) -> list[float]:
 
 def main() -> None:
     runtime = patched_runtime(plan_for(recipe("latent"), backend="cpu").patch_plan, "cpu")
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    from bundle.backends.ascend.attention import CoreAttention
+    from bundle.backends.ascend import attention as ascend
+    from bundle.backends.cpu import attention as cpu
     from bundle.backends.cpu import runtime as specs
 
     registered()
     world.join()
     seen: dict[str, dict[str, list[float]]] = {}
-    for attention in (specs._CLASSES[DotProductAttention], CoreAttention):
-        specs._CLASSES[DotProductAttention] = attention
-        for model, packed in product(MODELS, (False, True)):
-            name = attention.__module__.split(".")[2]
-            seen.setdefault(f"{model} {'thd' if packed else 'bshd'}", {})[name] = step(model, packed, runtime)
+    for name, attention in (("cpu", cpu.CoreAttention), ("ascend", ascend.CoreAttention)):
+        with patch.object(specs, "CoreAttention", attention):
+            for model, packed in product(MODELS, (False, True)):
+                case = f"{model} {'thd' if packed else 'bshd'}"
+                seen.setdefault(case, {})[name] = step(model, packed, runtime)
     print(json.dumps(seen))
     dist.destroy_process_group()
 

@@ -16,8 +16,8 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from bundle.backends.cpu.attention import CoreAttention
-from bundle.backends.cpu.layers import DuplicatedLinear, Norm
 from bundle.backends.cpu.runtime import adapted
+from bundle.backends.local import DuplicatedLinear, Norm
 from bundle.errors import UsageError
 from bundle.mcore import known
 

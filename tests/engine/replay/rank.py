@@ -24,7 +24,7 @@ def main(names: list[str]) -> None:
     by_name |= {f"reference:{case.reference.name}": case.reference for case in CASES + MORE}
     cases = [by_name[name] for name in names]
     applying.apply(patches(cases))
-    runtime = backends.prepare("cpu")
+    runtime = backends.prepare(world.backend())
     world.join()
     print(json.dumps(world.each(((case.name, case) for case in cases), lambda case: seen(case, runtime))))
     torch.distributed.destroy_process_group()
@@ -51,7 +51,7 @@ def seen(case: Case, runtime: Any) -> dict[str, Any]:
     recipe = case.recipe()
     with runtime.megatron():
         state = groups.initialize(recipe.parallel, seed=1, timeout_seconds=60)
-    engine = Engine(recipe, Stages(), state, torch.device("cpu"))
+    engine = Engine(recipe, Stages(), state, world.device(runtime))
     each = MICRO_BATCHES // state.dp.size
     mine = range(state.dp.rank * each, (state.dp.rank + 1) * each)
     batches = [micro_batch(case, state, number) for number in mine]

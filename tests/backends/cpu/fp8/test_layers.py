@@ -10,8 +10,9 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.multi_token_prediction import get_mtp_layer_spec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from bundle.backends.cpu.layers import DuplicatedLinear, in_fp8
+from bundle.backends.cpu.layers import in_fp8
 from bundle.backends.cpu.runtime import adapted
+from bundle.backends.local import DuplicatedLinear
 from bundle.errors import JobFailed
 from bundle.recipe.recipe import FP8
 from tests.backends.cpu.test_layers import config, inside, local_spec

@@ -1,0 +1,17 @@
+"""Layers on torch-npu's operators."""
+
+from torch import Tensor
+
+from bundle.backends import local
+from bundle.backends.ascend.operators import operator
+
+
+class Norm(local.Norm):
+    """RMSNorm on npu_rms_norm: gamma in the input's type or float32; LayerNorm is torch's own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same shape and dtype as `x`."""
+        if self.bias is not None:
+            return super().forward(x)
+        out: Tensor = operator("npu_rms_norm")(x, self.weight, self.eps)[0]
+        return out

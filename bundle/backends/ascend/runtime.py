@@ -1,0 +1,61 @@
+"""What the rooms above use of an NPU: megatron's local specs with layers on torch-npu's operators."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from bundle.backends import local
+from bundle.backends.ascend.attention import CoreAttention
+from bundle.backends.ascend.layers import Norm
+from bundle.capabilities.ascend import ASCEND
+from bundle.errors import EnvironmentUnfit, UsageError
+from bundle.mcore import gpt
+from bundle.recipe import Recipe
+
+
+class AscendRuntime:
+    """Everything that megatron needs to know of an NPU; MindSpeed is not used."""
+
+    collectives = ASCEND.collectives
+
+    def device(self, local_rank: int) -> torch.device:
+        """The NPU with this rank's number among the visible ones, made current: megatron builds on that."""
+        visible = torch.npu.device_count()
+        if local_rank >= visible:
+            raise EnvironmentUnfit(
+                f"local rank {local_rank} has no NPU: {visible} visible; start at most {visible} ranks on"
+                " this node (devices.per_node), or show more of them (ASCEND_RT_VISIBLE_DEVICES)"
+            )
+        torch.npu.set_device(local_rank)
+        return torch.device(ASCEND.device, local_rank)
+
+    def megatron(self) -> AbstractContextManager[None]:
+        """The context in which megatron is called: nothing is needed here."""
+        return nullcontext()
+
+    def options(self, recipe: Recipe) -> dict[str, Any]:
+        """TransformerConfig fields for this recipe: none, fusions stay off as by default.
+
+        Raises UsageError for attention that no kernel here takes, and for FP8.
+        """
+        wrong = [f"model.attention: {why}" for why in ASCEND.attention_refusals(recipe)]
+        if recipe.model.fp8 is not None:
+            wrong.append(
+                f"model.fp8: {ASCEND.fp8_refusal(recipe.model.fp8.scaling, recipe.model.fp8.format, None)}"
+            )
+        if wrong:
+            raise UsageError("backend ascend cannot train this", wrong)
+        return {}
+
+    def specs(self, recipe: Recipe, config: TransformerConfig, chunk: int | None) -> gpt.Specs:
+        """Megatron's specs of model chunk `chunk` (None without interleaving), in the NPU's layers."""
+        unfused = ASCEND.attention(recipe, None).value == "unfused"
+        attention = DotProductAttention if unfused else CoreAttention
+        given = gpt.specs(config, chunk, transformer_engine=False)
+        specs = (
+            local.adapted(spec, {}, attention=attention, norm=Norm) for spec in (given.decoder, given.mtp)
+        )
+        return gpt.Specs(*specs)

@@ -1,0 +1,31 @@
+"""A torch.compile that leaves megatron-core's functions as they are; megatron is not imported for it."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+def eager_for_megatron(original: Callable[..., Any], eager: Callable[[], bool]) -> Callable[..., Any]:
+    """A `torch.compile` that compiles all but megatron's functions, which run as they are while `eager()`.
+
+    Megatron binds `jit_fuser = torch.compile` when it is imported and decorates its small fused functions
+    with it. Compiling them takes minutes on a cpu and buys nothing, and is broken under torch-npu's names. It
+    is decided per function and per call: a megatron that was imported under the cpu's facade compiles as it
+    always did when the facade is gone.
+    """
+
+    @functools.wraps(original)
+    def compile(model: Callable[..., Any] | None = None, **options: Any) -> Any:
+        if model is None:
+            return functools.partial(compile, **options)
+        if getattr(model, "__module__", "").partition(".")[0] != "megatron":
+            return original(model, **options)
+        compiled = functools.cache(lambda: original(model, **options))
+
+        @functools.wraps(model)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (model if eager() else compiled())(*args, **kwargs)
+
+        return call
+
+    return compile

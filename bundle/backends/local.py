@@ -1,0 +1,149 @@
+"""Megatron's layer specs without Transformer Engine: the walk that changes their classes, and two layers.
+
+Both are made on the device that torch.cuda names current: the cpu under its facade, an NPU under torch-npu's.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from bundle.errors import UsageError
+
+
+class Norm(torch.nn.Module):
+    """RMSNorm or LayerNorm, as `config.normalization` says, over the last dimension.
+
+    Its weights say whether they see only this rank's part of the sequence (`sequence_parallel`): then
+    finalize_model_grads sums their gradients over the tensor parallel ranks.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        if config.layernorm_zero_centered_gamma or config.normalization not in ("RMSNorm", "LayerNorm"):
+            raise UsageError(
+                f"without Transformer Engine there is no norm {config.normalization} with"
+                f" zero_centered_gamma={config.layernorm_zero_centered_gamma}: there are RMSNorm and"
+                " LayerNorm with plain weights"
+            )
+        self.eps = eps
+        made = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, **made))
+        self.register_parameter("bias", None)
+        if config.normalization == "LayerNorm":
+            self.bias = torch.nn.Parameter(torch.zeros(hidden_size, **made))
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same shape and dtype as `x`."""
+        shape = self.weight.shape
+        if self.bias is None:
+            return F.rms_norm(x, shape, self.weight, self.eps)
+        return F.layer_norm(x, shape, self.weight, self.bias, self.eps)
+
+
+class DuplicatedLinear(torch.nn.Module):
+    """What TELinear is with parallel_mode="duplicated": the down projections of latent attention.
+
+    Megatron's own specs without Transformer Engine split them by columns, and the gather behind drops the
+    other ranks' part of the gradient of the rotary key.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Callable[[Tensor], Any],
+        bias: bool = False,
+        **layout: Any,  # how the weight would be split and communicated: it is not
+    ) -> None:
+        super().__init__()
+        if bias:
+            raise UsageError("the duplicated linear layer has no bias")
+        made = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, **made))
+        self.weight.sequence_parallel = config.sequence_parallel
+        if config.perform_initialization:
+            name = tensor_parallel.random.get_data_parallel_rng_tracker_name()
+            with tensor_parallel.get_cuda_rng_tracker().fork(name):
+                init_method(self.weight)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """[..., output_size], and no bias to add later."""
+        return self._forward_impl(input=x, weight=self.weight), None
+
+    def _forward_impl(self, input: Tensor, weight: Tensor) -> Tensor:
+        """The product, under the name that megatron's other linear layers have for it."""
+        return F.linear(input, weight)
+
+    def get_extra_state(self) -> None:
+        """Nothing; megatron's linear layers keep this place in checkpoints for FP8, and ours uses it."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """Ignores what a layer with FP8 has left."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """The whole weight, replicated over the tensor parallel ranks."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(state, prefix, {}, sharded_offsets)
+        return sharded
+
+
+_WHOLE = ("linear_q_down_proj", "linear_kv_down_proj")
+
+
+def adapted(spec: Any, classes: Mapping[type, type], *, attention: type, norm: type) -> Any:
+    """A copy of a layer, block or MTP spec with this core attention, these norms and whole down projections.
+
+    `classes` takes further layers to those that stand in for them, DuplicatedLinear too. A spec is a tree of
+    dataclasses (ModuleSpec, submodules), functools.partial, lists, dicts and classes; megatron's own objects
+    are left as they are. Raises UsageError for layers that nobody has without Transformer Engine.
+    """
+    norms = {WrappedTorchNorm: norm, FusedLayerNorm: norm}  # the second is taken where apex is installed
+    return _adapted(spec, {DotProductAttention: attention, **norms, **classes})
+
+
+def _adapted(spec: Any, classes: Mapping[type, type]) -> Any:
+    if isinstance(spec, type):
+        return _class(spec, classes)
+    if isinstance(spec, functools.partial):
+        arguments = {name: _adapted(value, classes) for name, value in spec.keywords.items()}
+        positional = (_adapted(value, classes) for value in spec.args)
+        return functools.partial(_adapted(spec.func, classes), *positional, **arguments)
+    if is_dataclass(spec) and not isinstance(spec, type):
+        parts = {f.name: _adapted(getattr(spec, f.name), classes) for f in fields(spec) if f.init}
+        whole = classes.get(DuplicatedLinear, DuplicatedLinear)
+        return replace(spec, **{**parts, **{name: whole for name in _WHOLE if parts.get(name) is not None}})
+    if isinstance(spec, (list, tuple)):
+        return type(spec)(_adapted(value, classes) for value in spec)
+    if isinstance(spec, dict):
+        return {name: _adapted(value, classes) for name, value in spec.items()}
+    return spec
+
+
+def _class(given: type, classes: Mapping[type, type]) -> type:
+    if given.__module__.startswith("megatron.core.extensions."):
+        raise UsageError(
+            f"{given.__name__} is a layer of Transformer Engine: these specs are made without it"
+            " (use_transformer_engine=False)"
+        )
+    if given.__name__.endswith("GroupedMLP") and given not in classes:
+        raise UsageError(
+            f"{given.__name__} needs grouped GEMM kernels, which are not here: with moe_grouped_gemm=False"
+            " the experts run one after the other (SequentialMLP)"
+        )
+    return classes.get(given, given)

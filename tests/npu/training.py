@@ -1,0 +1,135 @@
+"""One rank that trains tiny models a few steps in each case, on the backend of its world.
+
+python -m tests.npu.training NAME...   (of a case)
+"""
+
+import json
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bundle import backends
+from bundle.patches import applying
+from bundle.recipe import Recipe
+from tests import world
+from tests.backends.cpu.smoke import VOCABULARY, recipe
+from tests.matrix.rank import patches
+
+STEPS, MICRO_BATCHES, ROWS, LENGTH = 2, 4, 2, 32
+LENGTHS = (11, 1, 20, 5)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model in a layout; packed sequences, or rows."""
+
+    name: str
+    model: str
+    parallel: dict[str, int] = field(default_factory=dict)
+    packed: bool = False
+    options: dict[str, Any] = field(default_factory=dict)  # of the recipe's section `model`
+
+    @property
+    def ranks(self) -> int:
+        """How many train it."""
+        return 2 if self.parallel else 1
+
+    def recipe(self) -> Recipe:
+        """The job of this case."""
+        data = {"source": "text", "path": ["stdlib"], "sequence_length": 64, "packed": self.packed}
+        batch = {"micro_batch_size": 1 if self.packed else ROWS}
+        batch["global_batch_size"] = batch["micro_batch_size"] * MICRO_BATCHES
+        return recipe(
+            self.model,
+            model=self.options,
+            parallel=self.parallel,
+            data=data,
+            train={"steps": STEPS, **batch},
+        )
+
+
+FULL = {"recompute": {"granularity": "full"}}
+CASES = (
+    Case("dense", "dense"),
+    Case("dense packed", "dense", packed=True),
+    Case("dense unfused", "dense", options={"attention": "unfused"}),
+    Case("dense bf16", "dense", options={"dtype": "bf16"}),
+    Case("latent", "latent"),
+    Case("latent packed", "latent", packed=True),
+    Case("latent packed, recomputed", "latent", packed=True, options=FULL),
+    Case("latent bf16", "latent", options={"dtype": "bf16"}),
+    Case("dense packed tp2", "dense", {"tp": 2}, packed=True),
+    Case("latent tp2", "latent", {"tp": 2, "ep": 2, "etp": 1}),
+    Case("latent pp2", "latent", {"pp": 2}),
+    Case("latent ep2", "latent", {"ep": 2}),
+    Case("latent cp2", "latent", {"cp": 2}),
+    Case("dense packed cp2, recomputed", "dense", {"cp": 2}, packed=True, options=FULL),
+    Case("dense ranks of data", "dense", {"ep": 1, "pp": 1, "tp": 1, "cp": 1}),
+)
+
+
+def main(names: list[str]) -> None:
+    torch.set_num_threads(1)
+    cases = [case for case in CASES if case.name in names]
+    applying.apply(patches(cases))
+    runtime = backends.prepare(world.backend())
+    rank = world.join()
+    seen = world.each(((case.name, case) for case in cases), lambda case: train(case, runtime))
+    if rank == 0:
+        print(json.dumps({"losses": seen, "operators": operators()}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def train(case: Case, runtime: Any) -> list[list[float]]:
+    """[main loss, MTP losses.., gradient norm] of each step."""
+    from bundle.engine import Engine
+    from bundle.mcore import groups
+
+    job = case.recipe()
+    device = world.device(runtime)
+    with runtime.megatron():
+        state = groups.initialize(job.parallel, seed=job.seed, timeout_seconds=60)
+    engine = Engine(job, runtime, state, device)
+    assert all(p.device == device for model in engine.models for p in model.parameters())
+    each = MICRO_BATCHES // state.dp.size
+    mine = range(state.dp.rank * each, (state.dp.rank + 1) * each)
+    batches = [micro_batch(case, job, state, number, device) for number in mine]
+    seen = []
+    for _ in range(STEPS):
+        engine.forward_backward(batches)
+        result = engine.step()
+        losses = engine.take_losses()
+        seen.append([losses.main, *losses.mtp, result.grad_norm])
+    groups.destroy()
+    return seen
+
+
+def micro_batch(case: Case, job: Recipe, state: Any, number: int, device: torch.device) -> Any:
+    """Micro-batch `number` of the step, the same tokens in every layout."""
+    from bundle.engine.microbatch import from_packing, from_rows
+    from bundle.sequences.packing import Packing
+
+    generator, depths = torch.Generator().manual_seed(number), job.architecture.mtp_layers
+    if case.packed:
+        ids, labels = torch.randint(0, VOCABULARY, (2, sum(LENGTHS)), generator=generator).to(device)
+        packing = Packing.of(LENGTHS, job.alignment, rank=state.cp.rank, device=device)
+        mask = torch.ones(len(ids), device=device)
+        return from_packing(ids, labels, mask, packing, mtp_layers=depths)
+    tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=generator).to(device)
+    mask = torch.ones(ROWS, LENGTH, device=device)
+    cp = state.cp
+    return from_rows(tokens[:, :-1], tokens[:, 1:], mask, cp=cp.size, rank=cp.rank, mtp_layers=depths)
+
+
+def operators() -> dict[str, int]:
+    """How often this rank called each emulated operator of torch-npu; none on the cpu."""
+    found = sys.modules.get("tests.npu.emulation.kernels")
+    return dict(found.called) if found else {}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
