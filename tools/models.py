@@ -31,6 +31,9 @@ Numbers are the largest distance that was seen, in fp32 on the cpu backend:
   computes the same; every published tensor is the same, bit for bit
 - MTP: multi-token prediction, imported from the family's own names and exported under them: its losses
   against a plain model's, on one rank, at tp 2, over uneven and interleaved stages, and at tp 2 x ep 2
+
+A model that sees images is tried on texts with several, of unequal sizes; gradients are those of the tower
+and of the projector too, in every layout.
 """
 MODELS = {
     "llama": "Llama 2, 3.1, 3.2, 3.3",
@@ -44,6 +47,7 @@ MODELS = {
     "deepseek_v3": "DeepSeek-V3, R1, Moonlight",
     "kimi_k2": "Kimi-K2",
     "glm4_moe": "GLM-4.5, GLM-4.5-Air",
+    "qwen2_5_vl": "Qwen2.5-VL",
 }
 _LAYOUTS = {
     "one process": "import",
@@ -52,7 +56,7 @@ _LAYOUTS = {
     "ep2": "ep2",
     "packed cp2": "packed cp2",
 }
-_DENSE = ("llama", "mistral", "qwen2", "mimo", "qwen3")
+_DENSE = ("llama", "mistral", "qwen2", "mimo", "qwen3", "qwen2_5_vl")
 _MTP = ("MTP rows", "MTP tp", "MTP pp", "MTP vpp", "MTP tp ep")
 _NOT_RUN = "not run"
 Seen = dict[str, float]
@@ -74,8 +78,9 @@ _REFUSED = """\
 
 Any other `model_type` is refused before anything starts: gpt-oss (sinks, windows, biases of experts, MXFP4)
 and Qwen3-Next (gated delta net) are not computed yet. In the families above, windowed attention, biases in
-o_proj and in feed-forward layers, mrope, and stretchings other than linear, llama3 and yarn are refused by
-the name of their key.
+o_proj and in feed-forward layers, mrope in families of text, and stretchings other than linear, llama3 and
+yarn are refused by the name of their key. Of models that see images those are left out that come with LoRA,
+FP8 or multi-token prediction, and videos.
 """
 
 

@@ -10,11 +10,13 @@ from bundle.architectures.architecture import (
     Architecture,
     MoE,
     RopeScaling,
+    Vision,
     contradictions,
     padded_vocabulary,
 )
 from bundle.architectures.config import Keys
-from bundle.architectures.families import FAMILIES
+from bundle.architectures.families import FAMILIES as OF_TEXT
+from bundle.architectures.multimodal import FAMILIES as OF_IMAGES
 from bundle.errors import UsageError, did_you_mean, nearest, shown
 
 __all__ = [
@@ -23,11 +25,13 @@ __all__ = [
     "Architecture",
     "MoE",
     "RopeScaling",
+    "Vision",
     "from_config",
     "padded_vocabulary",
     "read_config",
 ]
 
+FAMILIES = OF_TEXT | OF_IMAGES
 SUPPORTED = tuple(sorted(FAMILIES))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bundle import files
-from bundle.architectures.tensors import Cut, Rule, Tensor, cut, is_expert
+from bundle.architectures.tensors import TOWER, Cut, Rule, Tensor, cut, is_expert
 from bundle.errors import UsageError, shown
 
 # Norms, routers, biases, embedding and output layer have none.
@@ -89,7 +89,8 @@ def pairs(tensor: Tensor, targets: Sequence[str], rank: int) -> tuple[Pair | Non
 def adaptable(tensor: Tensor) -> bool:
     """Whether a tensor is a projection's weight that somebody publishes."""
     _, module, kind = ("", *tensor.name.rsplit(".", 2))[-3:]
-    return kind == "weight" and module.startswith(_ADAPTED) and bool(tensor.published)
+    ours = module.startswith(_ADAPTED) and not tensor.name.startswith(TOWER)
+    return kind == "weight" and ours and bool(tensor.published)
 
 
 def is_target(module: str, target: str) -> bool:

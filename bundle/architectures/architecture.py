@@ -63,6 +63,33 @@ class MoE:
 
 
 @dataclass(frozen=True, slots=True)
+class Vision:
+    """The tower that makes embeddings of images, and the tokens in whose places these stand."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    channels: int  # of a pixel
+    patch_size: int  # pixels of a patch in height and in width
+    temporal_patch_size: int  # frames of a patch
+    merge_size: int  # so many patches in height, and as many in width, are one embedding
+    window_size: int  # pixels: outside of `full_layers` patches see their own window alone
+    full_layers: tuple[int, ...]
+    image_token: int
+
+    @property
+    def patch_values(self) -> int:
+        """The numbers of one patch."""
+        return self.channels * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def patches(self) -> int:
+        """The patches that are merged into one embedding."""
+        return self.merge_size**2
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """One decoder-only transformer with gated SiLU feed-forward layers and RMS norms."""
 
@@ -80,6 +107,7 @@ class Architecture:
     rotary_base: float = 10000.0
     rotary_fraction: float = 1.0  # of a head's width that is rotated
     rope_scaling: RopeScaling | None = None
+    rotary_sections: tuple[int, ...] = ()  # pairs that turn by time, height and width (mrope); (): by one
     qk_layernorm: bool = False
     qkv_bias: bool = False
     attention_dropout: float = 0.0
@@ -87,6 +115,7 @@ class Architecture:
     mla: MLA | None = None
     moe: MoE | None = None
     mtp_layers: int = 0
+    vision: Vision | None = None
 
     @property
     def head_dims(self) -> tuple[int, int]:
@@ -118,8 +147,35 @@ def contradictions(a: Architecture) -> list[str]:
     rotated = a.mla.qk_pos_emb_head_dim if a.mla else a.kv_channels * a.rotary_fraction
     if rotated % 2:
         found.append(f"rotary positions turn pairs: {rotated:g} rotated values of a head are not even")
+    if a.rotary_sections and sum(a.rotary_sections) != rotated / 2:
+        found.append(
+            f"mrope_section {list(a.rotary_sections)} shares out {sum(a.rotary_sections)} pairs, a head has"
+            f" {rotated / 2:g}"
+        )
+    if a.vision:
+        found += _tower_contradictions(a.vision, a.vocab_size)
     if a.moe:
         found += _routing_contradictions(a.moe)
+    return found
+
+
+def _tower_contradictions(vision: Vision, vocabulary: int) -> list[str]:
+    found = []
+    width, heads, unit = vision.hidden_size, vision.num_attention_heads, vision.patch_size * vision.merge_size
+    if width % (4 * heads):
+        found.append(
+            f"vision_config.hidden_size {width} is no multiple of 4 x num_heads {heads}: a head turns pairs"
+            " by height and by width"
+        )
+    if vision.window_size % unit:
+        found.append(
+            f"vision_config.window_size {vision.window_size} is no multiple of patch_size x"
+            f" spatial_merge_size, {unit}"
+        )
+    if beyond := [layer for layer in vision.full_layers if layer >= vision.num_layers]:
+        found.append(f"vision_config.fullatt_block_indexes {beyond}: there are {vision.num_layers} blocks")
+    if vision.image_token >= vocabulary:
+        found.append(f"image_token_id {vision.image_token} is not in the vocabulary of {vocabulary}")
     return found
 
 

@@ -149,10 +149,17 @@ class Rope(NamedTuple):
     base: float
     fraction: float
     scaling: RopeScaling | None
+    sections: tuple[int, ...] = ()
 
 
-def read_rope(keys: Keys, default_base: float = 10000.0, default_fraction: float | None = None) -> Rope:
-    """The rotary positions; violations go to `keys`.
+def read_rope(
+    keys: Keys,
+    default_base: float = 10000.0,
+    default_fraction: float | None = None,
+    *,
+    multimodal: bool = False,
+) -> Rope:
+    """The rotary positions, `multimodal` ones in time, height and width; violations go to `keys`.
 
     Without a `default_fraction` the family's class rotates whole heads, whatever partial_rotary_factor says.
     """
@@ -166,9 +173,18 @@ def read_rope(keys: Keys, default_base: float = 10000.0, default_fraction: float
     if default_fraction is None and fraction != 1.0:
         why = "this family's class in transformers rotates whole heads; leave the key out"
         keys.refuse("partial_rotary_factor", fraction, why)
-    scaling = _scaling(keys, nested, base)
+    sections = _sections(nested) if multimodal else ()
+    scaling = _scaling(keys, nested, base, *(("mrope",) if multimodal else ()))
     keys.absorb(nested, name)
-    return Rope(base, fraction, scaling)
+    return Rope(base, fraction, scaling, sections)
+
+
+def _sections(nested: Keys) -> tuple[int, ...]:
+    """How many pairs turn by time, by height and by width."""
+    sections = nested.integers("mrope_section")
+    if len(sections) != 3:
+        nested.refuse("mrope_section", list(sections), "must be pairs for time, height and width")
+    return sections
 
 
 def _either(keys: Keys, nested: Keys, name: str, default: float, *, least: float, most: float) -> float:
@@ -182,10 +198,11 @@ def _either(keys: Keys, nested: Keys, name: str, default: float, *, least: float
     return number
 
 
-def _scaling(keys: Keys, nested: Keys, base: float) -> RopeScaling | None:
+def _scaling(keys: Keys, nested: Keys, base: float, *plain: str) -> RopeScaling | None:
+    """The stretching; kinds called `plain` mean none."""
     kind = nested.value("rope_type") or nested.value("type") or "default"
-    nested.only("type", None, kind, why=f"differs from rope_type {kind}")
-    if kind == "default":
+    nested.only("type", None, kind, *plain, why=f"differs from rope_type {kind}")
+    if kind in ("default", *plain):
         return None
     if kind not in ROPE_KINDS:
         nested.refuse("rope_type", kind, f"not supported; supported: {', '.join(ROPE_KINDS)}")

@@ -50,7 +50,12 @@ def _decoder(keys: Keys, *, num_key_value_heads: Any = REQUIRED, head_dim: Any =
 
 
 def _rotary(read: Rope) -> dict[str, Any]:
-    return {"rotary_base": read.base, "rotary_fraction": read.fraction, "rope_scaling": read.scaling}
+    return {
+        "rotary_base": read.base,
+        "rotary_fraction": read.fraction,
+        "rope_scaling": read.scaling,
+        "rotary_sections": read.sections,
+    }
 
 
 def _no_window(keys: Keys, active: bool = True) -> None:
@@ -99,10 +104,10 @@ def mixtral(keys: Keys) -> Architecture:
     return Architecture("mixtral", **base, moe=moe)
 
 
-def qwen2(keys: Keys) -> Architecture:
+def qwen2(keys: Keys, rope: Rope | None = None) -> Architecture:
     """Qwen2 and 2.5: biases on queries, keys and values."""
     _no_window_in_use(keys)
-    return Architecture("qwen2", **_decoder(keys, qkv_bias=True))
+    return Architecture("qwen2", **_decoder(keys, qkv_bias=True, **_rotary(rope or read_rope(keys))))
 
 
 def mimo(keys: Keys) -> Architecture:

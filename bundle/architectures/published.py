@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 _MODEL = {
-    "embedding.word_embeddings": "model.embed_tokens",
-    "decoder.final_layernorm": "model.norm",
+    "embedding.word_embeddings": "{decoder}embed_tokens",
+    "decoder.final_layernorm": "{decoder}norm",
     "output_layer": "lm_head",
 }
 _LAYER = {
@@ -56,15 +56,20 @@ class MTPNames:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What a family calls the modules of a decoder layer and, if it publishes any, of its MTP layers."""
+    """What a family calls the modules of a decoder layer and, if it publishes any, of its MTP layers.
+
+    `decoder` stands before the names of all that is the decoder's, `vision` before those of the tower's.
+    """
 
     architecture: str  # what configs name in `architectures`: the class of transformers, or of the repository
     layer: Mapping[str, str] = field(default_factory=lambda: _LAYER)
     mtp: MTPNames | None = None
+    decoder: str = "model."
+    vision: str = ""
 
     def of_model(self, module: str) -> str:
         """The published name of a module outside all layers."""
-        return _MODEL[module]
+        return _MODEL[module].format(decoder=self.decoder)
 
     def of_layer(self, module: str) -> tuple[str, ...]:
         """The published modules that one of a decoder layer is made of."""
@@ -117,4 +122,5 @@ NAMES: dict[str, Names] = {
     "deepseek_v3": Names("DeepseekV3ForCausalLM", _LAYER | _LATENT, _DEEPSEEK_MTP),
     "kimi_k2": Names("DeepseekV3ForCausalLM", _LAYER | _LATENT, _DEEPSEEK_MTP),
     "glm4_moe": Names("Glm4MoeForCausalLM", mtp=_DEEPSEEK_MTP),
+    "qwen2_5_vl": Names("Qwen2_5_VLForConditionalGeneration", vision="visual."),
 }

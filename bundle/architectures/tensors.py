@@ -10,10 +10,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from bundle.architectures import multimodal
 from bundle.architectures.architecture import MLA, Architecture, padded_vocabulary
 from bundle.architectures.published import NAMES, Names
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+TOWER = "vision.tower."  # what the names of a vision tower's tensors begin with; every tp rank holds it whole
 
 # What tensor-parallel ranks hold parts of, by module: the dimension that is cut, and how many equal blocks of
 # it are cut one by one (2: gate and up). Experts are cut alike, between expert-tensor-parallel ranks.
@@ -42,7 +44,7 @@ class Cut(NamedTuple):
 def cut(name: str) -> Cut | None:
     """How the tensor of that name is cut; None: every rank holds all of it."""
     *_, module, kind = name.split(".")
-    if module not in _CUTS or kind not in ("weight", "bias"):
+    if module not in _CUTS or kind not in ("weight", "bias") or name.startswith(TOWER):
         return None
     dim, blocks = _CUTS[module]
     if kind == "bias" and dim == 1:
@@ -135,6 +137,7 @@ class Tensors:
             yield from self.mtp_layer(depth)
         if not self.architecture.tied_embeddings:
             yield self.head()
+        yield from self.tower()
 
     def embedding(self) -> Tensor:
         """The word embedding, with its rows of padding."""
@@ -154,9 +157,18 @@ class Tensors:
 
     def layer(self, number: int, experts: Iterable[int] | None = None) -> Iterator[Tensor]:
         """The tensors of decoder layer `number`, from 0; of all experts, or of those with these numbers."""
-        place = _Place(self.names, f"decoder.layers.{number}.", f"model.layers.{number}.")
+        published = f"{self.names.decoder}layers.{number}."
+        place = _Place(self.names, f"decoder.layers.{number}.", published)
         routed = bool(self.architecture.layer_pattern[number])
         yield from _layer(self.architecture, place, routed=routed, experts=experts)
+
+    def tower(self) -> Iterator[Tensor]:
+        """The tensors of the vision tower, if there is one, the projector's among them."""
+        if self.architecture.vision is None:
+            return
+        for name, shape in multimodal.tower(self.architecture.vision, self.architecture.hidden_size):
+            published = f"{self.names.vision}{name}"
+            yield Tensor(f"{TOWER}{name}", shape, (published,), Rule("copy", shape[:1]))
 
     def mtp_layer(self, depth: int, experts: Iterable[int] | None = None) -> Iterator[Tensor]:
         """The tensors of an MTP layer: the last decoder layer's kind, and what stands around it."""

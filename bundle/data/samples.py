@@ -5,7 +5,7 @@ import hashlib
 import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Protocol
 
@@ -177,7 +177,8 @@ class Batch:
     """One micro-batch on the host: [b, s] each, or, packed, [1, t] with the sequences one after the other.
 
     `labels[.., i]` is the token after `ids[.., i]`; `loss_mask` is 1 where it is learned. `lengths` are the
-    sequences of a pack in tokens, unpadded; None for rows of equal length.
+    sequences of a pack in tokens, unpadded; None for rows of equal length. `pixels` [patches, values] and
+    `grids` [images, 3] are those of all its images in their order (`sequences.images`).
     """
 
     ids: Tensor  # int64
@@ -185,6 +186,8 @@ class Batch:
     loss_mask: Tensor  # float32
     position_ids: Tensor  # int64
     lengths: tuple[int, ...] | None = None
+    pixels: Tensor = field(default_factory=lambda: torch.zeros(0, 0))  # float32
+    grids: Ints = field(default_factory=lambda: np.zeros((0, 3), np.int64))
 
 
 class Samples(Protocol):

@@ -17,7 +17,7 @@ from bundle.errors import JobFailed
 from bundle.mcore import mtp, optimization
 from bundle.mcore.gpt import transformer_config
 from bundle.mcore.groups import Groups
-from bundle.models import adapters, gpt
+from bundle.models import adapters, gpt, vision
 from bundle.pretrained import Pretrained
 from bundle.recipe import Recipe
 
@@ -214,8 +214,9 @@ class Engine:
         self, micro_batch: MicroBatch, chunk: torch.nn.Module, objective: Objective | None
     ) -> torch.Tensor:
         self._tap.expect(micro_batch, objective)
+        number = self.chunks.index(chunk)
         with (
-            self.replay.of_forward(self.chunks.index(chunk), micro_batch),
+            self.replay.of_forward(number, micro_batch),
             self._balancing.of_forward(micro_batch),
         ):
             output: torch.Tensor = chunk(
@@ -225,5 +226,6 @@ class Engine:
                 labels=micro_batch.labels,
                 loss_mask=micro_batch.loss_mask,
                 packed_seq_params=micro_batch.packed,
+                decoder_input=vision.decoder_input(self.models[number], micro_batch.ids, micro_batch.images),
             )
         return output

@@ -11,6 +11,7 @@ from torch import Tensor
 from bundle.engine.routes import Routes
 from bundle.mcore.packed import packed_seq_params
 from bundle.recipe.alignment import Alignment
+from bundle.sequences.images import Images
 from bundle.sequences.packing import Packing
 
 Mean = Literal["token", "sequence"]  # of what the loss is a mean
@@ -26,7 +27,8 @@ class MicroBatch:
     `temperature` divides the logits for an objective, which may also read `values`, tensors cut like the ids.
     `sequence_length` [tokens] and `rows` are those of the whole micro-batch before it was cut, `shape` is
     what the ids had that it was made from. `packed` is megatron's PackedSeqParams, or None in bshd, which
-    rows of equal length are as well. `routes` are what the routers choose, None: as they like.
+    rows of equal length are as well. `routes` are what the routers choose, None: as they like. `images` are
+    those of a model that sees some; positions then are three, as `Images.packed` has them.
     """
 
     ids: Tensor
@@ -42,6 +44,7 @@ class MicroBatch:
     sequences: Tensor | None = None
     packed: Any | None = None
     routes: Routes | None = None
+    images: Images | None = None
     temperature: Tensor | None = None
     values: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -70,10 +73,12 @@ def from_rows(
     mean: Mean = "token",
     temperatures: Tensor | None = None,
     values: Mapping[str, Tensor] | None = None,
+    images: Images | None = None,
 ) -> MicroBatch:
     """A micro-batch of rows of equal length: `ids`, `labels`, the loss `mask` (0 or 1), `values` are [b, s].
 
-    `temperatures` [b] are one for each row. Rows that the ranks cannot share out evenly are padded.
+    `temperatures` [b] are one for each row. Rows that the ranks cannot share out evenly are padded. `images`
+    are those of the rows one after the other.
     """
     rows, length = ids.shape
     alignment = Alignment("bshd", cp=cp)
@@ -87,6 +92,7 @@ def from_rows(
         mean=mean,
         temperatures=temperatures,
         values={name: value.flatten(0, 1) for name, value in (values or {}).items()},
+        images=images,
     )
     return replace(made, shape=(rows, length))
 
@@ -101,6 +107,7 @@ def from_packing(
     mean: Mean = "token",
     temperatures: Tensor | None = None,
     values: Mapping[str, Tensor] | None = None,
+    images: Images | None = None,
 ) -> MicroBatch:
     """A packed micro-batch: `ids`, `labels`, the loss `mask` (0 or 1) and `values` are concatenated [t, ...].
 
@@ -112,11 +119,12 @@ def from_packing(
         weights = mask / packing.repeat(learned.clamp(min=1))
         sequences = (learned > 0).sum().int() * (packing.rank == 0)  # counted on the first rank only
     rows, length = packing.shape
+    images = images and images.packed(packing)
     return MicroBatch(
         ids=packing.pack(ids),
         labels=packing.pack(labels),
         loss_mask=packing.pack(weights),
-        position_ids=packing.positions,
+        position_ids=packing.positions if images is None else images.positions,
         mtp_masks=tuple(packing.pack(weights, roll=depth) for depth in range(1, mtp_layers + 1)),
         rows=rows,
         sequence_length=length * packing.alignment.cp,
@@ -125,6 +133,7 @@ def from_packing(
         sequences=sequences,
         packed=packed_seq_params(packing) if packing.layout == "thd" else None,
         packing=packing,
+        images=images,
         temperature=None if temperatures is None else packing.spread(temperatures, fill=1),
         values={name: packing.pack(value) for name, value in (values or {}).items()},
     )

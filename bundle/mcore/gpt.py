@@ -217,16 +217,34 @@ def model(
         rotary_base=architecture.rotary_base,
         rotary_percent=architecture.rotary_fraction,
         mtp_block_spec=of.mtp,
+        # Images are put among the embeddings of whole sequences.
+        scatter_embedding_sequence_parallel=architecture.vision is None,
         **known(GPTModel, vp_stage=chunk if groups.vpp > 1 else None),
     )
     built.model_type = ModelType.encoder_or_decoder
     drop_unread_head(built)
+    rotary.turn_by_three(built, architecture)
     rotary.stretch(built, architecture)
     if architecture.moe is not None and architecture.moe.groups is not None:
         routers.rank_groups(built, architecture.moe.group_score_topk)
     if architecture.mla is not None:
         _set_norm_epsilon(built, architecture.mla.norm_epsilon)
     return built
+
+
+def with_images(model: Any, ids: torch.Tensor, images: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The decoder's input [s, b, h] (of this rank, under sequence parallelism) for tokens `ids` [b, s].
+
+    Where `index` [b, s] is not negative, that row of `images` [n, h] stands in the token's place. Nothing is
+    read back from the device, and no shape depends on the numbers.
+    """
+    index = index.t()
+    embedded = model.embedding(input_ids=ids, position_ids=None)
+    rows = images[index.clamp(min=0)].to(embedded.dtype)
+    embedded = torch.where((index >= 0).unsqueeze(-1), rows, embedded).contiguous()  # as stages want it
+    if model.config.sequence_parallel:
+        embedded = tensor_parallel.scatter_to_sequence_parallel_region(embedded)
+    return embedded
 
 
 def drop_unread_head(built: Any) -> None:

@@ -1,4 +1,4 @@
-"""Stretched rotary positions, as `transformers` computes them, in whatever release of megatron-core.
+"""Rotary positions, stretched or in three dimensions, as `transformers` computes them, in whatever release.
 
 Of the kinds of stretching, releases know linear, a llama3 whose bounds are fixed, and yarn: for latent
 attention with two meanings of mscale, for other attention from 0.15. Here megatron builds plain positions and
@@ -32,7 +32,8 @@ def stretch(chunk: torch.nn.Module, architecture: Architecture) -> None:
     whole = architecture.kv_channels * architecture.rotary_fraction
     width = mla.qk_pos_emb_head_dim if mla else int(whole)
     table = frequencies(architecture.rotary_base, width, scaling)
-    found = [module for module in chunk.modules() if isinstance(module, RotaryEmbedding)]
+    kinds = RotaryEmbedding, InThreeDimensions
+    found = [module for module in chunk.modules() if isinstance(module, kinds)]
     if not found or any(embedding.inv_freq.shape != table.shape for embedding in found):
         raise EnvironmentUnfit(
             f"model.config: this megatron-core has no rotary embedding of {width} values to stretch: "
@@ -48,7 +49,7 @@ def stretch(chunk: torch.nn.Module, architecture: Architecture) -> None:
                 module.core_attention.register_forward_pre_hook(concentrate)
 
 
-def frequencies(base: float, width: int, scaling: RopeScaling) -> Tensor:
+def frequencies(base: float, width: int, scaling: RopeScaling | None) -> Tensor:
     """Radians per position of each pair of a head's `width` rotated values: float32 [width / 2], on the CPU.
 
     In the order of operations of `transformers.modeling_rope_utils`: a rounding of the last bit is a
@@ -56,6 +57,8 @@ def frequencies(base: float, width: int, scaling: RopeScaling) -> Tensor:
     """
     grown = base ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
     plain = 1.0 / grown
+    if scaling is None:
+        return plain
     if scaling.kind == "linear":
         return plain / scaling.factor
     if scaling.kind == "llama3":
@@ -83,13 +86,47 @@ def _yarn_ramp(base: float, width: int, scaling: RopeScaling) -> Tensor:
     return (steps / (high - low if high != low else 0.001)).clamp(0, 1)
 
 
-def _give(embedding: RotaryEmbedding, table: Tensor) -> None:
+def _give(embedding: Any, table: Tensor) -> None:
     """Makes `table` the embedding's frequencies, and has it forget what it has computed from others."""
     embedding.inv_freq = table.to(embedding.inv_freq.device)
+    if isinstance(embedding, InThreeDimensions):
+        return
     if isinstance(embedding, YarnRotaryEmbedding):  # the one that latent attention's fused kernel takes
         embedding.inv_freq_extra = embedding.inv_freq_inter = embedding.inv_freq
         embedding.max_seq_len_cached = 0
     type(embedding).forward.cache_clear()
+
+
+class InThreeDimensions(torch.nn.Module):
+    """Rotary positions in time, height and width (mrope), in the place of a GPTModel's `rotary_pos_emb`.
+
+    `sections` are the pairs of a head that turn by each, one after the other. Megatron's own cuts the table
+    for context parallel as if a pack were one sequence. Here nothing is cut: positions are those of the rows
+    that the model has, of packs all rows of all ranks, of which attention takes its own (mrope-packed).
+    """
+
+    def __init__(self, base: float, sections: Sequence[int], device: torch.device) -> None:
+        super().__init__()
+        self.inv_freq = frequencies(base, 2 * sum(sections), None).to(device)
+        dimensions = torch.arange(3).repeat_interleave(torch.tensor(sections))
+        self._dimensions = dimensions.to(device)  # by which each pair turns
+
+    def forward(self, position_ids: Tensor, *_: Any, **__: Any) -> Tensor:
+        """The angles [s, b, 1, d] of positions [3, b, s]."""
+        angles = position_ids.index_select(0, self._dimensions) * self.inv_freq[:, None, None]
+        half = angles.permute(2, 1, 0)
+        return torch.cat((half, half), -1).unsqueeze(2)
+
+
+def turn_by_three(model: Any, architecture: Architecture) -> None:
+    """Has a new GPTModel take positions in time, height and width where the architecture has them."""
+    if architecture.rotary_sections:
+        config, device = model.config, model.rotary_pos_emb.inv_freq.device
+        config.mrope_section = model.mrope_section = list(architecture.rotary_sections)
+        model.position_embedding_type = "mrope"
+        model.rotary_pos_emb = InThreeDimensions(
+            architecture.rotary_base, architecture.rotary_sections, device
+        )
 
 
 class _Concentration:
@@ -123,7 +160,7 @@ def turned(rows: Tensor, boundaries: Tensor, table: Tensor, group: Any) -> Tenso
 
 
 def use_three_positions(model: Any, sections: Sequence[int], base: int) -> None:
-    """Has a GPTModel take positions in time, height and width (mrope): ids [3, b, s].
+    """Has a GPTModel take positions in time, height and width (mrope) as megatron does: ids [3, b, s].
 
     `sections` share out the pairs of a head's channels.
     """

@@ -17,6 +17,7 @@ from bundle.mcore import gpt
 from bundle.mcore.groups import Groups
 from bundle.models import adapters, loading, naming
 from bundle.models.naming import Named
+from bundle.models.vision import Vision
 from bundle.pretrained import Pretrained
 from bundle.pretrained.matching import published
 from bundle.recipe import Recipe
@@ -45,6 +46,8 @@ def build(
             index,
             max_sequence_length=recipe.data.sequence_length,
         )
+        if architecture.vision is not None and groups.is_first_stage(index):
+            chunk.add_module("vision", Vision(architecture, config.params_dtype))
         chunks.append(chunk)
     if weights is None:
         drawn = [named for chunk in chunks for named in naming.parameters(chunk, groups)]

@@ -7,7 +7,7 @@ Models", 2022, section 4), for the layers that are really built: from what one o
 
 from typing import NamedTuple
 
-from bundle.architectures import MLA, padded_vocabulary
+from bundle.architectures import MLA, Vision, padded_vocabulary
 from bundle.capabilities import LayerTraits
 from bundle.environment.packages import MegatronCode, SourcePredicate
 from bundle.planning.layout import Chunk, RankLayout
@@ -233,7 +233,8 @@ def in_flight(stages: int, stage: int, chunks: int, microbatches: int) -> tuple[
 
 def _chunk(each: LayerBytes, chunk: Chunk) -> int:
     """What one micro-batch leaves in a chunk."""
-    embedding, head = each.tokens * ID * chunk.embedding, _head(each) * chunk.head
+    embedding = (each.tokens * ID + _tower(each.recipe, each.saved.size)) * chunk.embedding
+    head = _head(each) * chunk.head
     return embedding + _decoder(each, chunk) + head + chunk.mtp_layers * _mtp(each)
 
 
@@ -284,3 +285,31 @@ def _logits(each: LayerBytes, chunk: Chunk) -> int:
 def _vocabulary(each: LayerBytes) -> int:
     tp = each.recipe.parallel.tp
     return padded_vocabulary(each.recipe.architecture.vocab_size, tp) // tp
+
+
+def _tower(recipe: Recipe, size: int) -> int:
+    """What a vision tower keeps of a micro-batch all of whose tokens stand for images; 0 without a tower.
+
+    Every tensor-parallel and context-parallel rank of the first stage computes all images.
+    """
+    vision = recipe.architecture.vision
+    if vision is None:
+        return 0
+    tokens = recipe.train.micro_batch_size * recipe.data.sequence_length
+    return tokens * vision.patches * bytes_of_a_patch(vision, size)
+
+
+def bytes_of_a_patch(vision: Vision, size: int) -> int:
+    """What a tower keeps of one patch, whose numbers have `size` bytes each.
+
+    Read off the tensors that autograd saves in transformers' tower of Qwen2.5-VL, with torch's own operations
+    and attention.
+    """
+    width, heads = vision.hidden_size, vision.num_attention_heads
+    norm = width * (FP32 + size) + FP32
+    # Norms' outputs, queries, keys and values, before and after they are turned, and what attention gives.
+    attention = 9 * width * size + heads * FP32
+    block = 2 * norm + attention + 4 * vision.ffn_hidden_size * size
+    merger = norm + 3 * width * size
+    turned = 2 * (width // heads) * FP32  # cosines and sines, once for all blocks
+    return vision.num_layers * block + merger + turned + vision.patch_values * size

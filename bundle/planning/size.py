@@ -14,7 +14,8 @@ FLOPs of a forward pass are those of the model's matrix products, 2 for each mul
 The backward pass takes twice as many; as many for weights that are frozen, which have no gradient. Norms,
 rotations, softmax and all else that goes element by element is not counted, nor are adapters, padding (of the
 vocabulary too) and what recomputation does again. This is what model FLOPs utilisation (MFU) is computed from
-(Chowdhery et al., "PaLM", 2022, appendix B), but for causality, which that leaves out.
+(Chowdhery et al., "PaLM", 2022, appendix B), but for causality, which that leaves out. A vision tower is
+among the parameters, and not in the FLOPs: what it computes follows from images, not from tokens.
 """
 
 import math
@@ -26,7 +27,17 @@ from typing import NamedTuple
 
 from bundle import files
 from bundle.architectures import Architecture, adapters, padded_vocabulary, spellings
-from bundle.architectures.tensors import EMBEDDING, HEAD, Cut, Tensor, Tensors, cut, is_buffer, is_expert
+from bundle.architectures.tensors import (
+    EMBEDDING,
+    HEAD,
+    TOWER,
+    Cut,
+    Tensor,
+    Tensors,
+    cut,
+    is_buffer,
+    is_expert,
+)
 from bundle.capabilities import LayerTraits
 from bundle.capabilities.cpu import LOCAL
 from bundle.planning.layout import Chunk, whole_model
@@ -90,6 +101,8 @@ def parameters(
         layer(f"mtp.layers.{depth}.transformer_layer.", table.mtp_layer(depth, local))
     if chunk.head and not (tied and (chunk.embedding or chunk.embedding_copy)):
         found.append(held(table.head())._replace(shared_embedding=travels and tied))
+    if chunk.embedding:
+        found.extend(map(held, table.tower()))
     return tuple(found)
 
 
@@ -169,7 +182,7 @@ def model_size(architecture: Architecture, lora: LoRA | None = None) -> ModelSiz
     tensors = parameters(architecture, parallel, whole, _TRAITS)
     own = [tensor for tensor in tensors if tensor.name not in (EMBEDDING, HEAD)]
     main = [tensor for tensor in own if not tensor.name.startswith("mtp.")]
-    matrices = [tensor for tensor in own if len(tensor.shape) == 2]
+    matrices = [t for t in own if len(t.shape) == 2 and not t.name.startswith(TOWER)]
     tables = (len(tensors) - len(own)) * hidden  # parameters for each entry of the vocabulary
     mtp, (key, value) = architecture.mtp_layers, architecture.head_dims
     pair = 2 * architecture.num_attention_heads * (key + value)

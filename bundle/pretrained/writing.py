@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 from bundle import files
 from bundle.architectures import Architecture
 from bundle.architectures.published import NAMES
-from bundle.architectures.tensors import Tensor, Tensors
+from bundle.architectures.tensors import TOWER, Tensor, Tensors
 from bundle.pretrained.directory import BYTES, INDEX, SINGLE
 from bundle.recipe import Recipe
 
@@ -158,7 +158,8 @@ def write_config(directory: Path, model: Published, numbers: Numbers) -> None:
 def is_quantized(name: str) -> bool:
     """Whether an FP8 export has this tensor of the table in FP8: the linear layers, without routers."""
     path, _, kind = name.rpartition(".")
-    return path.rpartition(".")[2].startswith("linear_") and kind == "weight"
+    linear = path.rpartition(".")[2].startswith("linear_") and kind == "weight"
+    return linear and not name.startswith(TOWER)
 
 
 def _quantization(tensors: Iterable[Tensor]) -> dict[str, Any]:

@@ -285,6 +285,8 @@ class Recipe(Section):
             "moe": moe,
             "router-replay": moe and model.router_replay,
             "expert-bias": architecture.moe is not None and architecture.moe.expert_bias,
+            "mrope": bool(architecture.rotary_sections),
+            "multimodal": architecture.vision is not None,
             "mtp": mtp,
             "mtp-detached": mtp and model.mtp.detached,
             "packed": self.data.packed,

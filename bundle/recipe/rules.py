@@ -24,6 +24,7 @@ def violations(recipe: Recipe) -> list[Violation]:
         _pipeline,
         _sequences,
         _prediction,
+        _vision,
         _recomputation,
         _arithmetic,
         _adapters,
@@ -156,6 +157,21 @@ def _prediction(recipe: Recipe) -> Iterator[Violation]:
             "model.mtp.layers",
             f"predicts {depth} tokens ahead in sequences of {recipe.data.sequence_length}",
         )
+
+
+def _vision(recipe: Recipe) -> Iterator[Violation]:
+    """What is not computed beside a vision tower."""
+    model = recipe.model
+    if recipe.architecture.vision is None:
+        return
+    if model.lora is not None:
+        yield "model.lora", "adapters are not computed in models with a vision tower"
+    if model.fp8 is not None:
+        yield "model.fp8", "FP8 products are not computed in models with a vision tower"
+    if recipe.architecture.mtp_layers:
+        yield "model.mtp.layers", "multi-token prediction is not computed in models with a vision tower"
+    if recipe.task != "sft" or recipe.data.template != "chat":
+        yield "data.template", "images come in conversations: task sft, data.template: chat"
 
 
 MODULES = {"core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"}

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from bundle.data import Batch, Loader
@@ -18,6 +19,7 @@ from bundle.mcore.groups import Groups
 from bundle.recipe import Recipe
 from bundle.recipe.sections import EarlyStop
 from bundle.runs.metrics import Metrics
+from bundle.sequences.images import Images
 from bundle.sequences.packing import Packing
 
 
@@ -35,7 +37,7 @@ class Batches:
         }
         # Every pack is filled up to the same number of rows: stages exchange activations of one shape.
         self._length = recipe.data.sequence_length
-        self._alignment = recipe.alignment
+        self._alignment, self._vision = recipe.alignment, recipe.architecture.vision
         self.lengths: list[int] = []  # of the sequences of this rank's last step, padding aside
 
     def training(self, consumed: int) -> list[MicroBatch]:
@@ -51,13 +53,20 @@ class Batches:
 
     def _micro_batch(self, batch: Batch) -> MicroBatch:
         ids, labels, mask = (x.to(self._device) for x in (batch.ids, batch.labels, batch.loss_mask))
-        cp = self._groups.cp
+        cp, options = self._groups.cp, {**self._options, "images": self._images(batch)}
         if batch.lengths is None:
-            return from_rows(ids, labels, mask, cp=cp.size, rank=cp.rank, **self._options)
+            return from_rows(ids, labels, mask, cp=cp.size, rank=cp.rank, **options)
         packing = Packing.of(
             batch.lengths, self._alignment, rank=cp.rank, length=self._length, device=self._device
         )
-        return from_packing(ids[0], labels[0], mask[0], packing, **self._options)
+        return from_packing(ids[0], labels[0], mask[0], packing, **options)
+
+    def _images(self, batch: Batch) -> Images | None:
+        """The images of a batch, for a model that sees some."""
+        if self._vision is None:
+            return None
+        lengths, ids = np.asarray(_lengths(batch), np.int64), batch.ids.flatten().numpy()
+        return Images.of(batch.pixels, batch.grids, ids, lengths, self._vision).to(self._device)
 
 
 def _lengths(batch: Batch) -> Sequence[int]:

@@ -24,12 +24,16 @@ from bundle.planning.size import parameters
 from bundle.recipe import Recipe
 from tests.planning.jobs import DEEPSEEK, QWEN2_TIED, QWEN3, job
 from tests.planning.megatron import ready
+from tests.vision.cases import CASES as CASES_THAT_SEE
 
 _FIRST, _LAST = ({f"num_layers_in_{end}_pipeline_stage": 1} for end in ("first", "last"))
 _FOUR, _TWO = {"num_layers_in_first_pipeline_stage": 4}, {"num_layers_in_last_pipeline_stage": 2}
 _LORA = {"rank": 3, "alpha": 6.0}
 _ADAPTED = {"lora": {**_LORA, "targets": ["q_proj", "v_proj", "o_proj", "up_proj"]}}
 _LATENT = {"lora": {**_LORA, "targets": ["q_b_proj", "kv_a_proj_with_mqa", "gate_proj", "down_proj"]}}
+SEEING = CASES_THAT_SEE[0].config
+_ROWS = {"source": "jsonl", "path": ["none"], "sequence_length": 32, "tokenizer": "hf:none"}
+_TALK = {"task": "sft", "data": {**_ROWS, "template": "chat"}}
 _OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 6000}
 CASES: tuple[tuple[int, dict[str, Any], dict[str, Any]], ...] = (
     (1, QWEN3, {}),
@@ -57,6 +61,9 @@ CASES: tuple[tuple[int, dict[str, Any], dict[str, Any]], ...] = (
     (2, QWEN2_TIED, {"parallel": {"pp": 2}, "model": _ADAPTED, "distributed": _OVERLAP}),
     (4, DEEPSEEK, {"parallel": {"tp": 2, "ep": 2, "etp": 1}, "model": _LATENT}),
     (2, DEEPSEEK | {"num_nextn_predict_layers": 0}, {"parallel": {"tp": 1, "etp": 2}, "model": _LATENT}),
+    (2, SEEING, _TALK),
+    (2, SEEING, {**_TALK, "parallel": {"tp": 2}}),
+    (4, SEEING, {**_TALK, "parallel": {"pp": 2}, "distributed": _OVERLAP}),
 )
 
 

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bundle.errors import UsageError
-from bundle.recipe import Parallel, load
+from bundle.recipe import Parallel, from_mapping, load
+from tests.vision.cases import CASES
 
 BROKEN = [
     ("qwen3-tp2-sp", ["parallel.tp=4"], "parallel.tp: 4 does not divide num_key_value_heads 2"),
@@ -159,3 +160,44 @@ def test_features_name_what_patches_ask_for():
     assert "etp-unlike-tp" in load("demo", [*words, "parallel.etp=1"]).features
     assert "etp-unlike-tp" in load("demo", ["parallel={etp: 2, ep: 1}"]).features
     assert "mtp" not in load("demo", ["model.mtp.layers=0"]).features
+
+
+SEEING = {
+    "name": "seeing",
+    "task": "sft",
+    "model": {"config": CASES[0].config},
+    "data": {
+        "source": "jsonl",
+        "path": ["rows.jsonl"],
+        "sequence_length": 64,
+        "tokenizer": "hf:DIR",
+        "template": "chat",
+    },
+    "train": {"steps": 1, "global_batch_size": 1},
+    "optimizer": {"warmup_steps": 0},
+}
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "reason"),
+    [
+        ("model", {"fp8": {"scaling": "delayed"}}, "model.fp8: FP8 products are not computed"),
+        ("model", {"mtp": {"layers": 1}}, "model.mtp.layers: multi-token prediction is not computed"),
+        ("data", {"template": "plain"}, "data.template: images come in conversations"),
+        (
+            "model",
+            {"lora": {"rank": 2, "alpha": 4.0, "targets": ["q_proj"]}},
+            "model.lora: adapters are not computed",
+        ),
+        (
+            "model",
+            {"lora": {"rank": 2, "alpha": 4.0, "targets": ["attn.proj"]}},
+            "no projection is called attn.proj",
+        ),
+    ],
+)
+def test_what_is_not_computed_beside_a_vision_tower_is_named(section, change, reason):
+    assert {"mrope", "multimodal"} <= from_mapping(SEEING).features
+    with pytest.raises(UsageError) as refused:
+        from_mapping(SEEING | {section: SEEING[section] | change})
+    assert reason in " ".join(refused.value.violations)

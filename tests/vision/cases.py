@@ -1,0 +1,97 @@
+"""Tiny models that see images, with unusual numbers, in the words of transformers 4 and of 5."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from bundle.architectures import Vision, from_config
+
+_TEXT = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 203,  # 53 of the 256 columns are padding
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 3e-3,
+}
+_TOWER = {
+    "depth": 3,
+    "hidden_size": 24,
+    "num_heads": 2,
+    "intermediate_size": 44,
+    "out_hidden_size": 48,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "window_size": 16,
+    "fullatt_block_indexes": [1],
+    "tokens_per_second": 2,
+    "hidden_act": "silu",
+}
+IMAGE, START, END = 190, 192, 193
+_TOKENS = {
+    "image_token_id": IMAGE,
+    "video_token_id": 191,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+}
+_SECTIONS = {"mrope_section": [2, 3, 1]}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A Hugging Face config."""
+
+    name: str
+    config: dict[str, Any]
+
+    @property
+    def family(self) -> str:
+        """The model_type."""
+        found: str = self.config["model_type"]
+        return found
+
+    @property
+    def vision(self) -> Vision:
+        """The tower."""
+        found = from_config(self.config).vision
+        assert found is not None
+        return found
+
+
+_OLD = {"rope_theta": 700.0, "rope_scaling": {"type": "mrope", **_SECTIONS}}
+_NEW = {"rope_parameters": {"rope_type": "default", "rope_theta": 700.0, **_SECTIONS}}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+CASES = (
+    Case(
+        "qwen2_5_vl as on the Hub",
+        {"model_type": "qwen2_5_vl", **_TEXT, **_OLD, "vision_config": _TOWER | {"in_chans": 3}, **_TOKENS},
+    ),
+    Case(
+        "qwen2_5_vl tied, another tower",
+        {
+            "model_type": "qwen2_5_vl",
+            "text_config": {"model_type": "qwen2_5_vl_text", **_TEXT, **_NEW},
+            "vision_config": _TOWER
+            | {"fullatt_block_indexes": [0, 2], "window_size": 8, "temporal_patch_size": 1, "patch_size": 2}
+            | {"in_channels": 3},
+            "tie_word_embeddings": True,
+            **_TOKENS,
+        },
+    ),
+    Case(
+        "qwen2_5_vl stretched",
+        {
+            "model_type": "qwen2_5_vl",
+            "text_config": {
+                "model_type": "qwen2_5_vl_text",
+                **_TEXT,
+                "rope_parameters": {**_YARN, "rope_theta": 700.0, **_SECTIONS},
+            },
+            "vision_config": _TOWER,
+            **_TOKENS,
+        },
+    ),
+)

@@ -1,0 +1,118 @@
+"""Models that see images compute what transformers' own classes do, the tower's gradients included, in every
+layout; what they export transformers opens as the same model."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bundle.architectures import from_config
+from bundle.errors import JobFailed
+from tests.families.loaded import LAYOUTS as OF_THE_RECORD
+from tests.families.record import note
+from tests.vision import reference
+from tests.vision.cases import CASES
+from tests.vision.rank import ALONE, EXPORTED, LAYOUTS
+
+AGREES = 1e-5  # of the largest log-probability
+OF_GRADIENTS = 2e-5  # of the largest in a tensor; both sides are float32
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_images_are_seen_as_transformers_sees_them(seen, core, layout):
+    ranks = 2 if LAYOUTS[layout] else 1
+    said = core.world.run("tests.vision.rank", ranks, str(seen), layout, timeout=500)
+    found = json.loads(said[0].splitlines()[-1])
+    assert found.keys() == {case.name for case in CASES}
+    assert not {name: both for name, both in found.items() if not both[0] <= AGREES}
+    assert not {name: both for name, both in found.items() if not both[1] <= OF_GRADIENTS}
+    if layout in OF_THE_RECORD:
+        note(core.version, layout, by_family(found, 0))
+    if layout == ALONE:
+        assert not {case.name: wrong for case in CASES if (wrong := exported(seen / case.name, case))}
+        note(core.version, "gradients", by_family(found, 1))
+        note(core.version, EXPORTED, by_family(dict.fromkeys(found, (0.0,)), 0))
+
+
+def by_family(found, which):
+    """The largest distance of each family's cases."""
+    return {
+        family: max(found[case.name][which] for case in CASES if case.family == family)
+        for family in {case.family for case in CASES}
+    }
+
+
+def exported(directory, case):
+    """What is wrong with a model that was loaded and exported."""
+    theirs, numbers = reference.read(directory)
+    wrong, log_probs = reference.opened(case, directory / EXPORTED, numbers)
+    far = (log_probs - numbers["first log-probs"]).abs().max() / numbers["first log-probs"].abs().max()
+    if not far <= 1e-9:
+        wrong.add(f"log-probs are {far:.1e} off")
+    ours = reference.tensors(directory / EXPORTED)
+    same = {name for name in theirs if name in ours and torch.equal(ours[name], theirs[name])}
+    return sorted(wrong | (theirs.keys() ^ ours.keys()) | (theirs.keys() - same))
+
+
+def test_positions_are_those_of_transformers(seen):
+    import numpy as np
+
+    from bundle.sequences.images import Images
+
+    for case in CASES:
+        _, numbers = reference.read(seen / case.name)
+        vision = case.vision
+        ids = [numbers[f"{name} ids"] for name in ("first", "second")]
+        grids = [numbers[f"{name} grids"] for name in ("first", "second")]
+        lengths = np.asarray([len(one) for one in ids])
+        whole, together = torch.cat(ids).numpy(), torch.cat(grids).numpy()
+        images = Images.of(torch.zeros(0), together, whole, lengths, vision)
+        theirs = torch.cat([reference.positions(case, *one) for one in zip(ids, grids, strict=True)])
+        assert torch.equal(images.positions, theirs)
+
+
+def test_as_many_places_as_embeddings():
+    import numpy as np
+
+    from bundle.sequences.images import Images
+
+    vision = CASES[0].vision
+    ids, lengths = np.asarray([1, vision.image_token, 2]), np.asarray([3])
+    with pytest.raises(JobFailed, match="Images of 2 embeddings in sequences that have 1 tokens for them"):
+        Images.of(torch.zeros(8, 4), np.asarray([[1, 2, 4]]), ids, lengths, vision)
+    blank = Images.of(torch.zeros(0), np.zeros((0, 3), np.int64), ids[:1], np.asarray([1]), vision)
+    assert blank.index.tolist() == [-1] and blank.pixels.shape == (4, vision.patch_values)
+    assert blank.positions.tolist() == [[0, 0, 0]] and not blank.pixels.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [{}, {"num_layers": 1, "hidden_size": 48, "ffn_hidden_size": 20}])
+@pytest.mark.usefixtures("megatron")
+def test_what_a_tower_keeps_is_predicted(dtype, size):
+    from bundle.models.vision import Vision
+    from bundle.planning.activations import bytes_of_a_patch
+    from bundle.sequences.images import Images
+    from tests.planning.rank import Kept
+
+    vision = replace(CASES[0].vision, **size, full_layers=())
+    tower = Vision(replace(from_config(CASES[0].config), vision=vision), dtype)
+    grids = torch.tensor([[1, 16, 16], [1, 8, 16]])
+    patches = int(grids.prod(1).sum())
+    pixels = torch.randn(patches, vision.patch_values)
+    nowhere, kept = torch.zeros(0), Kept([tower])
+    with kept:
+        tower(Images(pixels, grids, nowhere, nowhere))
+    predicted = patches * bytes_of_a_patch(vision, dtype.itemsize)
+    assert kept.bytes == pytest.approx(predicted, rel=0.02)
+
+
+@pytest.mark.usefixtures("megatron")
+def test_frequencies_of_a_tower_stay_in_fp32():
+    from bundle.models.vision import Vision
+
+    tower = Vision(from_config(CASES[0].config), torch.float32).bfloat16()
+    assert {parameter.dtype for parameter in tower.parameters()} == {torch.bfloat16}
+    assert {name: b.dtype for name, b in tower.named_buffers() if b.dtype != torch.float32} == {}
+    assert any(True for _ in tower.buffers())
