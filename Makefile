@@ -9,6 +9,8 @@ TRITON      ?= triton==3.9.0
 # Another index for torch, e.g. the vendor's CPU or CUDA builds; empty: pip's own.
 TORCH_INDEX ?=
 RELEASES    ?= .cache/releases
+# What was proven in which versions, for docs/compatibility.md, whose end says how it is added there.
+RECORDS     ?= .cache/records
 # torch-npu breaks `import torch` on a machine without CANN: it never goes into the environment above.
 NPU_VENV    ?= .cache/npu
 # What frameworks import, and want older than we do: an environment on top of the one above.
@@ -52,9 +54,10 @@ $(FOREIGN): $(DEVELOP) Makefile
 	$(FOREIGN_VENV)/bin/python -c 'import sys, sysconfig; from pathlib import Path; \
 	  Path(sysconfig.get_path("purelib"), "develop.pth").write_text(f"import site; site.addsitedir({sys.argv[1]!r})\n")' \
 	  "$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
-	# What Megatron-LM, verl, ms-swift and mcore-bridge were seen to stop at; built here is none of it.
-	$(FOREIGN_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --only-binary=:all: \
-	  six 'transformers>=4.57,<5' 'datasets<5' ray tensordict codetiming hydra-core peft modelscope json_repair
+	# What Megatron-LM, verl, ms-swift and mcore-bridge were seen to stop at; built here is but a parser of hydra-core.
+	$(FOREIGN_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --only-binary=:all: --no-binary antlr4-python3-runtime six 'transformers>=4.57,<5' 'datasets<5' ray tensordict \
+	  codetiming 'hydra-core>=1.3' peft modelscope json_repair mbridge torchdata pyzmq orjson msgspec dacite 'trl<1'
 	touch $@
 
 demo: $(RUN)  ## train the demo recipe on this machine's CPU
@@ -72,7 +75,7 @@ test: $(DEVELOP)  ## the default release in full, the oldest and the newest mino
 
 matrix: $(DEVELOP)  ## every supported minor: all layouts, every patch proven, every trap still there
 	$(VENV)/bin/python -m tests.matrix.fetch $(RELEASES)
-	$(VENV)/bin/python -m pytest -m matrix
+	$(VENV)/bin/python -m pytest -m matrix --record $(RECORDS)/matrix.json --record-command 'make $@'
 
 matrix-new: $(DEVELOP)  ## the same for releases that nobody has reviewed yet
 	$(VENV)/bin/python -m tests.matrix.fetch $(RELEASES)-later later
@@ -91,7 +94,7 @@ clusters: $(DEVELOP)  ## a real Slurm of two nodes; as root, after apt-get insta
 	$(VENV)/bin/python -m pytest -m clusters -rs
 
 npu-contract: $(NPU)  ## the real torch-npu over stand-ins for CANN: what can be told without an NPU
-	$(NPU_VENV)/bin/python -m tests.npu
+	$(NPU_VENV)/bin/python -m tests.npu --record $(RECORDS)/npu.json --record-command 'make $@'
 
 bench: $(DEVELOP)  ## the verbs' start, patching, packing, weights against a copy, training against a bare megatron-core loop
 	$(VENV)/bin/python -m benchmarks.cli

@@ -18,6 +18,7 @@ _SAID: pytest.StashKey[dict[tuple[str, str, str | None], list[str]]] = pytest.St
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", metavar="FILE", help="write what was proven in which versions")
+    parser.addoption("--record-command", metavar="COMMAND", help="what it was proven by, if not this command")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,16 +48,18 @@ class _Recorder:
                 whats += [what] if what not in whats else []
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        file, said = self._config.getoption("--record"), self._config.stash[_SAID]
+        file, proven = self._config.getoption("--record"), self._config.stash[_SAID]
         if not file or exitstatus != pytest.ExitCode.OK:
             return
         words = [str(word) for word in self._config.invocation_params.args]
-        command = " ".join(["python -m pytest", *_without_record(words)])
+        said = self._config.getoption("--record-command")
+        command = said or " ".join(["python -m pytest", *_without_record(words)])
         here = packages.detect()
         rows = [
             compatibility.observed(here, backend, device, whats, command, core=core).model_dump(mode="json")
-            for (backend, device, core), whats in said.items()
+            for (backend, device, core), whats in proven.items()
         ]
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).write_text(json.dumps({"combinations": rows}))
 
 

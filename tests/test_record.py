@@ -26,13 +26,14 @@ def test_quiet(): pass
 """
 
 
-def recorded(folder: Path, good: bool) -> Path:
+def recorded(folder: Path, good: bool, *said: str) -> Path:
     (folder / "conftest.py").write_text(
         "from tests.record import proven, pytest_addoption, pytest_configure\n"
     )
     (folder / "test_some.py").write_text(TESTS.replace("{good}", str(good)))
-    file = folder / "record.json"
-    command = [sys.executable, "-m", "pytest", "-q", "--record", str(file), "-p", "no:cacheprovider", "."]
+    file = folder / "records/record.json"
+    command = [sys.executable, "-m", "pytest", "-q", "--record", str(file), "-p", "no:cacheprovider"]
+    command += [*said, "."]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     assert ran.returncode == (0 if good else 1), ran.stdout + ran.stderr
@@ -49,6 +50,8 @@ def test_what_was_proven_is_written_once_with_the_versions(tmp_path):
     assert (said["0.99.0"]["backend"], said["0.99.0"]["device"]) == ("ascend", "emulated")
     assert all(row["packages"]["torch"] == version("torch") for row in rows)
     assert said["0.98.0"]["command"] == "python -m pytest -q -p no:cacheprovider ."
+    rows = json.loads(recorded(tmp_path, True, "--record-command", "make it").read_text())["combinations"]
+    assert {row["command"] for row in rows} == {"make it"}
 
 
 def test_nothing_is_written_where_a_test_failed(tmp_path):

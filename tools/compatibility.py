@@ -46,14 +46,21 @@ What `docker-bake.json` pins and no row above has beside its megatron-core was n
 _ADDING = """\
 ## Adding to it
 
-Each of these commands writes down what it ran in; the first and the second only where nothing failed:
+Each of these commands writes down what it ran in; the first and the second only where nothing failed, the
+last two on a machine with the devices:
 
 ```sh
-python -m pytest -m matrix --record matrix.json
-python -m tests.npu --record npu.json
+make matrix                                         # .cache/records/matrix.json
+make npu-contract                                   # .cache/records/npu.json
 mcore-bundle patches verify --json > verify.json
 python -m benchmarks.gpu --results DIRECTORY        # DIRECTORY/combination.json
-python -m tools.compatibility add matrix.json ...
+```
+
+`add` puts them into the table, where a row of the same command and versions makes way for the new one; commit
+table and page:
+
+```sh
+python -m tools.compatibility add .cache/records/*.json verify.json DIRECTORY/combination.json
 python -m tools.compatibility page > docs/compatibility.md
 ```
 """

@@ -23,7 +23,7 @@ def doctor(
     """Examine the machine and the installed packages; ends with 3 if something must be fixed first."""
     installed = packages.detect()
     found, findings = examine(machine.local(), installed, backend)
-    findings = (*findings, *hook.findings(interpreters.own_sites()))
+    findings = (*findings, *hook.findings(hook.found(interpreters.own_sites())))
     if as_json:
         built = image.own()
         report = {

@@ -1,6 +1,8 @@
 """`mcore-bundle patches audit`: the silent defects of somebody's environment, and what mends them."""
 
 import json
+from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -10,9 +12,11 @@ from bundle.cli import options
 from bundle.environment import interpreters, packages
 from bundle.environment.packages import Package, Stack
 from bundle.errors import EnvironmentUnfit, ExitCode
+from bundle.patches import hook
 from bundle.patches.audit import Audit, Defect, Standing
 from bundle.patches.audit import audit as examine
 from bundle.patches.entry import NOTHING, Patch, known_features, shown_features
+from bundle.patches.hook import Hook, Words
 from bundle.patches.subject import Subject, Table, installed, load, named
 
 _INDENT = " " * 13
@@ -37,7 +41,9 @@ def audit(
     if not env and not mcore and stack.megatron.core is None and (active := interpreters.active()):
         stack = Stack(interpreters.search_path_of(env := active))
     found = examine(_subject(mcore, stack, table, env), table, stack, used)
-    print(json.dumps(_document(found, env, used), indent=2) if as_json else "\n".join(_lines(found, used)))
+    hooks = hook.found(interpreters.sites_in(env) if env else interpreters.own_sites())
+    document = {**_document(found, env, used), "hooks": [_hook(each) for each in hooks]}
+    print(json.dumps(document, indent=2) if as_json else "\n".join(_lines(found, used, hooks)))
     if found.reaching:
         raise typer.Exit(int(ExitCode.PATCHES))
 
@@ -72,6 +78,11 @@ def _document(found: Audit, env: str, used: frozenset[str] | None) -> dict[str, 
     }
 
 
+def _hook(of: Hook) -> dict[str, Any]:
+    said = asdict(of.words) if of.words else dict.fromkeys(Words.__dataclass_fields__)
+    return {"file": str(of.file), **said, "fault": of.fault or None}
+
+
 def _row(defect: Defect) -> dict[str, Any]:
     entry = defect.entry
     ours = isinstance(entry, Patch)
@@ -95,8 +106,11 @@ def _row(defect: Defect) -> dict[str, Any]:
     }
 
 
-def _lines(found: Audit, used: frozenset[str] | None) -> list[str]:
+def _lines(found: Audit, used: frozenset[str] | None, hooks: Iterable[Hook]) -> list[str]:
     lines = [str(found.subject), *map(_framework, found.frameworks)]
+    for finding in hook.findings(hooks):
+        then = finding.fix or "what follows is so without them"
+        lines.append(f"{finding.subject}: {finding.cause}; {then}")
     silent = [defect for defect in found.defects if defect.entry.silent]
     counts = [
         f"{count} {what}"

@@ -187,6 +187,12 @@ def sites_of(environment: str) -> Sites:
     raise UsageError(f"--env {shown}: {why}: name its python, like .venv/bin/python, or its directory")
 
 
+def sites_in(environment: str) -> tuple[Path, ...]:
+    """The directories whose .pth files another interpreter reads, told as in `search_path_of`."""
+    prefix = _prefix(environment)
+    return tuple(_sites(prefix)) if prefix else ()
+
+
 def own_sites() -> tuple[Path, ...]:
     """The directories whose .pth files this very interpreter reads."""
     user = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from bundle import log
@@ -34,8 +34,9 @@ def enable(
     `features` are words of `entry.FEATURES` for what the program uses; without them everything counts as
     used, and traps, which no patch mends, are not told. A patch that assumes something of its caller is left
     out unless `vouched` has its id, and so is one whose defect a framework beside it mends, or may mend.
-    `allowed` are drifts to go on with; `backend` is one of `hardware.CHOICES`. Neither torch nor megatron is
-    imported. Called again with the same words it does nothing.
+    `allowed` are drifts, and frameworks' code that nobody has read, to go on with; `backend` is one of
+    `hardware.CHOICES`. Neither torch nor megatron is imported. Called again with the same
+    words it does nothing.
 
     A patch that fits no more stops a program that is known to use what it mends; without `features` it is
     left out and warned of, unless `strict` has it stop there too.
@@ -81,7 +82,8 @@ def planned(
     patches = [patch for patch in PATCHES if patch.id in needed]
     job = context(subject, of, backend=on, features=used)
     put, theirs = audit.beside(of.frameworks(), patches, subject, subject.reader(table), job)
-    decided = (_left_to_framework(d, put, theirs.get(d.id), vouched) for d in found.decisions)
+    beyond = {Standing.CONDITIONAL: vouched, Standing.UNKNOWN: allowed}
+    decided = (_left_to_framework(d, put, theirs.get(d.id), beyond) for d in found.decisions)
     # What the program does is not ours to refuse: a trap is told, and a patch of what it may not use.
     told = {Action.TRAP} if used is not None or strict else {Action.TRAP, Action.DRIFT}
     decisions = tuple(d if d.action not in told else replace(d, stops=False) for d in decided)
@@ -90,11 +92,15 @@ def planned(
 
 
 def _left_to_framework(
-    decision: Decision, put: Iterable[MonkeyPatch], theirs: Defect | None, vouched: Collection[str]
+    decision: Decision,
+    put: Iterable[MonkeyPatch],
+    theirs: Defect | None,
+    beyond: Mapping[Standing, Collection[str]],
 ) -> Decision:
     """OWNED where a framework mends the defect, or has put code of its own in the place that ours is for.
 
-    So it is where it may mend it, unless somebody vouches for the patch: twice mended is wrong again.
+    So it is where it may mend it, unless `beyond` has the patch: twice mended is wrong again. A program may
+    be none of the jobs in which it is mended; of code that nobody has read, the caller's say tells nothing.
     """
     placed = tuple(
         patch for patch in put if patch.target in decision.targets and not (patch.wraps or patch.conditions)
@@ -105,7 +111,7 @@ def _left_to_framework(
     elif decision.action is Action.APPLY and placed:
         reason = f"{audit.replaced_by(placed)}, which this patch was not read with"
     elif decision.action is Action.APPLY and theirs is not None and theirs.standing is not Standing.PRESENT:
-        reason = None if decision.id in vouched else theirs.reason
+        reason = None if decision.id in beyond[theirs.standing] else theirs.reason
     return replace(decision, action=Action.OWNED, reason=reason, stops=False) if reason else decision
 
 

@@ -137,9 +137,9 @@ def leave() -> None:
     sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__module__ != _PROGRAM]
 
 
-def findings(sites: Iterable[Path]) -> Iterator[Finding]:
-    """What `doctor` says: each hook of these directories; nothing where there is none."""
-    for there in found(sites):
+def findings(hooks: Iterable[Hook]) -> Iterator[Finding]:
+    """What `doctor` and `patches audit` say of each."""
+    for there in hooks:
         if there.fault:
             yield warn("patches", _not_ours(there), "look at it, and delete it")
         else:

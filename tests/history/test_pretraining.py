@@ -11,19 +11,26 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bundle.patches.catalogue import PATCHES
 from tests.history.test_foreign import FORK, FRAMEWORKS, UPSTREAM, megatron, repository, unpacked
+from tests.patches.test_enabling import PREDICTING
 from tests.patches.trees import Release
 
 pytestmark = pytest.mark.releases
-PREDICTING = Path(__file__).with_name("predicting.py")
 COUNT, RATIO = "mtp-loss-context-parallel-count", "mtp-loss-context-parallel-normalisation"
 OF_PACKS = ("packed-rotary-host-reads", "mtp-packed-roll-boundaries")
-# release -> what mends it; from 0.18 on the script wants Python 3.12
-VERSIONS = {"0.16.1": COUNT, "0.17.1": RATIO}
+# release -> what mends its gradients under context parallelism
+VERSIONS = dict.fromkeys(("0.14.0", "0.15.3", "0.16.1"), COUNT)
+VERSIONS |= dict.fromkeys(("0.17.1", "0.18.2", "0.19.2"), RATIO)
+OVERRIDE = """
+import typing
+import typing_extensions
+typing.override = typing_extensions.override  # all that the scripts have of Python 3.12, which 0.18 asks for
+"""
 _SAID = """
     --transformer-impl local --num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 64
     --max-position-embeddings 64 --position-embedding-type rope --micro-batch-size 1
@@ -41,10 +48,17 @@ _SAID = """
 """
 CONVERSED = _SAID.split()
 WORDS = 61  # of the tokenizer of those
+_REFUSED = "its script says: Multi-Token Prediction (MTP) is not supported with Context Parallelism."
+_NO_PACKS = "its script has no packs: no batch of it has boundaries of sequences (cu_seqlens)"
 _A_ROW = (
-    "0.16.1's script cannot train on packs: its get_batch leaves their boundaries in a row, where rotary "
+    "its script cannot train on packs: get_batch leaves their boundaries in a row, where rotary "
     "embeddings fail (Boolean value of Tensor with more than one value is ambiguous)"
 )
+
+
+def barred(reason: str, *versions: str) -> list[Any]:
+    """Releases in which a test cannot run, and why."""
+    return [pytest.param(version, marks=pytest.mark.skip(f"{version}: {reason}")) for version in versions]
 
 
 @pytest.fixture
@@ -52,12 +66,14 @@ def checkout(version: str, release: Release, tmp_path: Path) -> Path:
     """The tag of a release, with the index builder that is compiled in its wheel."""
     pytest.importorskip("six")  # which 0.16 and earlier import and nobody declares
     upstream = repository(UPSTREAM)
-    tag = f"core_v{version}"
-    if not upstream.head(tag):
-        pytest.skip(f"the clone of Megatron-LM has no tag {tag}")
-    top = upstream.ask("ls-tree", "--name-only", tag).split()
+    refs = (f"core_v{version}", f"core_r{version.rpartition('.')[0]}.0")  # not every release has a tag
+    ref = next(filter(upstream.head, refs), None)
+    if ref is None:
+        pytest.skip(f"the clone of Megatron-LM has neither {' nor '.join(refs)}")
+    top = upstream.ask("ls-tree", "--name-only", ref).split()
     folders = [name for name in top if name.endswith(".py") or name == "megatron"]
-    root = unpacked(upstream, tag, tmp_path / "tree", *folders, "examples/run_simple_mcore_train_loop.py")
+    root = unpacked(upstream, ref, tmp_path / "tree", *folders, "examples/run_simple_mcore_train_loop.py")
+    (tmp_path / "sitecustomize.py").write_text(OVERRIDE)
     data = root / "megatron/core/datasets"
     for built in (release(version) / "megatron/core/datasets").glob("helpers_cpp*.so"):
         (data / built.name).write_bytes(built.read_bytes())
@@ -97,7 +113,7 @@ def norm(checkout: Path, size: int, *vouched: str) -> tuple[float, list[str]]:
     before = ["--backend", "cpu", "--features", "mtp,cp"]
     before += [word for patch in vouched for word in ("--vouch", patch)]
     arguments = (*ARGUMENTS, *MOCKED, "--context-parallel-size", str(size), "--tensorboard-dir", str(board))
-    printed = ran(checkout / "pretrain_gpt.py", size, before, arguments)
+    printed = ran(checkout / "pretrain_gpt.py", size, before, arguments, checkout.parent)
     return _logged(board)["grad-norm"], printed
 
 
@@ -109,7 +125,7 @@ def _logged(board: Path) -> dict[str, float]:
     return {name: events.Scalars(name)[0].value for name in events.Tags()["scalars"]}
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", [*barred(_REFUSED, "0.12.3", "0.13.1"), *VERSIONS])
 def test_gradients_of_megatrons_own_training_script_are_those_of_one_rank(version: str, checkout: Path):
     alone, _ = norm(checkout, 1)
     without, _ = norm(checkout, 2)
@@ -144,7 +160,10 @@ def conversation(first: int, asked: int) -> list[dict[str, str]]:
     ]
 
 
-@pytest.mark.parametrize("version", [pytest.param("0.16.1", marks=pytest.mark.skip(_A_ROW)), "0.17.1"])
+NO_PACKS = barred(_NO_PACKS, "0.12.3", "0.13.1", "0.14.0", "0.15.3")
+
+
+@pytest.mark.parametrize("version", [*NO_PACKS, *barred(_A_ROW, "0.16.1"), "0.17.1", "0.18.2", "0.19.2"])
 def test_packed_conversations_train_megatrons_own_script_as_unpacked_ones_do(
     version: str, checkout: Path, tokenizer: Path, tmp_path: Path
 ):
@@ -170,7 +189,11 @@ def test_packed_conversations_train_megatrons_own_script_as_unpacked_ones_do(
         ]
         said += ["--global-batch-size", str(len(rows))]
         (printed,) = ran(
-            checkout / "pretrain_gpt.py", 1, [*before, *vouched], [*ARGUMENTS, *CONVERSED, *said]
+            checkout / "pretrain_gpt.py",
+            1,
+            [*before, *vouched],
+            [*ARGUMENTS, *CONVERSED, *said],
+            checkout.parent,
         )
         assert all((f"APPLY {patch}" in printed) is bool(vouched) for patch in OF_PACKS)
         logged = _logged(board)
@@ -199,8 +222,9 @@ def test_labels_that_a_fork_takes_apart_still_train_its_prediction_layers(framew
         unpacked(repository(FORK), FRAMEWORKS[framework][2], tree, "miles_megatron_plugins")
     applied = [patch.id for patch in PATCHES if patch.replacements and "mtp" in patch.when]
     vouching = [word for patch in applied for word in ("--vouch", patch)]
+    before = ["--backend", "cpu", "--features", "mtp"]
     (without,), (enabled,) = (
-        ran(PREDICTING, 1, ["--backend", "cpu", "--features", "mtp", *said], path=tree)
+        ran(PREDICTING, 1, [*before, *said], (str(tmp_path / f"store-{len(said)}"), "apart"), tree)
         for said in ((), vouching)
     )
     norms = [[float(n) for n in text.rpartition("norms ")[2].split()] for text in (without, enabled)]

@@ -1,11 +1,10 @@
 """Unpacks released megatron-core wheels side by side, for tests that look at several.
 
-python -m tests.matrix.fetch DIRECTORY [VERSION...]
-
 A version may be `oldest` or `newest` (that reviewed minor's newest release), `reviewed` (all of them)
 or `later` (every published one after those). Without a version: the newest release of every reviewed minor.
 """
 
+import argparse
 import re
 import subprocess
 import sys
@@ -71,9 +70,12 @@ def named(words: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    directory, *words = sys.argv[1:]
-    versions = named(words) if words else newest_of_each_minor()
+    parser = argparse.ArgumentParser(prog="python -m tests.matrix.fetch", description=__doc__)
+    parser.add_argument("directory", metavar="DIRECTORY", type=Path)
+    parser.add_argument("words", metavar="VERSION", nargs="*")
+    said = parser.parse_args()
+    versions = named(said.words) if said.words else newest_of_each_minor()
     for version in versions:
-        print(fetch(Path(directory), version))
+        print(fetch(said.directory, version))
     if not versions:
         print(f"no release of megatron-core after {max(map(Version, subject.load().references))}")

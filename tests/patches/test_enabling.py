@@ -126,18 +126,21 @@ def put():
     cross_entropy._VocabParallelCrossEntropy.forward = forward
 """
 COPIED = THEIRS.replace(" * get_tensor_model_parallel_world_size()", "")
+UNFAMILIAR = THEIRS.replace("exp_logits.size(-1) * get_tensor_model_parallel_world_size()", "theirs()")
 OTHERS = """
 from megatron.core.transformer.transformer_config import TransformerConfig
 def ours(self):
     self.checked = True
 TransformerConfig.__post_init__ = ours
 """
-FRAMEWORKS = {  # its file, what is vouched for, what becomes of the patch, and why
-    "it mends the defect": (f"{THEIRS}put()\n", (), "OWNED", "whose code does not have it"),
-    "whoever vouches": (f"{THEIRS}put()\n", (SMOOTHING,), "OWNED", "whose code does not have it"),
-    "in some of its jobs": (f"{THEIRS}if A:\n    put()\n", (), "OWNED", "elsewhere it is there"),
-    "which are not these": (f"{THEIRS}if A:\n    put()\n", (SMOOTHING,), "APPLY", "the defect is here"),
-    "its copy has it as well": (f"{COPIED}put()\n", (), "APPLY", "the defect is here"),
+FRAMEWORKS = {  # its file, what is said of the patch, what becomes of it, and why
+    "it mends the defect": (f"{THEIRS}put()\n", "", "OWNED", "whose code does not have it"),
+    "whoever vouches": (f"{THEIRS}put()\n", "--vouch", "OWNED", "whose code does not have it"),
+    "in some of its jobs": (f"{THEIRS}if A:\n    put()\n", "", "OWNED", "elsewhere it is there"),
+    "which are not these": (f"{THEIRS}if A:\n    put()\n", "--vouch", "APPLY", "the defect is here"),
+    "its copy has it as well": (f"{COPIED}put()\n", "", "APPLY", "the defect is here"),
+    "nobody has read its copy": (f"{UNFAMILIAR}put()\n", "--vouch", "OWNED", "was not read"),
+    "and it is allowed": (f"{UNFAMILIAR}put()\n", "--allow-drift", "APPLY", "the defect is here"),
 }
 
 
@@ -151,12 +154,12 @@ def test_where_a_framework_puts_its_own_code_no_patch_for_anothers_is(script: Pa
 
 @pytest.mark.parametrize("how", FRAMEWORKS)
 def test_what_a_framework_mends_is_left_to_it(how: str, script: Path, release: Release):
-    text, vouched, action, reason = FRAMEWORKS[how]
+    text, said_of_it, action, reason = FRAMEWORKS[how]
     (script.parent / "verl").mkdir()
     (script.parent / "verl/__init__.py").write_text(text)
     (script.parent / "megatron").symlink_to(release("0.16.1") / "megatron")
-    vouching = [word for patch in vouched for word in ("--vouch", patch)]
-    said = patched("--features", "tp,label-smoothing", *vouching, script).stderr
+    words = (said_of_it, SMOOTHING) if said_of_it else ()
+    said = patched("--features", "tp,label-smoothing", *words, script).stderr
     (line,) = [line for line in said.splitlines() if f" {SMOOTHING}: " in line]
     assert line.strip().startswith(f"{action} {SMOOTHING}: ") and reason in line
 

@@ -242,7 +242,10 @@ PATCHES = (
         upstream="NVIDIA/Megatron-LM#1612, NVIDIA-NeMo/Megatron-Bridge#1776; slime and miles carry a change",
         range="",
         when=frozenset({"mrope", "packed"}),
-        assumes="position ids [3, 1, t] are those of the whole pack, padding included, on every rank",
+        assumes=(
+            "position ids [3, 1, t] are those of the whole pack, padding included, on every rank; and the "
+            "model's attention is megatron's own, which takes each rank's rows of their table"
+        ),
         defect=_packs_are_cut,
     ),
 )
