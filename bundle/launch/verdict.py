@@ -70,6 +70,8 @@ class Verdict:
         where += [self.node] if self.nodes > 1 and self.node else []
         device = f", {self.device}" if self.device else ""
         who = f"{' on '.join(where)}{device}: " if where else ""
+        if (self.kind, self.action) == (Kind.LAUNCH, Action.RESTART):
+            return f"{who}{self.cause}; the same command tries again"
         return f"{who}{self.cause}{_AFTER[self.action].format(node=self.node)}"
 
     def text(self) -> str:

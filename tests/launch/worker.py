@@ -1,6 +1,7 @@
 """A rank without torch: does what its first argument says, and ends as ranks of ours do."""
 
 import os
+import resource
 import signal
 import sys
 import time
@@ -52,6 +53,18 @@ def mourn() -> None:
         pid = peer.read_text() if peer and peer.exists() else ""
         if pid and not Path("/proc", pid).exists():
             raise RuntimeError("[gloo/transport/tcp/pair.cc:544] Connection closed by peer [127.0.0.1]:34567")
+
+
+def grow() -> None:
+    """Rank 1 takes ever more memory, within a group of processes that has little, or may not have more."""
+    if RANK == 1 and "TEST_CGROUP" in os.environ:
+        Path(os.environ["TEST_CGROUP"], "cgroup.procs").write_text(str(os.getpid()))
+    elif RANK == 1:
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
+    taken = []
+    while RANK == 1:
+        taken.append(b"x" * (1 << 24))
+    sleep()
 
 
 def stubborn() -> None:

@@ -1,0 +1,124 @@
+"""Real faults of real processes, and the verdict on each, word by word."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bundle.launch import outcomes
+from tests.launch.launched import ROOT, finish, gone, reserved, start
+
+WORKER = "tests.launch.worker"
+SECONDS = 300  # for a start on a busy machine
+AGAIN = "the same command goes on after the last checkpoint"
+NEVER = "a restart does not mend this"
+HAS_NAMESPACES = os.geteuid() == 0 and shutil.which("unshare") is not None
+pytestmark = pytest.mark.world
+
+
+def node(monkeypatch: pytest.MonkeyPatch, rank: int, host: str, port: int, wait: int = 600) -> None:
+    """The variables of one node of two."""
+    said = {"NNODES": "2", "MASTER_ADDR": host, "MASTER_PORT": str(port), "NODE_RANK": str(rank)}
+    for name, value in said.items():
+        monkeypatch.setenv(f"PET_{name}", value)
+    monkeypatch.setenv("SLURMD_NODENAME", f"node{rank}")
+    monkeypatch.setenv("TEST_WAIT", str(wait))
+
+
+@pytest.fixture
+def cgroup() -> Iterator[Path]:
+    """A group of processes that may have 200 MiB of memory, of the first or second kind of groups."""
+    name, second = f"mcore-bundle-test-{os.getpid()}", Path("/sys/fs/cgroup/cgroup.controllers").exists()
+    group = Path("/sys/fs/cgroup", "" if second else "memory", name)
+    try:
+        group.mkdir()
+        (group / ("memory.max" if second else "memory.limit_in_bytes")).write_text(str(200 << 20))
+    except OSError as error:
+        pytest.skip(f"no group of processes can be made: {error}")
+    try:
+        yield group
+    finally:
+        group.rmdir()
+
+
+def test_a_rank_that_the_kernel_kills_for_want_of_memory(tmp_path, monkeypatch, cgroup):
+    monkeypatch.setenv("TEST_CGROUP", str(cgroup))
+    _, err = finish(start(tmp_path, WORKER, "grow"), 1, SECONDS)
+    more = "give the container more, or lower train.micro_batch_size or the ranks of a node"
+    assert err.splitlines()[-1] in (
+        # What the kernel's log says, where it may be read and counts processes as we do; else its counters.
+        f"rank 1: killed by the kernel, which had no memory left: {more}; {AGAIN}",
+        f"rank 1: killed by SIGKILL while the kernel ended processes for want of memory: {more}; {AGAIN}",
+    )
+    assert gone([outcome.pid for outcome in outcomes.read(tmp_path / "logs")])
+
+
+def test_a_rank_that_may_have_no_more_memory(tmp_path):
+    _, err = finish(start(tmp_path, WORKER, "grow"), 1, SECONDS)
+    assert err.splitlines()[-1] == (
+        "rank 1: its host gave it no more memory: raise the limit (`ulimit -v`, or that of the container), or"
+        f" lower train.micro_batch_size or the ranks of a node; {NEVER}"
+    )
+
+
+def test_the_port_where_nodes_meet_is_taken(tmp_path, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        node(monkeypatch, 0, "127.0.0.1", taken.getsockname()[1], 60)
+        _, err = finish(start(tmp_path, WORKER, "well"), 5, SECONDS)
+    assert err.splitlines()[-1] == (
+        "node0: the port where the nodes meet is taken on this node: end what listens there, or name another"
+        f" with --rendezvous; {NEVER}"
+    )
+
+
+def test_nobody_is_where_the_nodes_meet(tmp_path, monkeypatch):
+    with reserved() as port:
+        node(monkeypatch, 1, "127.0.0.1", port, 3)
+        _, err = finish(start(tmp_path, WORKER, "well"), 5, SECONDS)
+    said = err.splitlines()[-1]
+    assert said.startswith(f"node1: gave up: node 1 of 2 waits for the other 1 at 127.0.0.1:{port}, for ")
+    assert said.endswith(
+        " of at most 3 s: start this command on each, with --node-rank 0 to 1, and see that the port of node"
+        " 0 can be reached; the same command tries again"
+    )
+
+
+@pytest.mark.skipif(not HAS_NAMESPACES, reason="needs root, and unshare")
+def test_nodes_meet_at_a_name_that_is_known_20_seconds_late(tmp_path, monkeypatch):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n")
+    with reserved() as port:
+        started = []
+        for rank in (1, 0):
+            node(monkeypatch, rank, "late.example", port)
+            folder = tmp_path / str(rank)
+            folder.mkdir()
+            # A mount namespace of its own, where /etc/hosts is another: the machine's is not touched.
+            command = [
+                "unshare",
+                "--mount",
+                "sh",
+                "-ec",
+                'mount --bind "$0" /etc/hosts; exec "$@"',
+                str(hosts),
+            ]
+            started.append(
+                subprocess.Popen(
+                    [*command, sys.executable, "-m", "tests.launch.starter", "logs", WORKER, "well"],
+                    cwd=folder,
+                    env=os.environ | {"PYTHONPATH": str(ROOT)},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        time.sleep(20)
+        with hosts.open("a") as file:
+            file.write("127.0.0.1 late.example\n")
+        assert [finish(each, 0, SECONDS)[0] for each in started] == ["rank 2 of 4 []\n", "rank 0 of 4 []\n"]
