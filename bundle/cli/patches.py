@@ -9,11 +9,10 @@ import typer
 
 from bundle import files
 from bundle.cli import options
-from bundle.cli.patches_audit import audit
 from bundle.environment import BACKENDS, interpreters, packages
 from bundle.environment.packages import Stack
 from bundle.errors import ExitCode
-from bundle.patches import Action, Decision, enabling, hook
+from bundle.patches import Action, Decision, hook
 from bundle.patches.entry import NOTHING, known_features, spelled_features
 from bundle.patches.hook import Words
 from bundle.patches.plan import Survey, survey
@@ -59,7 +58,24 @@ def plan(
     found.check()
 
 
-app.command()(audit)
+@app.command()
+def audit(
+    env: Annotated[
+        str,
+        typer.Option(metavar="PYTHON", help="An environment's python, or its directory; not started."),
+    ] = "",
+    mcore: options.Mcore = "",
+    features: Annotated[
+        str,
+        typer.Option(metavar="WORD,...", help="What the jobs use, like mtp,cp,packed; without it, anything."),
+    ] = "",
+    as_json: options.JSON = False,
+    log_level: options.LogLevel = "",
+) -> None:
+    """Name the silent defects of an environment's megatron-core; ends with 4 where one reaches the jobs."""
+    from bundle.cli.patches_audit import audit as run
+
+    run(env, mcore, features, as_json=as_json)
 
 
 @app.command()
@@ -204,6 +220,8 @@ def enable(
     backend: options.OwnBackend = "auto",
 ) -> None:
     """Have every program of an environment patched when it imports megatron.core."""
+    from bundle.patches import enabling
+
     words = Words(
         spelled_features(features.split(",")), tuple(vouch or ()), tuple(allow_drift or ()), backend
     )

@@ -3,12 +3,11 @@
 import json
 from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from bundle import files
-from bundle.cli import options
 from bundle.environment import interpreters, packages
 from bundle.environment.packages import Package, Stack
 from bundle.errors import EnvironmentUnfit, ExitCode
@@ -22,20 +21,8 @@ from bundle.patches.subject import Subject, Table, installed, load, named
 _INDENT = " " * 13
 
 
-def audit(
-    env: Annotated[
-        str,
-        typer.Option(metavar="PYTHON", help="An environment's python, or its directory; not started."),
-    ] = "",
-    mcore: options.Mcore = "",
-    features: Annotated[
-        str,
-        typer.Option(metavar="WORD,...", help="What the jobs use, like mtp,cp,packed; without it, anything."),
-    ] = "",
-    as_json: options.JSON = False,
-    log_level: options.LogLevel = "",
-) -> None:
-    """Name the silent defects of an environment's megatron-core; ends with 4 where one reaches the jobs."""
+def audit(env: str, mcore: str, features: str, *, as_json: bool) -> None:
+    """Prints the silent defects; ends with 4 where one reaches the jobs."""
     used, table = known_features(features.split(",")), load()
     stack = Stack(interpreters.search_path_of(env)) if env else packages.detect()
     if not env and not mcore and stack.megatron.core is None and (active := interpreters.active()):

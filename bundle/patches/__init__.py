@@ -6,8 +6,12 @@ In a program of somebody else, before it imports megatron:
     patches.enable(features=("mtp", "cp"))
 """
 
-from bundle.patches.enabling import enable
+from typing import TYPE_CHECKING, Any
+
 from bundle.patches.entry import Action, Decision, Patch, Presence, Replacement, Seam, Trap
+
+if TYPE_CHECKING:
+    from bundle.patches.enabling import enable
 
 __all__ = [
     "Action",
@@ -19,3 +23,12 @@ __all__ = [
     "Trap",
     "enable",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Who only decides does not import what applies the decisions and reads the code of frameworks.
+    if name != "enable":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from bundle.patches.enabling import enable
+
+    return enable

@@ -16,8 +16,6 @@ from bundle import files
 from bundle.environment.interpreters import Sites
 from bundle.environment.machine import Finding, ok, warn
 from bundle.errors import EnvironmentUnfit, PatchError
-from bundle.patches import applying
-from bundle.patches.enabling import enable
 
 NAME = "mcore-bundle-patches.pth"
 FORMAT = 1  # of what the file hands to `begin`
@@ -120,6 +118,9 @@ def begin(said: dict[str, object]) -> None:
 
     Raises as `enable`, and PatchError for what another mcore-bundle has written.
     """
+    from bundle.patches import applying
+    from bundle.patches.enabling import enable
+
     words = _words(said)
     if words is None:
         raise PatchError(

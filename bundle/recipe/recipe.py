@@ -27,6 +27,7 @@ from bundle.recipe.sections import (
     Profile,
     Section,
     Train,
+    optional,
     or_null,
 )
 
@@ -176,8 +177,8 @@ class Model(Section):
         default=False,
         description="Experts that routers chose can be recorded and given back (RL: rollout and training).",
     )
-    mtp: MTP = Field(default_factory=MTP, description="Multi-token prediction.")
-    moe: Experts = Field(default_factory=Experts, description="Balancing of experts.")
+    mtp: MTP = optional("Multi-token prediction.")
+    moe: Experts = optional("Balancing of experts.")
 
     @model_validator(mode="before")
     @staticmethod
@@ -213,19 +214,15 @@ class Recipe(Section):
     seed: int = Field(
         default=1234, ge=0, le=2**31 - 1, description="Of the initial weights, the data order and dropout."
     )
-    devices: Devices = Field(default_factory=Devices, description="How many devices the job takes.")
+    devices: Devices = optional("How many devices the job takes.")
     model: Model = Field(description="What is trained.")
-    parallel: Parallel = Field(default_factory=Parallel, description="Sizes of the parallel groups.")
+    parallel: Parallel = optional("Sizes of the parallel groups.")
     data: Data = Field(description="What is trained on.")
     train: Train = Field(description="How long and in which portions.")
-    optimizer: Optimizer = Field(default_factory=Optimizer, description="The optimizer and its schedule.")
-    distributed: Distributed = Field(
-        default_factory=Distributed, description="How ranks exchange gradients and weights."
-    )
-    checkpoint: Checkpoint = Field(
-        default_factory=Checkpoint, description="When to save, and how much to keep."
-    )
-    metrics: Metrics = Field(default_factory=Metrics, description="Where numbers go.")
+    optimizer: Optimizer = optional("The optimizer and its schedule.")
+    distributed: Distributed = optional("How ranks exchange gradients and weights.")
+    checkpoint: Checkpoint = optional("When to save, and how much to keep.")
+    metrics: Metrics = optional("Where numbers go.")
     profile: Profile | None = Field(default=None, description="Steps to trace.")
 
     @cached_property

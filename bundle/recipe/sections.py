@@ -15,6 +15,11 @@ MOST_RANKS = 2**20
 MOST_PER_NODE = 1024
 
 
+def optional(description: str) -> Any:
+    """A section that the recipe's own validator makes where it is left out, its keys at their defaults."""
+    return Field(default={}, validate_default=True, description=description)
+
+
 class Section(BaseModel):
     """A part of a recipe: it never changes, takes no unknown key, and converts no value of another type."""
 
@@ -256,7 +261,7 @@ class Data(Section):
         default="error",
         description="SFT: rows of more tokens than a sample: corrupt, left out, or cut on that side.",
     )
-    fields: Fields = Field(default_factory=Fields, description="Names of the fields of a row.")
+    fields: Fields = optional("Names of the fields of a row.")
     template: Literal["plain", "chat"] = Field(
         default="plain", description="SFT: roles as plain headings, or the tokenizer's own chat template."
     )

@@ -11,11 +11,16 @@ from benchmarks.cli import LIMIT, MEASURE, too_slow
 WORKERS = {"torch", "megatron", "numpy", "transformers", "transformer_engine", "torch_npu"}
 
 
-def loaded(*command: str) -> frozenset[str]:
-    """The top modules that a Python command imports, as `-X importtime` reports them."""
+def modules(*command: str) -> frozenset[str]:
+    """The modules that a Python command imports, as `-X importtime` reports them."""
     ran = subprocess.run([sys.executable, "-X", "importtime", *command], capture_output=True, timeout=60)
     assert ran.returncode == 0, ran.stderr[-2000:]
-    return frozenset(re.findall(r"^import time: .*\| +(\w+)(?:\.\S+)?$", ran.stderr.decode(), re.MULTILINE))
+    return frozenset(re.findall(r"^import time: .*\| +(\S+)$", ran.stderr.decode(), re.MULTILINE))
+
+
+def loaded(*command: str) -> frozenset[str]:
+    """The top modules of those."""
+    return frozenset(module.partition(".")[0] for module in modules(*command))
 
 
 @pytest.mark.parametrize(
@@ -35,6 +40,23 @@ def test_a_verb_that_trains_nothing_loads_no_torch(args: str):
     found = loaded("-m", "bundle", *args.split())
     assert "bundle" in found
     assert not found & WORKERS
+
+
+@pytest.mark.parametrize("args", ["doctor --backend cpu", "patches plan --mcore 0.19.2", "plan demo"])
+def test_a_verb_that_patches_nothing_loads_nothing_that_applies_patches(args: str):
+    found = modules("-m", "bundle", *args.split())
+    assert "bundle.patches" in found
+    assert not found & {"bundle.patches.applying", "bundle.patches.frameworks", "bundle.patches.audit"}
+
+
+def test_one_validator_makes_every_section_of_a_recipe():
+    program = (
+        "from bundle.recipe import load, sections; made = load('demo'); "
+        "assert isinstance(made.optimizer, sections.Optimizer); "
+        "print([of.__name__ for of in sections.Section.__subclasses__() if of.__pydantic_complete__])"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ran.stdout == "['Recipe']\n", ran.stderr[-2000:]
 
 
 def test_what_the_measure_can_see():
