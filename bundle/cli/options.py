@@ -33,6 +33,14 @@ DevicesPerNode = Annotated[
     typer.Option(min=1, help="Devices of each machine; without it, the recipe's."),
 ]
 Nodes = Annotated[int | None, typer.Option(min=1, max=MOST_RANKS, help="Machines; without it, the recipe's.")]
+Restarts = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        metavar="N",
+        help="Start ranks again where that may mend what broke: N times without a new checkpoint between.",
+    ),
+]
 ImageRecord = Annotated[
     Path | None,
     typer.Option(

@@ -20,17 +20,18 @@ from bundle.launch import Start, process
 from bundle.launch import job as job_file
 from bundle.launch.job import Job
 from bundle.launch.rendezvous import Rendezvous, discover
+from bundle.launch.restarts import repeated
 from bundle.patches import subject
 from bundle.planning import Problem, hardware_problem, plan_for, recipe_problem
 from bundle.planning.inputs import input_problems
 from bundle.planning.plan import refuse
 from bundle.planning.problems import devices_problems
 from bundle.recipe import Recipe, load
-from bundle.runs.directory import RunDirectory
+from bundle.runs.directory import RunDirectory, newest_checkpoint
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 # Which node this is, which its ranks learn from whoever starts them.
-_OF_NODE = {"nodes", "node_rank", "rendezvous", "dry_run"}
+_OF_NODE = {"nodes", "node_rank", "rendezvous", "dry_run", "restarts"}
 # What may be said beside --job: who we are and what is installed here, not what is done.
 _BESIDE_JOB = _OF_NODE | {"job", "mcore", "wait", "log_level"}
 
@@ -60,6 +61,7 @@ def train(
     wait: Annotated[
         int, typer.Option(min=1, metavar="SECONDS", help="How long a node waits for the others.")
     ] = process.WAIT_SECONDS,
+    restarts: options.Restarts = 0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print a command for each node that starts its ranks, and stop.")
     ] = False,
@@ -123,7 +125,20 @@ def train(
     if goes_on and run.finished(told.recipe):
         print(run.nothing_left())
         return
-    process.run(job_file.launch(told, where, wait), os.environ)
+    _run(told, run, where, wait, restarts)
+
+
+def _run(told: Job, run: RunDirectory, where: Rendezvous, wait: int, restarts: int) -> None:
+    """Runs the ranks of this node, and again where that may mend what broke them."""
+    before = run.begun()
+
+    def start() -> None:
+        # What has begun anew goes on with that.
+        anew = told.start.fresh and run.begun() == before
+        job = replace(told, start=told.start.model_copy(update={"fresh": anew}))
+        process.run(job_file.launch(job, where, wait), os.environ)
+
+    repeated(start, restarts, lambda: newest_checkpoint(told.directory))
 
 
 def _import_from(mcore: str) -> None:

@@ -67,6 +67,13 @@ class RunDirectory:
         whole, adapters = self.exports
         return adapters if kind == "peft" else whole
 
+    def begun(self) -> tuple[int, int] | None:
+        """Which start made the run what it is, as something to compare; None where none has."""
+        if not self.job.exists():
+            return None
+        status = self.job.stat()
+        return status.st_ino, status.st_mtime_ns
+
     def begin(self, recipe: Recipe, start: Start) -> bool:
         """Whether there is a run to go on with; looks only, and changes nothing.
 

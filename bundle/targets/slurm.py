@@ -6,10 +6,9 @@ the nodes must see that directory under the same path.
 Containers are those of pyxis (github.com/NVIDIA/pyxis/wiki/Usage) and of Apptainer; both were read, not run.
 """
 
+import logging
 import re
 import shlex
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,11 +20,16 @@ from bundle import files
 from bundle.errors import ExitCode, LaunchUnavailable, UsageError, shown
 from bundle.files import json_digest
 from bundle.launch.job import NAME, Job
+from bundle.targets.client import asked
+
+_log = logging.getLogger(__name__)
 
 CONTAINERS = ("pyxis", "apptainer")
 SCRIPT = "job.sh"
-# How long before its time limit a job is told to save, and for how long one client of Slurm may take.
-GRACE_SECONDS, CLIENT_SECONDS = 180, 60
+# How long before its time limit a job is told to save.
+GRACE_SECONDS = 180
+# How often a job is looked at, and for how long a controller may be away meanwhile.
+LOOK_SECONDS, PATIENCE_SECONDS = 2.0, 600
 _DEVICES = {"cuda": "gpus-per-node={}", "ascend": "gres=npu:{}", "cpu": ""}
 _OPTION = re.compile(r"[a-z][a-z-]*(=.*)?")
 _IMAGE = re.compile(r"(?P<host>[^/#]+\.[^/#]+|[^/#]+:[0-9]+|localhost)/(?P<name>.+)")
@@ -45,13 +49,15 @@ class Options:
     """What the cluster wants to know, beside the job: how the job is asked for, and what it runs in.
 
     `sbatch`: further options of sbatch, "partition=gpu" or "exclusive", which win over ours; `mounts`: what a
-    container sees of the host, "SRC" or "SRC:DST", beside the working and the run directory.
+    container sees of the host, "SRC" or "SRC:DST", beside the working and the run directory; `restarts`: how
+    often ranks are started again in place, without a new checkpoint between.
     """
 
     sbatch: tuple[str, ...] = ()
     image: str = ""
     container: str = CONTAINERS[0]
     mounts: tuple[str, ...] = ()
+    restarts: int = 0
     python: str = sys.executable
 
     def violations(self) -> Iterator[str]:
@@ -119,15 +125,18 @@ def script(job: Job, options: Options, workdir: Path) -> str:
     directives = "\n".join(f"#SBATCH {_option(name, value)}" for name, value in (ours | theirs).items())
     # Tasks that are left alone end by themselves, with a code that says why; ended by Slurm, with none.
     step = ["srun", "--label", "--cpu-bind=none", "--kill-on-bad-exit=0", *_inside(job, options, workdir)]
-    stopped = shlex.quote(f"{where}/stopped-")
+    again = [f"--restarts={options.restarts}"] if options.restarts else []
+    stopped, ended = (shlex.quote(f"{where}/{what}-") for what in ("stopped", "ended"))
     return f"""#!/bin/bash
 {directives}
 # Written by `mcore-bundle launch slurm`; what every node executes is {NAME} beside it.
-{shlex.join([*step, "train", f"--job={where / NAME}"])}
+{shlex.join([*step, "train", f"--job={where / NAME}", *again])}
 code=$?
 # Told to save, by its time limit or for another job: it goes on from its checkpoint, unless it was to stop.
 if [ $code -eq {ExitCode.PREEMPTED.value} ] && [ ! -e {stopped}"$SLURM_JOB_ID" ]; then
     scontrol requeue "$SLURM_JOB_ID"
+else
+    (echo $code >{ended}"$SLURM_JOB_ID") 2>/dev/null
 fi
 exit $code
 """
@@ -139,15 +148,23 @@ def submit(job: Job, options: Options, workdir: Path) -> str:
     where.mkdir(parents=True, exist_ok=True)
     files.write_text(where / NAME, job.text())
     files.write_text(where / SCRIPT, text)
-    number = _asked("sbatch", "--parsable", str(where / SCRIPT)).strip().partition(";")[0]
+    number = asked("sbatch", "--parsable", str(where / SCRIPT)).strip().partition(";")[0]
     if not number.isdigit():
         raise LaunchUnavailable(f"sbatch answered {shown(number)}, which is no number of a job")
     return number
 
 
 def state(number: str) -> State:
-    """What Slurm says of a job. Raises LaunchUnavailable where it knows of none, or no longer."""
-    said = _fields(_asked("scontrol", "--oneliner", "show", "job", number))
+    """What Slurm says of a job, or once it has forgotten it, what that left in its run directory.
+
+    Raises LaunchUnavailable where neither does.
+    """
+    try:
+        said = _fields(asked("scontrol", "--oneliner", "show", "job", number))
+    except LaunchUnavailable:
+        if (ended := _forgotten(number)) is None:
+            raise
+        return ended
     name, output = said.get("JobState", "UNKNOWN"), said.get("StdOut")
     code = None
     if name not in _RUNNING:
@@ -165,16 +182,23 @@ def stop(number: str) -> None:
         return
     if now.name == "RUNNING" and now.output is not None:
         (now.output.parent / f"stopped-{number}").touch()
-        _asked("scancel", "--signal=TERM", number)  # the step alone: its batch script says how it ended
+        asked("scancel", "--signal=TERM", number)  # the step alone: its batch script says how it ended
     else:
-        _asked("scancel", number)
+        asked("scancel", number)
 
 
-def follow(number: str, seconds: float = 2.0) -> Iterator[str]:
+def written(number: str) -> str:
+    """All that a job has written. Raises UsageError where that is nothing yet."""
+    now = state(number)
+    if now.output is None or not files.is_file(now.output):
+        raise UsageError(f"slurm:{number}: has written nothing yet")
+    return now.output.read_text(errors="replace")
+
+
+def follow(number: str, seconds: float = LOOK_SECONDS) -> Iterator[str]:
     """What a job writes, as it comes, until it has ended; a job that is requeued has not."""
     read = 0
-    while True:
-        now = state(number)
+    for now in _looked_at(number, seconds):
         if now.output is not None and files.is_file(now.output):
             with now.output.open("rb") as file:
                 file.seek(read)
@@ -182,9 +206,41 @@ def follow(number: str, seconds: float = 2.0) -> Iterator[str]:
             read += len(new)
             if new:
                 yield new.decode("utf-8", errors="replace")
-        if now.ended:
-            return
+
+
+def wait(number: str, seconds: float = LOOK_SECONDS) -> int:
+    """The exit code of a job, once it has ended."""
+    *_, last = _looked_at(number, seconds)
+    assert last.code is not None, "it has ended"
+    return last.code
+
+
+def _looked_at(number: str, seconds: float) -> Iterator[State]:
+    """How a job is, every now and then until it has ended; a controller that is away may come back."""
+    silent = 0.0
+    while True:
+        try:
+            now, silent = state(number), 0.0
+        except LaunchUnavailable as error:
+            if silent >= PATIENCE_SECONDS:
+                raise
+            if not silent:
+                _log.warning("%s; asks again for %d s", error, PATIENCE_SECONDS)
+            silent += seconds
+        else:
+            yield now
+            if now.ended:
+                return
         time.sleep(seconds)
+
+
+def _forgotten(number: str) -> State | None:
+    """How a job ended that Slurm no longer knows, by what it left in a run directory below this one."""
+    for left in Path().glob(f"runs/*/logs/slurm-*/ended-{number}"):
+        code = (files.read(left) or "").strip()
+        if code.isdigit():
+            return State("ENDED", "Slurm has forgotten it", left.parent / f"slurm-{number}.log", int(code))
+    return None
 
 
 def _inside(job: Job, options: Options, workdir: Path) -> Sequence[str]:
@@ -229,23 +285,3 @@ def _quoted(value: str) -> str:
 def _fields(line: str) -> Mapping[str, str]:
     """The NAME=VALUE of scontrol's one line; a value goes on until the next name."""
     return dict(re.findall(r"(?:^|\s)([A-Z]\w*)=(.*?)(?=\s[A-Z][\w:/]*=|\s*$)", line))
-
-
-def _asked(*command: str) -> str:
-    """What a client of Slurm prints. Raises LaunchUnavailable with what it says against it."""
-    if shutil.which(command[0]) is None:
-        raise LaunchUnavailable(f"{command[0]} is not on the PATH: run this where Slurm's clients are")
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=CLIENT_SECONDS,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-    except subprocess.TimeoutExpired:
-        raise LaunchUnavailable(f"{command[0]} did not answer within {CLIENT_SECONDS} s") from None
-    if done.returncode:
-        raise LaunchUnavailable(f"{command[0]}: {files.printable(done.stderr.strip())[:2000]}")
-    return done.stdout

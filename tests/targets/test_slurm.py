@@ -154,3 +154,60 @@ def test_a_job_ends_with_its_own_code(tmp_path, monkeypatch, said, code):
     state = slurm.state("7")
     assert (state.code, state.output) == (code, Path("/runs/my run/x.log"))
     assert state.name == said.split()[0].removeprefix("JobState=")
+
+
+def scontrol(folder: Path, monkeypatch: pytest.MonkeyPatch, *answers: str) -> None:
+    """A client that gives one answer after the other; an empty one is that its controller is away."""
+    folder.mkdir(exist_ok=True)
+    for number, answer in enumerate(answers):
+        (folder / str(number)).write_text(answer)
+    client = folder / "scontrol"
+    client.write_text(
+        f"""#!/bin/sh
+cd {shlex.quote(str(folder))}
+n=$(cat asked 2>/dev/null || echo 0)
+echo $((n + 1)) >asked
+[ -s $n ] && cat $n || {{ echo 'Unable to contact slurm controller' >&2; exit 1; }}
+"""
+    )
+    client.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/bin:/usr/bin")
+
+
+def test_a_controller_that_is_away_for_a_while_loses_nothing_of_what_a_job_writes(
+    tmp_path, monkeypatch, caplog
+):
+    log = tmp_path / "x.log"
+    log.write_text("0: all of it\n")
+    running, ended = (
+        f"JobId=7 JobState={state} ExitCode=4:0 StdOut={log}" for state in ("RUNNING", "FAILED")
+    )
+    scontrol(tmp_path / "bin", monkeypatch, running, "", "", running, ended)
+    assert list(slurm.follow("7", 0.01)) == ["0: all of it\n"]
+    assert caplog.text.count("Unable to contact slurm controller; asks again for 600 s") == 1
+    (tmp_path / "bin" / "asked").unlink()
+    assert slurm.wait("7", 0.01) == 4
+
+
+def test_a_controller_that_stays_away_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(slurm, "PATIENCE_SECONDS", 0.03)
+    scontrol(tmp_path / "bin", monkeypatch, "")
+    with pytest.raises(LaunchUnavailable, match="Unable to contact"):
+        slurm.wait("7", 0.01)
+
+
+def test_a_job_that_slurm_has_forgotten_is_known_by_what_it_left(job, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    job = replace(job, directory=Path("runs/it's $HOME"))
+    where = slurm.placed(job)
+    where.mkdir(parents=True)
+    text = slurm.script(job, Options(), tmp_path)
+    in_bash(text, "exit 75")  # it was queued again
+    assert not (where / "ended-7").exists()
+    in_bash(text, "exit 6")
+    scontrol(tmp_path / "bin", monkeypatch, "")
+    state = slurm.state("7")
+    assert (state.name, state.code) == ("ENDED", 6)
+    assert state.output is not None and state.output.name == "slurm-7.log"
+    with pytest.raises(LaunchUnavailable):
+        slurm.state("8")

@@ -92,6 +92,17 @@ def test_a_run_killed_at_any_rank_goes_on_to_the_same_numbers(whole, tmp_path, r
     assert numbers(directory) == numbers(whole)
 
 
+def test_a_launch_starts_its_ranks_again_where_that_may_mend_it_and_goes_on(whole, tmp_path):
+    directory = tmp_path / "run"
+    process = train(directory, "--restarts=1", "--fresh")
+    wait_for_checkpoint(process, directory)
+    os.kill(pids(directory)[1], signal.SIGKILL)
+    said = finish(process, 0)
+    assert "rank 1: killed by SIGKILL" in said and "starts again; 0 times more unless it gets further" in said
+    assert "goes on after step" in said  # although it was to begin anew
+    assert numbers(directory) == numbers(whole)
+
+
 @pytest.mark.parametrize("flags", [(), BACKGROUND], ids=["", "written in the background"])
 def test_sigterm_saves_ends_with_75_and_the_same_command_goes_on(whole, tmp_path, flags):
     directory = tmp_path / "run"

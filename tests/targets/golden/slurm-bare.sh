@@ -16,5 +16,7 @@ code=$?
 # Told to save, by its time limit or for another job: it goes on from its checkpoint, unless it was to stop.
 if [ $code -eq 75 ] && [ ! -e /runs/demo/logs/slurm-DIGEST/stopped-"$SLURM_JOB_ID" ]; then
     scontrol requeue "$SLURM_JOB_ID"
+else
+    (echo $code >/runs/demo/logs/slurm-DIGEST/ended-"$SLURM_JOB_ID") 2>/dev/null
 fi
 exit $code

@@ -1,0 +1,38 @@
+"""Starting again in place what a restart may mend, as the verdict says, and not without end."""
+
+import logging
+from collections.abc import Callable
+
+from bundle.launch.causes import Action, Kind
+from bundle.launch.process import Ended
+from bundle.launch.verdict import Verdict
+
+_log = logging.getLogger(__name__)
+
+
+def repeated(start: Callable[[], None], most: int, kept: Callable[[], object]) -> None:
+    """Calls `start`, and again when its verdict is that a restart may mend it.
+
+    At most `most` times in a row in which nothing is gained: `kept` is what a restart goes on from. Raises
+    Ended.
+    """
+    left, before = most, kept()
+    while True:
+        try:
+            return start()
+        except Ended as ended:
+            left, before = (most if kept() != before else left), kept()
+            if not left or not mends(ended.verdict):
+                raise
+            left -= 1
+            _log.warning("%s", ended)
+            _log.warning("starts again; %d times more unless it gets further", left)
+
+
+def mends(verdict: Verdict) -> bool:
+    """Whether the same ranks may get further on the same nodes: nobody had them stopped, no node is bad."""
+    return verdict.action is Action.RESTART and verdict.kind not in (
+        Kind.PREEMPTED,
+        Kind.STOPPED,
+        Kind.LAUNCH,
+    )

@@ -1,0 +1,205 @@
+"""Docker: the command that runs one node of a job in a container of this machine, and what it is asked.
+
+The container sees the working directory and the run directory where they are here, and writes nowhere else;
+it executes the job file, which lies in the run directory. What the words mean: docs.docker.com/reference/cli/
+docker/container/run. Devices and driver of Ascend are those that cann-container-image's README mounts; that
+was read, not run.
+"""
+
+import re
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from bundle import files
+from bundle.errors import LaunchUnavailable, UsageError, shown
+from bundle.files import json_digest
+from bundle.launch.job import NAME, Job
+from bundle.launch.process import Command
+from bundle.targets.client import asked
+
+# Where an image of ours keeps what its libraries compile, which goes with the container (images/README.md).
+HOME = "/home/bundle"
+# Memory that the network card writes to stays where it is.
+_RDMA = ("--device=/dev/infiniband", "--cap-add=IPC_LOCK", "--ulimit=memlock=-1:-1")
+_LABEL = "mcore-bundle.job"
+_SIZE = re.compile(r"[1-9][0-9]*[bkmg]?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_DAVINCI = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
+_DRIVER = (
+    "/usr/local/dcmi",
+    "/usr/local/bin/npu-smi",
+    "/usr/local/Ascend/driver/lib64",
+    "/usr/local/Ascend/driver/version.info",
+    "/etc/ascend_install.info",
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the engine wants to know, beside the job.
+
+    `mounts` are further paths, "SRC" or "SRC:DST" or "SRC:DST:ro"; the values of the variables `environment`
+    are handed on unseen. `restarts`: how often ranks are started again in place, without a new checkpoint
+    between. `user` is who the container is, "UID:GID", and who will own what it writes.
+    """
+
+    image: str
+    mounts: tuple[str, ...] = ()
+    environment: tuple[str, ...] = ()
+    user: str = ""
+    shared_memory: str = "64g"
+    rdma: bool = False
+    restarts: int = 0
+    grace_seconds: int = 300
+
+    def violations(self) -> Iterator[str]:
+        """All that docker would not take, or would take for something else."""
+        if not re.fullmatch(r"[a-z0-9][\w.:/@-]*", self.image, re.ASCII):
+            yield f"--image {shown(self.image)}: no name of an image"
+        for mount in self.mounts:
+            source, _, rest = mount.partition(":")
+            target, _, mode = rest.partition(":")
+            if not source.startswith("/") or (rest and not target.startswith("/")) or mode not in ("", "ro"):
+                yield f"--mount {shown(mount)}: /SRC, /SRC:/DST or /SRC:/DST:ro"
+        for name in self.environment:
+            if not _VARIABLE.fullmatch(name):
+                yield f"--env {shown(name)}: the name of a variable, whose value is taken from here"
+        if not _SIZE.fullmatch(self.shared_memory):
+            yield f"--shared-memory {shown(self.shared_memory)}: a size, such as 64g"
+
+
+class State(NamedTuple):
+    """What the engine says of a container: its state, why it ended, its exit code once it has."""
+
+    name: str
+    reason: str
+    code: int | None
+
+
+def placed(job: Job) -> Path:
+    """Where a job's file belongs in its run directory: by a name that no other job has."""
+    return job.directory.absolute() / "logs" / f"docker-{json_digest(job.dump())}"
+
+
+def named(job: Job, node_rank: int) -> str:
+    """The container of one node of a job: no other job has one of that name."""
+    name = re.sub(r"[^a-zA-Z0-9_.-]+", "-", job.recipe.name).strip("-.")
+    return f"mcore-bundle-{name}-{json_digest(job.dump())}-{node_rank}"
+
+
+def command(job: Job, options: Options, workdir: Path, node_rank: int = 0, rendezvous: str = "") -> Command:
+    """The command that runs one node. Raises UsageError with everything that it cannot hold."""
+    paths = (workdir, job.directory.absolute())
+    wrong = list(options.violations())
+    wrong += [f"{shown(str(p))}: docker reads : as its own" for p in dict.fromkeys(paths) if ":" in str(p)]
+    if job.nodes > 1 and not rendezvous:
+        wrong.append(
+            f"{job.nodes} nodes: say where they meet, --rendezvous HOST:PORT, and --node-rank on each"
+        )
+    if wrong:
+        raise UsageError("no command of docker can be written", wrong)
+    words = [
+        *("docker", "run", "--detach"),
+        f"--name={named(job, node_rank)}",
+        f"--label={_LABEL}={json_digest(job.dump())}",
+        *([f"--user={options.user}"] if options.user else []),
+        # It writes to what is mounted, and to what goes with it.
+        *("--read-only", "--tmpfs=/tmp:exec,mode=1777", f"--tmpfs={HOME}:exec,mode=1777"),
+        *("--cap-drop=ALL", "--security-opt=no-new-privileges"),
+        f"--shm-size={options.shared_memory}",
+        f"--stop-timeout={options.grace_seconds}",
+        # Nodes reach each other on any port. One node alone reaches out, and nobody it.
+        *(["--network=host"] if job.nodes > 1 else []),
+        *_devices(job),
+        *(_RDMA if options.rdma else ()),
+        *(f"--volume={path}:{path}" for path in dict.fromkeys(paths)),
+        *(f"--volume={mount if ':' in mount else f'{mount}:{mount}'}" for mount in options.mounts),
+        f"--workdir={workdir}",
+        *(f"--env={name}" for name in options.environment),
+        options.image,
+        *("train", f"--job={placed(job) / NAME}"),
+        *([f"--restarts={options.restarts}"] if options.restarts else []),
+    ]
+    if job.nodes > 1:
+        words += [f"--nodes={job.nodes}", f"--node-rank={node_rank}", f"--rendezvous={rendezvous}"]
+    return Command(tuple(words))
+
+
+def dry_run(job: Job, options: Options, workdir: Path, rendezvous: str = "") -> str:
+    """What would run, a command for each node."""
+    lines = [f"# executes {placed(job) / NAME}, which `mcore-bundle launch docker` writes"]
+    for node in range(job.nodes):
+        lines += [f"# node {node} of {job.nodes}", command(job, options, workdir, node, rendezvous).shell()]
+    return "\n".join(lines) + "\n"
+
+
+def submit(job: Job, options: Options, workdir: Path, node_rank: int = 0, rendezvous: str = "") -> str:
+    """Starts one node; returns the name of its container. Raises LaunchUnavailable where docker will not."""
+    words, where = command(job, options, workdir, node_rank, rendezvous), placed(job)
+    where.mkdir(parents=True, exist_ok=True)
+    files.write_text(where / NAME, job.text())
+    name = named(job, node_rank)
+    if asked("docker", "ps", "--all", "--quiet", f"--filter=name=^{name}$").strip():
+        if state(name).code is None:
+            raise LaunchUnavailable(
+                f"container {name} runs this very job: `mcore-bundle launch logs docker:{name}`"
+            )
+        asked("docker", "rm", name)
+    asked(*words.argv, seconds=None)  # it may fetch the image
+    return name
+
+
+def state(name: str) -> State:
+    """What the engine says of a container. Raises LaunchUnavailable where it knows of none."""
+    form = "{{.State.Status}} {{.State.OOMKilled}} {{.State.ExitCode}} {{.State.Error}}"
+    status, killed, code, error = asked(
+        "docker", "inspect", "--type=container", f"--format={form}", name
+    ).split(" ", 3)
+    ended = status in ("exited", "dead")
+    reason = "its limit of memory was reached" if killed == "true" else error.strip()
+    return State(status.upper(), reason, int(code) if ended else None)
+
+
+def stop(name: str) -> None:
+    """Has a container's ranks save and end; it has the time for that which it was started with."""
+    if state(name).code is None:
+        asked("docker", "kill", "--signal=TERM", name)
+
+
+def written(name: str) -> str:
+    """All that a container has written."""
+    return asked("docker", "logs", name, errors_too=True)
+
+
+def follow(name: str) -> Iterator[str]:
+    """What a container writes, as it comes, until it has ended."""
+    with subprocess.Popen(
+        ["docker", "logs", "--follow", name],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as process:
+        assert process.stdout is not None, "it is a pipe"
+        yield from process.stdout
+
+
+def wait(name: str) -> int:
+    """The exit code of a container, once it has ended."""
+    return int(asked("docker", "wait", name, seconds=None))
+
+
+def _devices(job: Job) -> Sequence[str]:
+    """What the container gets of the machine's devices: as many as the job has ranks there."""
+    if job.backend == "cuda":
+        return [f"--gpus={job.per_node}"]
+    if job.backend == "ascend":
+        devices = (*(f"/dev/davinci{number}" for number in range(job.per_node)), *_DAVINCI)
+        return [f"--device={device}" for device in devices] + [
+            f"--volume={path}:{path}:ro" for path in _DRIVER
+        ]
+    return []

@@ -1,0 +1,69 @@
+"""How often a launch is started again, and for what."""
+
+from collections.abc import Callable
+
+import pytest
+
+from bundle.errors import ExitCode
+from bundle.launch.causes import Action, Kind
+from bundle.launch.process import Ended
+from bundle.launch.restarts import repeated
+from bundle.launch.verdict import Verdict
+
+
+def ends(kind: Kind = Kind.KILLED, action: Action = Action.RESTART) -> Ended:
+    return Ended(Verdict(ExitCode.JOB_FAILED, kind, "killed", action))
+
+
+def starts(*raised: Ended | None) -> tuple[Callable[[], None], list[int]]:
+    """What ends as told, in turn, and how often it was called."""
+    called: list[int] = []
+
+    def start() -> None:
+        error = raised[len(called)]
+        called.append(len(called))
+        if error is not None:
+            raise error
+
+    return start, called
+
+
+@pytest.mark.parametrize(
+    ("most", "calls", "ended"), [(0, 1, False), (1, 2, False), (2, 3, True), (9, 3, True)]
+)
+def test_a_launch_is_started_again_until_it_ends_well_or_has_been_too_often(most, calls, ended):
+    start, called = starts(ends(), ends(), None)
+    if ended:
+        repeated(start, most, lambda: None)
+    else:
+        with pytest.raises(Ended):
+            repeated(start, most, lambda: None)
+    assert len(called) == calls
+
+
+def test_a_new_checkpoint_gives_it_all_its_restarts_again():
+    start, called = starts(*[ends()] * 6)
+    checkpoints = [0, 1, 2, 2, 2]  # the first two restarts got further
+    with pytest.raises(Ended):
+        repeated(start, 1, lambda: checkpoints[min(len(called), 4)])
+    assert len(called) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "action"),
+    [
+        (Kind.EXCEPTION, Action.STOP),
+        (Kind.REFUSED, Action.STOP),
+        (Kind.DISK, Action.STOP),
+        (Kind.DEVICE, Action.RESTART_WITHOUT),
+        (Kind.LOST_NODE, Action.RESTART_WITHOUT),
+        (Kind.PREEMPTED, Action.RESTART),
+        (Kind.STOPPED, Action.RESTART),
+        (Kind.LAUNCH, Action.RESTART),
+    ],
+)
+def test_what_a_restart_in_place_cannot_mend_ends_at_once(kind, action):
+    start, called = starts(ends(kind, action), None)
+    with pytest.raises(Ended):
+        repeated(start, 9, lambda: None)
+    assert len(called) == 1

@@ -1,0 +1,31 @@
+# executes /runs/demo/logs/docker-DIGEST/job.json, which `mcore-bundle launch docker` writes
+# node 0 of 1
+docker run \
+  --detach \
+  --name=mcore-bundle-demo-DIGEST-0 \
+  --label=mcore-bundle.job=DIGEST \
+  --user=1000:0 \
+  --read-only \
+  --tmpfs=/tmp:exec,mode=1777 \
+  --tmpfs=/home/bundle:exec,mode=1777 \
+  --cap-drop=ALL \
+  --security-opt=no-new-privileges \
+  --shm-size=64g \
+  --stop-timeout=300 \
+  --device=/dev/davinci0 \
+  --device=/dev/davinci1 \
+  --device=/dev/davinci2 \
+  --device=/dev/davinci3 \
+  --device=/dev/davinci_manager \
+  --device=/dev/devmm_svm \
+  --device=/dev/hisi_hdc \
+  --volume=/usr/local/dcmi:/usr/local/dcmi:ro \
+  --volume=/usr/local/bin/npu-smi:/usr/local/bin/npu-smi:ro \
+  --volume=/usr/local/Ascend/driver/lib64:/usr/local/Ascend/driver/lib64:ro \
+  --volume=/usr/local/Ascend/driver/version.info:/usr/local/Ascend/driver/version.info:ro \
+  --volume=/etc/ascend_install.info:/etc/ascend_install.info:ro \
+  --volume=/work:/work \
+  --volume=/runs/demo:/runs/demo \
+  --volume=/data:/data:ro \
+  --workdir=/work bundle@sha256:0123 train \
+  --job=/runs/demo/logs/docker-DIGEST/job.json

@@ -1,0 +1,51 @@
+# executes /runs/demo/logs/docker-DIGEST/job.json, which `mcore-bundle launch docker` writes
+# node 0 of 2
+docker run \
+  --detach \
+  --name=mcore-bundle-demo-DIGEST-0 \
+  --label=mcore-bundle.job=DIGEST \
+  --user=1000:0 \
+  --read-only \
+  --tmpfs=/tmp:exec,mode=1777 \
+  --tmpfs=/home/bundle:exec,mode=1777 \
+  --cap-drop=ALL \
+  --security-opt=no-new-privileges \
+  --shm-size=64g \
+  --stop-timeout=300 \
+  --network=host \
+  --gpus=8 \
+  --device=/dev/infiniband \
+  --cap-add=IPC_LOCK \
+  --ulimit=memlock=-1:-1 \
+  --volume=/work:/work \
+  --volume=/runs/demo:/runs/demo \
+  --workdir=/work registry.example:5000/us/bundle:1 train \
+  --job=/runs/demo/logs/docker-DIGEST/job.json \
+  --nodes=2 \
+  --node-rank=0 \
+  --rendezvous=node0:29500
+# node 1 of 2
+docker run \
+  --detach \
+  --name=mcore-bundle-demo-DIGEST-1 \
+  --label=mcore-bundle.job=DIGEST \
+  --user=1000:0 \
+  --read-only \
+  --tmpfs=/tmp:exec,mode=1777 \
+  --tmpfs=/home/bundle:exec,mode=1777 \
+  --cap-drop=ALL \
+  --security-opt=no-new-privileges \
+  --shm-size=64g \
+  --stop-timeout=300 \
+  --network=host \
+  --gpus=8 \
+  --device=/dev/infiniband \
+  --cap-add=IPC_LOCK \
+  --ulimit=memlock=-1:-1 \
+  --volume=/work:/work \
+  --volume=/runs/demo:/runs/demo \
+  --workdir=/work registry.example:5000/us/bundle:1 train \
+  --job=/runs/demo/logs/docker-DIGEST/job.json \
+  --nodes=2 \
+  --node-rank=1 \
+  --rendezvous=node0:29500

@@ -1,0 +1,130 @@
+"""The commands of docker, and what its client is asked. What an engine does with them: tests/images."""
+
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bundle.errors import LaunchUnavailable, UsageError
+from bundle.launch.job import Job, of_plan
+from bundle.planning import plan_for
+from bundle.recipe import load
+from bundle.targets import docker
+from bundle.targets.docker import Options
+
+GOLDEN = Path(__file__).parent / "golden"
+WORDS = st.text(st.characters(exclude_categories=("C", "Z"), exclude_characters=":"), min_size=1, max_size=20)
+
+
+def decided(backend: str, hardware: str, nodes: int, per_node: int) -> Job:
+    made = plan_for(
+        load("demo", ["train.global_batch_size=64"]),
+        backend=backend,
+        named=hardware,
+        mcore="0.16.1",
+        nodes=nodes,
+        per_node=per_node,
+    )
+    return of_plan(made, Path("/runs/demo"))
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    return decided("cuda", "h200", 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "options"),
+    [
+        (
+            "cuda",
+            ("cuda", "h200", 2, 8),
+            Options("registry.example:5000/us/bundle:1", user="1000:0", rdma=True),
+        ),
+        ("ascend", ("ascend", "a3", 1, 4), Options("bundle@sha256:0123", ("/data:/data:ro",), user="1000:0")),
+        ("cpu", ("cpu", "cpu", 1, 2), Options("bundle", ("/data",), ("HF_TOKEN",), "1000:0", "1g")),
+    ],
+)
+def test_the_commands_are_the_golden_ones(name, machine, options):
+    job = decided(*machine)
+    meeting = "node0:29500" if job.nodes > 1 else ""
+    found = docker.dry_run(job, options, Path("/work"), meeting).replace(
+        docker.placed(job).name[7:], "DIGEST"
+    )
+    assert found.replace(" --", " \\\n  --") == (GOLDEN / f"docker-{name}.sh").read_text()
+
+
+@settings(max_examples=40)
+@given(workdir=WORDS, directory=WORDS, mount=WORDS)
+def test_hostile_names_reach_docker_as_they_are(job, workdir, directory, mount):
+    job = replace(job, nodes=1, directory=Path("/runs") / directory)
+    text = docker.command(job, Options("bundle", (f"/data/{mount}",)), Path("/w") / workdir).shell()
+    printed = subprocess.run(
+        ["bash", "-c", f"docker() {{ printf '%s\\0' \"$@\"; }}; {text}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split("\0")[:-1]
+    assert printed == shlex.split(text)[1:]
+    assert printed[-1] == f"--job={docker.placed(job) / 'job.json'}"
+    assert f"--volume=/data/{mount}:/data/{mount}" in printed
+    assert f"--workdir={Path('/w') / workdir}" in printed
+
+
+def test_all_that_cannot_be_written_is_refused_at_once(job):
+    options = Options("--privileged", ("data", "/a:/b:rw"), ("HF TOKEN", "A=B"), "", "much")
+    with pytest.raises(UsageError) as refused:
+        docker.command(replace(job, directory=Path("/runs/a:b")), options, Path("/work"))
+    text = str(refused.value)
+    for part in (
+        "--image '--privileged'",
+        "--mount 'data'",
+        "--mount '/a:/b:rw'",
+        "--env 'HF TOKEN'",
+        "--env 'A=B'",
+        "--shared-memory 'much'",
+        "'/runs/a:b': docker reads :",
+        "2 nodes: say where they meet",
+    ):
+        assert part in text, text
+
+
+def test_the_container_of_a_job_is_named_after_what_the_job_is(job):
+    assert docker.named(job, 1) == docker.named(job, 1) != docker.named(job, 0)
+    assert docker.named(replace(job, per_node=4), 1) != docker.named(job, 1)
+    assert docker.named(job, 1).startswith("mcore-bundle-demo-")
+
+
+def test_without_docker_it_is_said(job, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchUnavailable, match="docker is not on the PATH"):
+        docker.submit(replace(job, nodes=1, directory=tmp_path / "run"), Options("bundle"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("said", "state"),
+    [
+        ("running false 0 ", docker.State("RUNNING", "", None)),
+        ("exited false 75 ", docker.State("EXITED", "", 75)),
+        ("exited true 137 ", docker.State("EXITED", "its limit of memory was reached", 137)),
+        ("created false 128 no such device", docker.State("CREATED", "no such device", None)),
+    ],
+)
+def test_a_container_ends_with_its_own_code(tmp_path, monkeypatch, said, state):
+    client = tmp_path / "docker"
+    client.write_text(f"#!/bin/sh\necho '{said}'\n")
+    client.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert docker.state("x") == state
+
+
+@pytest.mark.parametrize("handle", ["docker:", "docker:a b", "slurm:1x", "slurm:", "pod:x", "1234"])
+def test_what_is_no_handle_is_refused(handle, tmp_path):
+    command = [sys.executable, "-m", "bundle", "launch", "status", handle]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "no handle of a job" in done.stderr
