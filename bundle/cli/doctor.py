@@ -1,14 +1,17 @@
 """`mcore-bundle doctor`: can this machine run a job, and if not, why and what to do."""
 
 import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from bundle.cli import options
-from bundle.environment import image, interpreters, machine, packages
+from bundle.environment import image, interpreters, machine, nodes, packages
 from bundle.environment.doctor import examine
 from bundle.environment.machine import Finding, Level
-from bundle.errors import ExitCode
+from bundle.errors import ExitCode, UsageError
 from bundle.patches import hook
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -16,11 +19,25 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 @app.command()
 def doctor(
+    reports: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[REPORT]...", help="Of --compare: what `doctor --json` printed on each node."
+        ),
+    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Say in what nodes differ, instead of examining this one.")
+    ] = False,
     backend: options.OwnBackend = "auto",
     as_json: options.JSON = False,
     log_level: options.LogLevel = "",
 ) -> None:
     """Examine the machine and the installed packages; ends with 3 if something must be fixed first."""
+    if compare is not bool(reports):
+        raise UsageError("reports of nodes and --compare go together: doctor --compare A.json B.json ...")
+    if reports:
+        _compare(reports)
+        return
     installed = packages.detect()
     found, findings = examine(machine.local(), installed, backend)
     findings = (*findings, *hook.findings(hook.found(interpreters.own_sites())))
@@ -28,6 +45,7 @@ def doctor(
         built = image.own()
         report = {
             "schema": 1,
+            **nodes.described(installed),
             "findings": machine.plain(findings),
             "hardware": machine.plain(found),
             "image": built.model_dump(by_alias=True) if built else None,  # for `plan --image-record`
@@ -36,6 +54,15 @@ def doctor(
     else:
         print("\n".join(map(_line, findings)))
     if any(finding.level is Level.FAIL for finding in findings):
+        raise typer.Exit(int(ExitCode.ENVIRONMENT_UNFIT))
+
+
+def _compare(reports: Sequence[Path]) -> None:
+    """Prints in what nodes differ; ends with 3 where they do."""
+    read = nodes.read(reports)
+    found = list(nodes.differences(read))
+    print("\n".join(found) or f"{len(read)} nodes are alike")
+    if found:
         raise typer.Exit(int(ExitCode.ENVIRONMENT_UNFIT))
 
 
