@@ -128,6 +128,14 @@ class Preference(NamedTuple):
     why: str
 
 
+class Operator(NamedTuple):
+    """An operation that the accelerator's own operator computes, where a recipe leaves it in."""
+
+    name: str  # in the recipe's `operators`
+    what: str  # the code that runs
+    why: str
+
+
 class Capabilities(NamedTuple):
     """Everything that the rest of the bundle may know about a backend without torch."""
 
@@ -142,6 +150,7 @@ class Capabilities(NamedTuple):
     environment: tuple[Variable, ...]
     preferred: tuple[Preference, ...] = ()
     peaks: tuple[Peak, ...] = ()  # of the devices whose rate somebody read
+    operators: tuple[Operator, ...] = ()
     without_fp8: str = ""  # why no scaling is offered, where there is none
     caution: str = ""  # what must be known before a job relies on it
 
@@ -173,6 +182,18 @@ class Capabilities(NamedTuple):
             return [f"{self.backend} has no {wanted} kernel; it has {offered}"]
         against = [kernel.against(recipe) for kernel in asked]
         return [why for reasons in against for why in reasons] if all(against) else []
+
+    def computes(self, recipe: "Recipe", operator: str) -> bool:
+        """Whether this job has an operation computed by the accelerator's own operator."""
+        asked = recipe.model.operators
+        return operator in [one.name for one in self.operators] and (asked is None or operator in asked)
+
+    def operator_refusals(self, recipe: "Recipe") -> list[str]:
+        """The operators that are asked for and that there are none of."""
+        offered = [one.name for one in self.operators]
+        has = f"it has {', '.join(offered)}" if offered else "leave the key out"
+        unknown = [name for name in recipe.model.operators or () if name not in offered]
+        return [f"{self.backend} has no operator {name}; {has}" for name in unknown]
 
     def mask(self, model: str, layout: str) -> Mask:
         """The mask that a model of this kind takes in this layout."""

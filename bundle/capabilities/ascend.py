@@ -6,6 +6,7 @@ from bundle.capabilities import (
     Choice,
     LayerTraits,
     Mask,
+    Operator,
     Variable,
     connections,
 )
@@ -47,6 +48,10 @@ ASCEND = Capabilities(
         ),
     ),
     auto_attention=Choice("flash", "the only kernel for packed input"),
+    operators=(
+        Operator("rms_norm", "npu_rms_norm", "one kernel, which keeps its input and a number for each row"),
+        Operator("swiglu", "npu_swiglu", "one kernel, which keeps its input alone"),
+    ),
     fp8=(),
     without_fp8="Atlas A5 (Ascend950) has it through MindSpeed's layers, which this backend does not use; A2"
     " and A3 multiply no 8-bit floats",
@@ -97,7 +102,8 @@ ASCEND = Capabilities(
     ),
 )
 
-# What is replaced in torch beside what torch-npu's transfer_to_npu replaces, as "module:attribute", and why.
+# What is replaced beside what torch-npu's transfer_to_npu replaces, as "module:attribute", and why; in torch
+# before megatron is imported.
 FACADE = {
     "torch:compile": "megatron's jit_fuser: transfer_to_npu breaks inductor (torch 2.13: get_gpu_type has no"
     " cache_clear); megatron's functions run eagerly, everybody else's are compiled",
@@ -105,4 +111,7 @@ FACADE = {
     " leaves torch.npu.FloatTensor",
     "torch:cuda.get_device_capability": "torch 2.13's broadcast subscripts it where tensors are called"
     " CUDA's, and torch.npu has none",
+    "megatron.core.fusions.fused_bias_swiglu:swiglu": "npu_swiglu, where model.operators has swiglu: every"
+    " fused gate comes to it",
+    "megatron.core.fusions.fused_bias_swiglu:swiglu_back": "its gradient: npu_swiglu_backward",
 }

@@ -92,24 +92,27 @@ def verify(
     from bundle.verification.check import Status
 
     found = hardware.detect(backend)
+    device = found.devices[0].name if found.devices else found.backend
+    shown = {status: f"{status} on {device}" if status is Status.PROVEN else str(status) for status in Status}
+    width = max(map(len, shown.values())) + 2
     results = []
     for result in run(found.backend, ids or (), devices=len(found.devices) or None):
         results.append(result)
         if not as_json:
-            print(f"{result.status:<19}{result.patch:<42}{result.reason}", flush=True)
+            print(f"{shown[result.status]:<{width}}{result.patch:<42}{result.reason}", flush=True)
     failed = any(result.status is Status.FAILED for result in results)
     if as_json:
         rows = [result.as_json() for result in results]
         proven = ", ".join(result.patch for result in results if result.status is Status.PROVEN)
         seen: dict[str, Any] = {"combination": None}  # for docs/compatibility.md
         if proven and not failed:
-            device = found.devices[0].name if found.devices else found.backend
             command = " ".join(["mcore-bundle patches verify", *(ids or ()), "--backend", found.backend])
             combination = compatibility.observed(
                 packages.detect(), found.backend, device, [f"patches {proven}"], command
             )
             seen["combination"] = combination.model_dump(mode="json")
-        print(json.dumps({"schema": 1, "backend": found.backend, "results": rows, **seen}, indent=2))
+        where = {"backend": found.backend, "device": device}
+        print(json.dumps({"schema": 1, **where, "results": rows, **seen}, indent=2))
     if failed:
         raise typer.Exit(int(ExitCode.PATCHES))
 

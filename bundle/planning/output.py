@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from bundle import capabilities
 from bundle.environment.machine import plain
 from bundle.errors import bytes_shown
 from bundle.patches import Action
@@ -102,6 +103,7 @@ def to_text(plan: Plan, run: str, starts: str) -> str:
         ("hardware", [plan.hardware.reason]),
         ("megatron", [f"megatron-core {plan.target.version} ({plan.target.origin})"]),
         ("attention", [f"{plan.attention.value}: {plan.attention.why}"]),
+        ("operators", list(_operators(plan))),
         ("layout", list(_layout(plan))),
         ("length", [_length(plan)]),
         ("step", [_step(plan)]),
@@ -122,6 +124,14 @@ def to_text(plan: Plan, run: str, starts: str) -> str:
         for first, line in ((index == 0, line) for index, line in enumerate(body))
     ]
     return "\n".join(lines)
+
+
+def _operators(plan: Plan) -> Iterator[str]:
+    can = capabilities.of(plan.hardware.backend)
+    for operator in can.operators:
+        chosen = can.computes(plan.recipe, operator.name)
+        left_out = "torch's own, since model.operators leaves it out"
+        yield f"{operator.name}: {f'{operator.what}: {operator.why}' if chosen else left_out}"
 
 
 def _model(size: ModelSize) -> str:

@@ -167,6 +167,11 @@ class Model(Section):
     attention: Literal["auto", "flash", "fused", "unfused"] = Field(
         default="auto", description="Attention kernel; auto: the backend's choice."
     )
+    operators: Names | None = Field(
+        default=None,
+        description="Operations by the accelerator's own operators (ascend: rms_norm, swiglu), the others by"
+        " torch; null: all that the backend has.",
+    )
     fp8: FP8 | None = Field(default=None, description="FP8 matrix products; null: none.")
     recompute: Recompute | None = Field(default=None, description="Activation recomputation; null: none.")
     lora: LoRA | None = Field(

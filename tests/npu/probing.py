@@ -20,6 +20,14 @@ def cases() -> dict[str, Callable[[int], None]]:
         "operands on two devices": partial(refuses, "same device", lambda x: x + torch.ones(2)),
         "an index of the cpu is taken": indexed,
         "norm": norm,
+        "gate": gate,
+        "a gate of nothing": partial(refuses, "an empty tensor", lambda x: torch.ops.npu.npu_swiglu(x[:0])),
+        "a gate of an odd width": partial(
+            refuses, "is odd", lambda x: torch.ops.npu.npu_swiglu(x[:1].contiguous())
+        ),
+        "a gate of every other row": partial(
+            refuses, "not contiguous", lambda x: torch.ops.npu.npu_swiglu(x.expand(2, 2).t())
+        ),
         "a norm of another width": partial(refuses, "not the end of", _norm(torch.float32, 3)),
         "a norm in a narrower type": partial(refuses, "gamma torch.bfloat16", _norm(torch.bfloat16, 2)),
         "collectives": collectives,
@@ -99,6 +107,21 @@ def norm(rank: int) -> None:
             torch.testing.assert_close(ours, theirs, rtol=bound, atol=bound)
 
 
+def gate(rank: int) -> None:
+    """Value and gradient by torch-npu's own autograd are those of torch's silu and product."""
+    torch.manual_seed(6)
+    x, weight = torch.randn(3, 4, 8), torch.randn(3, 4, 4)
+    here, there = (y.requires_grad_() for y in (x.to(_here(rank)), x.clone()))
+    first, second = there.chunk(2, -1)
+    for out, leaf in ((torch.ops.npu.npu_swiglu(here), here), (F.silu(first) * second, there)):
+        (gradient,) = torch.autograd.grad(out, leaf, weight.to(leaf.device))
+        found = out.detach().cpu(), gradient.cpu()
+        if leaf is here:
+            ours = found
+    for one, other in zip(ours, found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def collectives(rank: int) -> None:
     x, other = torch.full((2,), float(rank + 1), device=_here(rank)), 1 - rank
     total = x.clone()
@@ -121,6 +144,8 @@ def collectives(rank: int) -> None:
     assert got.tolist() == [other + 1] * 2
     said: list[Any] = [None, None]
     dist.all_gather_object(said, {"rank": rank})
+    assert said == [{"rank": 0}, {"rank": 1}]
+    dist.gather_object({"rank": rank}, said if rank == 0 else None)
     assert said == [{"rank": 0}, {"rank": 1}]
 
 

@@ -98,6 +98,18 @@ def test_a_plan_for_ascend_says_that_it_was_trained_on_emulated_npus_only():
     assert not any("emulated" in note for note in plan(job(QWEN3), preset("h200")).notes)
 
 
+def test_operators_are_those_that_the_backend_has_and_the_recipe_leaves_in():
+    def on(machine, *names):
+        return plan(job(QWEN3, model={"config": QWEN3, "operators": names}), preset(machine), per_node=4)
+
+    text = to_text(on("a3", "swiglu"), "run", "starts")
+    assert "swiglu: npu_swiglu: one kernel" in text and "rms_norm: torch's own" in text
+    (problem,) = on("a3", "swiglu", "gelu").problems
+    assert problem.text == "model.operators: ascend has no operator gelu; it has rms_norm, swiglu"
+    (problem,) = on("h200", "swiglu").problems
+    assert problem.text == "model.operators: cuda has no operator swiglu; leave the key out"
+
+
 def test_too_few_devices_are_the_machines_problem():
     made = plan(job(QWEN3), preset("h200"), per_node=12)
     assert problems(made) == [(ExitCode.ENVIRONMENT_UNFIT, "devices.per_node")]

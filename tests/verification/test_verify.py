@@ -59,7 +59,7 @@ def test_the_command_proves_and_prints_json():
     result = run("recompute-reclaim", "--backend", "cpu", "--json")
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
-    assert (report["schema"], report["backend"]) == (1, "cpu")
+    assert (report["schema"], report["backend"], report["device"]) == (1, "cpu", "cpu")
     assert [(row["id"], row["status"]) for row in report["results"]] == [("recompute-reclaim", "proven")]
     seen = Combination.model_validate_json(json.dumps(report["combination"]))
     assert seen.proven == ("patches recompute-reclaim",) and seen.packages["torch"] == installed_version(

@@ -1,14 +1,16 @@
-"""What is replaced in torch beside what torch-npu's transfer_to_npu replaces, before megatron is imported.
+"""What is replaced beside what torch-npu's transfer_to_npu replaces: in torch first, then in megatron.
 
 For the life of the process, as that is; `capabilities.ascend.FACADE` says what, and why.
 """
 
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+from bundle.backends.ascend.operators import operator
 from bundle.backends.compiling import eager_for_megatron
 from bundle.capabilities.ascend import FACADE
 
@@ -17,18 +19,52 @@ _installed: list[str] = []
 
 
 def install() -> None:
-    """Replaces the attributes that FACADE names; does nothing if they are replaced already."""
+    """Replaces the attributes that FACADE names; does nothing if they are replaced already.
+
+    Megatron is imported on the way, when what it binds of torch stands.
+    """
     if _installed:
         return
-    made = {
-        "torch:compile": eager_for_megatron(torch.compile, lambda: True),
-        "torch:Tensor.type": _named_as_cuda(torch.Tensor.type),
-        "torch:cuda.get_device_capability": lambda device=None: _GENERATION,
-    }
-    for target in FACADE:
-        *path, name = target.partition(":")[2].split(".")
-        setattr(functools.reduce(getattr, path, torch), name, made[target])
+    _replace(target for target in FACADE if target.startswith("torch:"))
+    from megatron.core.fusions import fused_bias_swiglu  # noqa: F401
+
+    _replace(target for target in FACADE if target.startswith("megatron."))
+
+
+def _replace(targets: Iterable[str]) -> None:
+    for target in targets:
+        module, _, attribute = target.partition(":")
+        *path, name = attribute.split(".")
+        owner = functools.reduce(getattr, path, sys.modules[module])
+        setattr(owner, name, _REPLACEMENTS[target](getattr(owner, name)))
         _installed.append(target)
+
+
+def _generation(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda device=None: _GENERATION
+
+
+def _swiglu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """[.., f] from both halves [.., 2f]; the operator takes nothing empty, like an idle expert's rows."""
+
+    @functools.wraps(original)
+    def swiglu(y: torch.Tensor) -> Any:
+        return operator("npu_swiglu")(y.contiguous(), -1) if y.numel() else original(y)
+
+    return swiglu
+
+
+def _swiglu_back(original: Callable[..., Any]) -> Callable[..., Any]:
+    """[.., 2f]; the gradient behind a router's weight is float32, and the operator takes one type."""
+
+    @functools.wraps(original)
+    def swiglu_back(g: torch.Tensor, y: torch.Tensor) -> Any:
+        if not y.numel():
+            return original(g, y)
+        wide = torch.promote_types(g.dtype, y.dtype)
+        return operator("npu_swiglu_backward")(g.to(wide).contiguous(), y.to(wide).contiguous(), -1)
+
+    return swiglu_back
 
 
 def _named_as_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,3 +79,13 @@ def _named_as_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, dtype, *args, **kwargs)
 
     return type
+
+
+_SWIGLU = "megatron.core.fusions.fused_bias_swiglu"
+_REPLACEMENTS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "torch:compile": lambda original: eager_for_megatron(original, lambda: True),
+    "torch:Tensor.type": _named_as_cuda,
+    "torch:cuda.get_device_capability": _generation,
+    f"{_SWIGLU}:swiglu": _swiglu,
+    f"{_SWIGLU}:swiglu_back": _swiglu_back,
+}

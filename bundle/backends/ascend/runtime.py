@@ -37,25 +37,23 @@ class AscendRuntime:
         return nullcontext()
 
     def options(self, recipe: Recipe) -> dict[str, Any]:
-        """TransformerConfig fields for this recipe: none, fusions stay off as by default.
+        """TransformerConfig fields for this recipe: the fusion that torch-npu has an operator for.
 
-        Raises UsageError for attention that no kernel here takes, and for FP8.
+        Raises UsageError for attention and operators that are not here, and for FP8.
         """
         wrong = [f"model.attention: {why}" for why in ASCEND.attention_refusals(recipe)]
-        if recipe.model.fp8 is not None:
-            wrong.append(
-                f"model.fp8: {ASCEND.fp8_refusal(recipe.model.fp8.scaling, recipe.model.fp8.format, None)}"
-            )
+        wrong += [f"model.operators: {why}" for why in ASCEND.operator_refusals(recipe)]
+        if (fp8 := recipe.model.fp8) is not None:
+            wrong.append(f"model.fp8: {ASCEND.fp8_refusal(fp8.scaling, fp8.format, None)}")
         if wrong:
             raise UsageError("backend ascend cannot train this", wrong)
-        return {}
+        return {"bias_activation_fusion": ASCEND.computes(recipe, "swiglu")}
 
     def specs(self, recipe: Recipe, config: TransformerConfig, chunk: int | None) -> gpt.Specs:
         """Megatron's specs of model chunk `chunk` (None without interleaving), in the NPU's layers."""
         unfused = ASCEND.attention(recipe, None).value == "unfused"
         attention = DotProductAttention if unfused else CoreAttention
+        norm = Norm if ASCEND.computes(recipe, "rms_norm") else local.Norm
         given = gpt.specs(config, chunk, transformer_engine=False)
-        specs = (
-            local.adapted(spec, {}, attention=attention, norm=Norm) for spec in (given.decoder, given.mtp)
-        )
-        return gpt.Specs(*specs)
+        both = (given.decoder, given.mtp)
+        return gpt.Specs(*(local.adapted(spec, {}, attention=attention, norm=norm) for spec in both))

@@ -51,10 +51,11 @@ def seen(case: Case, runtime: Any) -> dict[str, Any]:
     recipe = case.recipe()
     with runtime.megatron():
         state = groups.initialize(recipe.parallel, seed=1, timeout_seconds=60)
-    engine = Engine(recipe, Stages(), state, world.device(runtime))
+    device = world.device(runtime)
+    engine = Engine(recipe, Stages(), state, device)
     each = MICRO_BATCHES // state.dp.size
     mine = range(state.dp.rank * each, (state.dp.rank + 1) * each)
-    batches = [micro_batch(case, state, number) for number in mine]
+    batches = [micro_batch(case, state, number, device) for number in mine]
 
     with engine.replay.recording() as own:
         engine.log_probs(batches)
@@ -90,29 +91,29 @@ def seen(case: Case, runtime: Any) -> dict[str, Any]:
     with engine.replay.recording() as taken:
         last = step(engine, with_routes(batches, foreign))
     for asked, got in zip(foreign, taken, strict=True):
-        assert torch.equal(got.experts[~asked.free], asked.experts[~asked.free])
-        assert (got.experts[asked.free] != asked.experts[asked.free]).any()
+        chosen = got.experts.cpu()
+        assert torch.equal(chosen[~asked.free], asked.experts[~asked.free])
+        assert (chosen[asked.free] != asked.experts[asked.free]).any()
     assert context.choices.get() is None
     groups.destroy()
     return {"own": first, "foreign": last, "routes": own[0].experts.tolist()}
 
 
-def micro_batch(case: Case, state: Any, number: int) -> Any:
+def micro_batch(case: Case, state: Any, number: int, device: Any = "cpu") -> Any:
     """Micro-batch `number` of the step, the same tokens in every layout."""
     from bundle.engine.microbatch import from_packing, from_rows
     from bundle.sequences.packing import Packing
 
     generator = torch.Generator().manual_seed(number)
     depths, cp = int(case.mtp), state.cp
-    ids = torch.randint(0, VOCABULARY, (sum(LENGTHS),), generator=generator)
-    labels = torch.randint(0, VOCABULARY, (sum(LENGTHS),), generator=generator)
-    mask = torch.ones(sum(LENGTHS))
+    ids = torch.randint(0, VOCABULARY, (sum(LENGTHS),), generator=generator).to(device)
+    labels = torch.randint(0, VOCABULARY, (sum(LENGTHS),), generator=generator).to(device)
+    mask = torch.ones(sum(LENGTHS), device=device)
     if case.layout == "rows":
         whole = (x.view(2, -1) for x in (ids, labels, mask))
         return from_rows(*whole, cp=cp.size, rank=cp.rank, mtp_layers=depths)
-    return from_packing(
-        ids, labels, mask, Packing.of(LENGTHS, case.alignment, rank=cp.rank), mtp_layers=depths
-    )
+    packing = Packing.of(LENGTHS, case.alignment, rank=cp.rank, device=device)
+    return from_packing(ids, labels, mask, packing, mtp_layers=depths)
 
 
 def routes(routing: Any, number: int) -> Any:

@@ -53,8 +53,15 @@ class Hccl(dist.ProcessGroupGloo):
         self.beneath._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self)
         self.kept.append(self)
 
+    # torch-npu calls these on its own group, past torch's dispatcher: for dist.gather, and for exchanges.
+
+    def allgather(self, outputs: Any, inputs: Any, *options: Any) -> Any:
+        return super().allgather(tree_map(on_cpu, outputs), tree_map(on_cpu, inputs), *options)
+
+    def gather(self, outputs: Any, inputs: Any, *options: Any) -> Any:
+        return super().gather(tree_map(on_cpu, outputs), tree_map(on_cpu, inputs), *options)
+
     def batch_isend_irecv(self, kinds: Sequence[str], tensors: Sequence[Tensor], peers: Sequence[int]) -> Any:
-        """What torch-npu calls on its own group in the place of dist.batch_isend_irecv."""
         started = [
             getattr(self, "send" if kind == "isend" else "recv")([on_cpu(tensor)], peer, 0)
             for kind, tensor, peer in zip(kinds, tensors, peers, strict=True)

@@ -43,4 +43,25 @@ def _last(gamma: Tensor) -> tuple[int, ...]:
     return tuple(range(-gamma.dim(), 0))
 
 
-OPERATORS = (npu_rms_norm, npu_rms_norm_backward)
+def npu_swiglu(input: Tensor, dim: int = -1) -> Tensor:
+    """silu of the first half times the second."""
+    need(input.dtype in _FLOATS, "doc", f"npu_swiglu: {input.dtype}")
+    need(1 <= input.dim() <= 8, "doc", f"npu_swiglu: {input.dim()} dimensions: 1 to 8")
+    need(input.shape[dim] % 2 == 0, "doc", f"npu_swiglu: dimension {dim} of {list(input.shape)} is odd")
+    need(input.numel() > 0, "doc", "npu_swiglu: an empty tensor")
+    need(input.is_contiguous(), "doc", "npu_swiglu: not contiguous")
+    a, b = input.float().chunk(2, dim)
+    return (a * a.sigmoid() * b).to(input.dtype)
+
+
+def npu_swiglu_backward(grad_output: Tensor, input: Tensor, dim: int = -1) -> Tensor:
+    """The gradient of both halves, written out."""
+    need(grad_output.dtype == input.dtype, "doc", f"npu_swiglu: {grad_output.dtype} of {input.dtype}")
+    need(grad_output.is_contiguous() and input.is_contiguous(), "doc", "npu_swiglu: not contiguous")
+    a, b = input.float().chunk(2, dim)
+    g, gate = grad_output.float(), a.sigmoid()
+    d_a = g * b * gate * (1 + a * (1 - gate))
+    return torch.cat((d_a, g * a * gate), dim).to(input.dtype)
+
+
+OPERATORS = (npu_rms_norm, npu_rms_norm_backward, npu_swiglu, npu_swiglu_backward)
