@@ -23,8 +23,7 @@ from benchmarks.gpu.verdicts import judge
 from bundle.environment import compatibility, hardware, packages
 from bundle.errors import BundleError
 from bundle.files import write_json
-from bundle.launch import process
-from bundle.launch.process import Command
+from bundle.launch.command import Command, Launch, command
 from bundle.launch.rendezvous import discover
 
 LIMIT_SECONDS = 240
@@ -81,7 +80,7 @@ def one(case: Case, backend: str, results: Path) -> Run | None:
     except BundleError as error:
         print(f"FAILED {name}: {error}", flush=True)
         return None
-    launch = process.Launch(
+    launch = Launch(
         arguments=(case.name, backend, str(results)),
         rendezvous=discover({}),
         per_node=case.gpus,
@@ -91,7 +90,7 @@ def one(case: Case, backend: str, results: Path) -> Run | None:
     )
     inherited = os.environ | case.environment | ({"OMP_NUM_THREADS": "4"} if backend == "cpu" else {})
     shutil.rmtree(launch.logs, ignore_errors=True)
-    if (why := failure(process.command(launch, inherited), inherited)) is not None:
+    if (why := failure(command(launch, inherited), inherited)) is not None:
         ends = [f"{path}:\n{path.read_text()[-2000:]}" for path in launch.logs.rglob("stderr.log")]
         print(f"FAILED {name}: {why}", *ends, sep="\n", flush=True)
         return None

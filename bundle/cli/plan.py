@@ -13,7 +13,8 @@ from bundle.cli import options
 from bundle.environment import image
 from bundle.environment.image import BuildInfo
 from bundle.errors import ExitCode
-from bundle.launch import Start, outcomes, process
+from bundle.launch import Start, outcomes
+from bundle.launch.command import Launch, command
 from bundle.launch.rendezvous import LOOPBACK, Rendezvous
 from bundle.launch.starters import DEFAULT_PORT
 from bundle.planning import Plan, Problem, plan_for, to_json, to_text
@@ -122,11 +123,11 @@ def _starts(made: Plan, words: list[str], directory: Path) -> str:
         source="plan",
         reason="planned",
     )
-    launch = process.Launch(
+    launch = Launch(
         arguments=tuple(words),
         rendezvous=meeting,
         per_node=made.per_node,
         logs=outcomes.next_logs(directory, 0),
         environment=made.variables,
     )
-    return process.command(launch, {}).shell()
+    return command(launch, {}).shell()

@@ -16,7 +16,7 @@ from bundle.environment.doctor import package_findings
 from bundle.environment.machine import Level
 from bundle.environment.packages import parse_version
 from bundle.errors import UsageError
-from bundle.launch import Start, process
+from bundle.launch import Start, command, process
 from bundle.launch import job as job_file
 from bundle.launch.job import Job
 from bundle.launch.rendezvous import Rendezvous, discover
@@ -60,7 +60,7 @@ def train(
     ] = None,
     wait: Annotated[
         int, typer.Option(min=1, metavar="SECONDS", help="How long a node waits for the others.")
-    ] = process.WAIT_SECONDS,
+    ] = command.WAIT_SECONDS,
     restarts: options.Restarts = 0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print a command for each node that starts its ranks, and stop.")
@@ -118,7 +118,7 @@ def train(
         words = ("train", *options.words_of(context, _OF_NODE))
         every = (job_file.launch(told, replace(where, node_rank=node), wait) for node in range(where.nodes))
         launches = [replace(launch, arguments=words, files={}) for launch in every]
-        print(process.dry_run(launches, os.environ), end="")
+        print(command.dry_run(launches, os.environ), end="")
         return
     run = RunDirectory(told.directory)
     goes_on = run.begin(told.recipe, told.start)

@@ -27,7 +27,8 @@ from bundle.environment.image import BuildInfo
 from bundle.environment.packages import Megatron, base_version
 from bundle.errors import BundleError, EnvironmentUnfit, UsageError, by_key, shown
 from bundle.files import json_digest
-from bundle.launch import FilePath, Start, outcomes, process
+from bundle.launch import FilePath, Start, outcomes
+from bundle.launch.command import WAIT_SECONDS, Launch
 from bundle.launch.rendezvous import Rendezvous
 from bundle.patches import plan, subject
 from bundle.patches.plan import PatchPlan, survey
@@ -119,13 +120,13 @@ class Job:
 _FILE = TypeAdapter(Job)
 
 
-def launch(job: Job, where: Rendezvous, wait: int = process.WAIT_SECONDS) -> process.Launch:
+def launch(job: Job, where: Rendezvous, wait: int = WAIT_SECONDS) -> Launch:
     """What starts one node's ranks, which execute the copy of the job in the log folder of this launch.
 
     A copy of their own: the next launch, or that of another node, may be of another job.
     """
     logs = outcomes.next_logs(job.directory, where.node_rank)
-    return process.Launch(
+    return Launch(
         arguments=("train", f"--job={logs / NAME}"),
         rendezvous=where,
         per_node=job.per_node,

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from bundle import files
 from bundle.errors import LaunchUnavailable, UsageError, shown
 from bundle.files import json_digest
+from bundle.launch.command import Command
 from bundle.launch.job import NAME, Job
-from bundle.launch.process import Command
 from bundle.targets.client import asked
 
 # Where an image of ours keeps what its libraries compile, which goes with the container (images/README.md).

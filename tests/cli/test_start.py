@@ -49,6 +49,14 @@ def test_a_verb_that_patches_nothing_loads_nothing_that_applies_patches(args: st
     assert not found & {"bundle.patches.applying", "bundle.patches.frameworks", "bundle.patches.audit"}
 
 
+def test_a_verb_that_starts_no_rank_loads_nothing_that_watches_ranks():
+    found = modules("-m", "bundle", "plan", "demo")
+    assert "bundle.launch.command" in found
+    assert not found & {
+        f"bundle.launch.{name}" for name in ("process", "verdict", "evidence", "hang", "causes")
+    }
+
+
 def test_one_validator_makes_every_section_of_a_recipe():
     program = (
         "from bundle.recipe import load, sections; made = load('demo'); "

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from bundle.launch import process
+from bundle.launch.command import Launch
 from bundle.launch.rendezvous import discover
 
 
@@ -25,7 +26,7 @@ if __name__ == "__main__":
     logs, module, *arguments = sys.argv[1:]
     where = discover({name: value for name, value in os.environ.items() if name.startswith("PET_")})
     wait = int(os.environ.get("TEST_WAIT", "600"))
-    launch = process.Launch(tuple(arguments), where, 2, Path(logs).absolute(), wait=wait, module=module)
+    launch = Launch(tuple(arguments), where, 2, Path(logs).absolute(), wait=wait, module=module)
     try:
         process.run(launch, os.environ)
     except process.Ended as ended:

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bundle.launch import process
-from bundle.launch.process import Command
+from bundle.launch.command import Command, Launch, command, dry_run
 from bundle.launch.rendezvous import Rendezvous, discover
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -16,9 +15,9 @@ TWO, OTHER = (discover({}, nodes=2, node_rank=node, endpoint="[fe80::1]:29500") 
 HOSTILE = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
 
 
-def launch(rendezvous: Rendezvous, *arguments: str, per_node: int = 2, **changes) -> process.Launch:
+def launch(rendezvous: Rendezvous, *arguments: str, per_node: int = 2, **changes) -> Launch:
     logs = Path(f"runs/demo/logs/node-{rendezvous.node_rank}/1")
-    return process.Launch(arguments, rendezvous, per_node, logs, python="python", **changes)
+    return Launch(arguments, rendezvous, per_node, logs, python="python", **changes)
 
 
 @pytest.mark.parametrize(
@@ -46,38 +45,38 @@ def launch(rendezvous: Rendezvous, *arguments: str, per_node: int = 2, **changes
     ],
 )
 def test_the_dry_run_is_the_golden_file(name, what, inherited):
-    assert process.dry_run(what, inherited) == (GOLDEN / f"{name}.txt").read_text()
+    assert dry_run(what, inherited) == (GOLDEN / f"{name}.txt").read_text()
 
 
 def test_what_the_dry_run_prints_is_what_runs():
     what = launch(TWO, "train", "a b", "'", "$x")
-    printed = shlex.split(process.dry_run([what], {"PET_RDZV_ID": "x"}).splitlines()[1])
-    command = process.command(what, {"PET_RDZV_ID": "x"})
-    expected = ["env", "--unset=PET_RDZV_ID", *(f"{k}={v}" for k, v in command.sets), *command.argv]
+    printed = shlex.split(dry_run([what], {"PET_RDZV_ID": "x"}).splitlines()[1])
+    made = command(what, {"PET_RDZV_ID": "x"})
+    expected = ["env", "--unset=PET_RDZV_ID", *(f"{k}={v}" for k, v in made.sets), *made.argv]
     assert printed == expected
 
 
 def test_one_node_offers_nothing_to_other_machines():
-    command = process.command(launch(ONE, "train"), {})
-    assert "--rdzv-conf=store_type=file" in command.argv
-    assert "--local-addr=127.0.0.1" in command.argv
-    assert ("GLOO_SOCKET_IFNAME", "lo") in command.sets
+    made = command(launch(ONE, "train"), {})
+    assert "--rdzv-conf=store_type=file" in made.argv
+    assert "--local-addr=127.0.0.1" in made.argv
+    assert ("GLOO_SOCKET_IFNAME", "lo") in made.sets
 
 
 @given(st.lists(HOSTILE, max_size=5))
 def test_hostile_arguments_survive_torchrun_and_the_shell(arguments):
-    command = process.command(launch(ONE, *arguments), {})
-    words = shlex.split(command.shell())
-    assert tuple(words[-len(command.argv) :]) == command.argv
-    behind = command.argv[command.argv.index("-m", 3) + 2 :]
+    made = command(launch(ONE, *arguments), {})
+    words = shlex.split(made.shell())
+    assert tuple(words[-len(made.argv) :]) == made.argv
+    behind = made.argv[made.argv.index("-m", 3) + 2 :]
     assert [string.Template(a).safe_substitute(local_rank="0") for a in behind] == arguments
 
 
 def test_torchrun_reads_the_command_as_it_was_meant():
     run = pytest.importorskip("torch.distributed.run")
     arguments = ["train", "--nnodes=9", "--", "-m", "x", "${local_rank}", "$$", ""]
-    command = process.command(launch(TWO, *arguments), {})
-    parsed = run.parse_args(list(command.argv[3:]))
+    made = command(launch(TWO, *arguments), {})
+    parsed = run.parse_args(list(made.argv[3:]))
     config, _, words = run.config_from_args(parsed)
     assert (config.min_nodes, config.nproc_per_node, config.rdzv_endpoint) == (2, 2, "[fe80::1]:29500")
     assert (config.max_restarts, config.monitor_interval, config.run_id) == (0, 0.1, "ranks")
@@ -86,8 +85,8 @@ def test_torchrun_reads_the_command_as_it_was_meant():
 
 
 def test_secrets_are_not_printed_but_reach_the_process():
-    command = Command(("x",), (("WANDB_API_KEY", "abc"), ("KEY", "def"), ("MONKEY", "shown")))
-    assert "abc" not in command.shell()
-    assert "def" not in command.shell()
-    assert "MONKEY=shown" in command.shell()
-    assert command.environment({"WANDB_API_KEY": "old"})["WANDB_API_KEY"] == "abc"
+    made = Command(("x",), (("WANDB_API_KEY", "abc"), ("KEY", "def"), ("MONKEY", "shown")))
+    assert "abc" not in made.shell()
+    assert "def" not in made.shell()
+    assert "MONKEY=shown" in made.shell()
+    assert made.environment({"WANDB_API_KEY": "old"})["WANDB_API_KEY"] == "abc"

@@ -1,0 +1,110 @@
+"""The command that starts this node's ranks, torchrun, as a text that a person can paste too."""
+
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from bundle.launch.rendezvous import LOOPBACK, Rendezvous
+
+_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|PRIVATE|(^|_)KEY($|_)", re.IGNORECASE)
+# Without SIGTERM: we pass that on ourselves, and torchrun would kill ranks that are writing a checkpoint.
+# Given as torchrun's default, not as an option: torch before 2.13 does not know it and ignores it there.
+_SIGNALS = "SIGINT,SIGHUP,SIGQUIT"
+
+WAIT_SECONDS = 1800  # machines of one job may be given at different times
+
+
+class Command(NamedTuple):
+    """An argument vector, the variables set for it and the inherited variables kept from it."""
+
+    argv: tuple[str, ...]
+    sets: tuple[tuple[str, str], ...] = ()
+    unsets: tuple[str, ...] = ()
+
+    def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """The whole environment of the command."""
+        kept = {name: value for name, value in inherited.items() if name not in self.unsets}
+        return kept | dict(self.sets)
+
+    def shell(self) -> str:
+        """One line that a POSIX shell runs as this command; values of secrets are redacted."""
+        words = [f"--unset={name}" for name in self.unsets]
+        words += [f"{name}={redacted(name, value)}" for name, value in self.sets]
+        return shlex.join([*(["env", *words] if words else []), *self.argv])
+
+
+def redacted(name: str, value: str) -> str:
+    """`value`, or stars where the variable's name says that nobody else may read it."""
+    return "***" if _SECRET.search(name) else value
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What is started on every node.
+
+    `arguments` are those of `mcore-bundle`; `logs` is this launch's own folder on this node, where `files`
+    lie, by name, before the ranks start; `environment` is what the backend needs.
+    """
+
+    arguments: tuple[str, ...]
+    rendezvous: Rendezvous
+    per_node: int
+    logs: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    wait: int = WAIT_SECONDS  # that this node waits for the others
+    python: str = sys.executable
+    module: str = "bundle"
+
+
+def command(launch: Launch, inherited: Mapping[str, str]) -> Command:
+    """The command for one node; what `inherited` already sets for threads and interfaces is kept."""
+    meeting = launch.rendezvous
+    options = [f"--nnodes={meeting.nodes}", f"--nproc-per-node={launch.per_node}"]
+    defaults = {"OMP_NUM_THREADS": "1"}
+    sets = {"PET_SIGNALS_TO_HANDLE": _SIGNALS, **launch.environment}
+    if meeting.nodes == 1:
+        # The agent meets itself in a file and rank 0 listens on loopback: nothing of a one-node run can be
+        # reached from outside. A store of the agent would listen on every interface.
+        options += ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--local-addr={LOOPBACK}"]
+        sets["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        defaults["GLOO_SOCKET_IFNAME"] = "lo"
+    else:
+        address = f"[{meeting.address}]" if ":" in meeting.address else meeting.address
+        options += [
+            "--rdzv-backend=static",
+            f"--rdzv-endpoint={address}:{meeting.port}",
+            f"--node-rank={meeting.node_rank}",
+            # Longer than we let it: what torchrun says of a time-out names neither the nodes nor the wait.
+            f"--rdzv-conf=timeout={2 * launch.wait}",
+        ]
+    options += [
+        "--rdzv-id=ranks",
+        "--max-restarts=0",
+        "--monitor-interval=0.1",
+        f"--log-dir={launch.logs}",
+        f"--redirects={_redirects(launch.per_node)}",
+    ]
+    # torchrun substitutes ${local_rank} in the arguments of the ranks; a doubled $ reaches them as one.
+    arguments = [argument.replace("$", "$$") for argument in launch.arguments]
+    argv = [launch.python, "-m", "torch.distributed.run", *options, "-m", launch.module, *arguments]
+    sets |= {name: value for name, value in defaults.items() if name not in inherited and name not in sets}
+    unsets = tuple(sorted(name for name in inherited if name.startswith("PET_") and name not in sets))
+    return Command(tuple(argv), tuple(sorted(sets.items())), unsets)
+
+
+def dry_run(nodes: Sequence[Launch], inherited: Mapping[str, str]) -> str:
+    """What would run, one command per node under a line that names the node."""
+    lines = []
+    for node, launch in enumerate(nodes):
+        lines += [f"# node {node} of {len(nodes)}", command(launch, inherited).shell()]
+    return "\n".join(lines) + "\n"
+
+
+def _redirects(per_node: int) -> str:
+    """Which streams go to the log folder: all but what the first rank of the node prints."""
+    return ",".join(f"{rank}:{2 if rank == 0 else 3}" for rank in range(per_node))
