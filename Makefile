@@ -42,11 +42,12 @@ $(DEVELOP): $(RUN)
 	$(PIP) --editable '.[cpu,dev]' '$(TRITON)'
 	touch $@
 
-$(NPU): pyproject.toml
+$(NPU): pyproject.toml Makefile
 	test -x $(NPU_VENV)/bin/python || $(PYTHON) -m venv $(NPU_VENV)
 	$(NPU_PIP) 'torch==2.13.0' $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	# protobuf and attrs: what MindSpeed imports and does not declare.
-	$(NPU_PIP) 'torch-npu==2.13.0' pytest hypothesis protobuf attrs --editable '.[ascend]'
+	# triton: what megatron-core imports from 0.18 on; on NPUs it is triton-ascend.
+	$(NPU_PIP) 'torch-npu==2.13.0' '$(TRITON)' pytest hypothesis protobuf attrs --editable '.[ascend]'
 	touch $@
 
 $(FOREIGN): $(DEVELOP) Makefile

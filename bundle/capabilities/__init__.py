@@ -39,6 +39,11 @@ class AttentionKernel(NamedTuple):
     masks: tuple[str, ...] = ("causal", "padding_causal", "padding", "no_mask")
     dtypes: tuple[str, ...] = ("bf16",)
     context_parallel: bool = True
+    most_sequences: int | None = None  # in one packed call
+
+    def most_in_a_pack(self, cp: int) -> int | None:
+        """How many sequences a pack may hold on `cp` ranks, each of which calls with two chunks of each."""
+        return self.most_sequences and self.most_sequences // (2 if cp > 1 else 1)
 
     def against(self, recipe: "Recipe") -> list[str]:
         """Why this kernel does not take the attention of a job, all reasons; empty if it does."""

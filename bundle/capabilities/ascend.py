@@ -33,8 +33,9 @@ ASCEND = Capabilities(
             max_head_dim=768,
             masks=("causal", "padding_causal", "padding", "no_mask", "arbitrary"),
             dtypes=("bf16", "fp32"),
+            most_sequences=2048,
             source="op-plugin: npu_fusion_attention takes Dq = Dk >= Dv up to 768, masks [b, 1, s, s] and no"
-            " [b, s]",
+            " [b, s], 2K sequences in a pack",
         ),
         AttentionKernel(
             name="unfused",

@@ -17,7 +17,7 @@ from bundle.environment.ascend import cann
 from bundle.environment.hardware import detect
 from bundle.environment.image import image_findings
 from bundle.environment.machine import Fact, Finding, Hardware, Machine, fail, ok, warn
-from bundle.environment.packages import Package, Stack, minor_version
+from bundle.environment.packages import Package, Stack, imports_triton, minor_version, triton_of
 from bundle.environment.search import SearchPath
 from bundle.errors import EnvironmentUnfit, bytes_shown
 
@@ -223,20 +223,10 @@ def _megatron(stack: Stack, extra: str) -> Iterator[Finding]:
     if not SUPPORTED[0] <= version < SUPPORTED[1]:
         cause = f"{core.version} is outside {SUPPORTED[0]} to {SUPPORTED[1]}: no patch was reviewed for it"
         yield warn("megatron-core", cause, "see `mcore-bundle patches plan`, or install a supported release")
-    imports, said_by = _imports_triton(megatron.core.package / "core/transformer/moe", version)
+    imports, said_by = imports_triton(megatron.core.root, version)
     if imports and stack.package("triton") is None:
         cause = f"not installed, and megatron-core {core.version} imports it on every machine ({said_by})"
-        yield fail("triton", cause, "pip install triton")
-
-
-def _imports_triton(experts: Path, version: Version) -> tuple[bool, str]:
-    """Whether megatron-core needs triton to be imported, and what says so: its source, else its number."""
-    if not files.is_directory(experts):
-        return version >= Version("0.18"), f"by the number {version} alone"
-    for file in ("paged_stash.py", "ops/paged_stash.py"):
-        if re.search(r"^import triton", files.read(experts / file) or "", re.MULTILINE):
-            return True, f"read in transformer/moe/{file}"
-    return False, ""
+        yield fail("triton", cause, f"pip install {triton_of(extra)}")
 
 
 def _shown(package: Package) -> str:

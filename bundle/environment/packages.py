@@ -199,6 +199,25 @@ FRAMEWORKS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
+def imports_triton(root: Path | None, version: Version) -> tuple[bool, str]:
+    """Whether a megatron-core imports triton on every machine, and what says so.
+
+    Its source in `root`, which holds `megatron`; else its number.
+    """
+    experts = root / "megatron/core/transformer/moe" if root else None
+    if experts is None or not files.is_directory(experts):
+        return version >= Version("0.18"), f"by the number {version} alone"
+    for file in ("paged_stash.py", "ops/paged_stash.py"):
+        if re.search(r"^import triton", files.read(experts / file) or "", re.MULTILINE):
+            return True, f"read in transformer/moe/{file}"
+    return False, ""
+
+
+def triton_of(backend: str) -> str:
+    """The distribution that brings the module triton."""
+    return "triton-ascend" if backend == "ascend" else "triton"
+
+
 class Package(NamedTuple):
     """One installed package; its version is what its metadata says, which for MindSpeed says nothing."""
 

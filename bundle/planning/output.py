@@ -102,7 +102,7 @@ def to_text(plan: Plan, run: str, starts: str) -> str:
         ("weights", [plan.weights] if plan.weights else []),
         ("hardware", [plan.hardware.reason]),
         ("megatron", [f"megatron-core {plan.target.version} ({plan.target.origin})"]),
-        ("attention", [f"{plan.attention.value}: {plan.attention.why}"]),
+        ("attention", list(_attention(plan))),
         ("operators", list(_operators(plan))),
         ("layout", list(_layout(plan))),
         ("length", [_length(plan)]),
@@ -124,6 +124,14 @@ def to_text(plan: Plan, run: str, starts: str) -> str:
         for first, line in ((index == 0, line) for index, line in enumerate(body))
     ]
     return "\n".join(lines)
+
+
+def _attention(plan: Plan) -> Iterator[str]:
+    yield f"{plan.attention.value}: {plan.attention.why}"
+    kernels = {one.name: one for one in capabilities.of(plan.hardware.backend).kernels}
+    kernel, parallel = kernels.get(plan.attention.value), plan.recipe.parallel
+    if plan.recipe.data.packed and kernel is not None and (most := kernel.most_in_a_pack(parallel.cp)):
+        yield f"a pack holds at most {most:,} sequences ({kernel.what})"
 
 
 def _operators(plan: Plan) -> Iterator[str]:

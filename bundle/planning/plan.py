@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from packaging.version import Version
 
 from bundle import capabilities
-from bundle.capabilities import Choice, Peak, Variable
+from bundle.capabilities import Capabilities, Choice, Peak, Variable
 from bundle.environment import packages
 from bundle.environment.hardware import NAMES, detect, preset
 from bundle.environment.machine import Hardware
@@ -181,8 +181,7 @@ def plan_on(
     world = nodes * per_node
     layout = rank_layout(recipe, world) if can_lay_out(recipe, world) else None
     stages = () if layout is None else estimates(recipe, layout, can.layers, code)
-    note = memory_note(stages, hardware.device_memory)
-    caution = f"{can.backend}: {can.caution}" if can.caution else ""
+    own = (memory_note(stages, hardware.device_memory), _caution(can), _triton(can, target, decided))
     problems = (
         *beside,
         *map(recipe_problem, recipe.layout_violations(world)),
@@ -205,8 +204,23 @@ def plan_on(
         attention=can.attention(recipe, hardware.generation.value),
         patches=decided,
         environment=can.variables(recipe.features),
-        notes=(*notes, *hardware.notes, *filter(None, (note, caution))),
+        notes=(*notes, *hardware.notes, *filter(None, own)),
         problems=tuple(sorted(problems, key=lambda problem: _ORDER.index(problem.code))),
+    )
+
+
+def _caution(can: Capabilities) -> str:
+    return f"{can.backend}: {can.caution}" if can.caution else ""
+
+
+def _triton(can: Capabilities, target: Target, decided: Survey) -> str:
+    """Whose triton a megatron-core imports where that is not the one of the same name."""
+    brings = packages.triton_of(can.backend)
+    imports, said_by = packages.imports_triton(decided.subject.root, target.release)
+    if brings == "triton" or not imports:
+        return ""
+    return (
+        f"megatron-core {target.version} imports triton ({said_by}), which {brings} brings to {can.backend}"
     )
 
 

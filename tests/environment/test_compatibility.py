@@ -102,6 +102,9 @@ def test_triton_is_needed_from_0_18(tmp_path, version, needs):
     install_torch(tmp_path)
     install_megatron(tmp_path, version)
     assert [subject for subject, _ in bad(tmp_path)] == (["triton"] if needs else [])
+    for machine, fix in ((CPU, "pip install triton"), (NPU, "pip install triton-ascend")):
+        found = package_findings(stack_of(tmp_path), detect(machine=recorded(machine)), NO_CANN, {})
+        assert [f.fix for f in found if f.subject == "triton"] == ([fix] if needs else [])
     install(tmp_path, "triton", "3.9.0")
     assert bad(tmp_path) == []
 

@@ -98,6 +98,14 @@ def test_a_plan_for_ascend_says_that_it_was_trained_on_emulated_npus_only():
     assert not any("emulated" in note for note in plan(job(QWEN3), preset("h200")).notes)
 
 
+@pytest.mark.parametrize(
+    ("machine", "version", "said"), [("a3", "0.18.2", 1), ("a3", "0.17.1", 0), ("h200", "0.18.2", 0)]
+)
+def test_a_plan_for_ascend_says_whose_triton_megatron_imports(machine, version, said):
+    notes = plan(job(QWEN3), preset(machine), version, per_node=4).notes
+    assert sum("imports triton" in note and "triton-ascend brings" in note for note in notes) == said
+
+
 def test_operators_are_those_that_the_backend_has_and_the_recipe_leaves_in():
     def on(machine, *names):
         return plan(job(QWEN3, model={"config": QWEN3, "operators": names}), preset(machine), per_node=4)
@@ -108,6 +116,15 @@ def test_operators_are_those_that_the_backend_has_and_the_recipe_leaves_in():
     assert problem.text == "model.operators: ascend has no operator gelu; it has rms_norm, swiglu"
     (problem,) = on("h200", "swiglu").problems
     assert problem.text == "model.operators: cuda has no operator swiglu; leave the key out"
+
+
+@pytest.mark.parametrize(("cp", "most"), [(1, "2,048"), (2, "1,024")])
+def test_a_plan_for_ascend_says_how_many_sequences_a_pack_may_hold(cp, most):
+    packed = {"data": {"packed": True}, "parallel": {"cp": cp}}
+    text = to_text(plan(job(QWEN3, **packed), preset("a3"), per_node=4), "run", "starts")
+    assert f"a pack holds at most {most} sequences (npu_fusion_attention)" in text
+    rows = to_text(plan(job(QWEN3), preset("a3"), per_node=4), "run", "starts")
+    assert "a pack holds" not in rows
 
 
 def test_too_few_devices_are_the_machines_problem():

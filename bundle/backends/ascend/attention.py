@@ -29,7 +29,7 @@ Mode 2 aligns the first query with the first key instead: the same for as many q
 EVERYTHING = 2**31 - 1  # the default of pre_tockens and next_tockens: no band
 BLIND_ROWS = 2  # inner_precise: rows that see nothing are looked after, at some cost; 0 leaves them undefined
 COMPRESSED = 2048  # rows and columns of the one mask that stands for every causal mask
-SEQUENCES = 2048  # the most in one packed call (op-plugin's documentation)
+SEQUENCES = ASCEND.kernel("flash").most_sequences or 0  # the most in one packed call
 
 
 @dataclass(frozen=True)
