@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from bundle import log
-from bundle.environment import hardware
-from bundle.recipe.sections import MOST_RANKS
+from bundle.environment import MOST_RANKS, hardware
 
 Recipe = Annotated[str, typer.Argument(help="A built-in recipe's name (see `recipes list`) or a file.")]
 Overrides = Annotated[

@@ -22,7 +22,7 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 
 from bundle import capabilities, files
-from bundle.environment import BACKENDS, image, packages
+from bundle.environment import BACKENDS, MOST_PER_NODE, MOST_RANKS, image, packages
 from bundle.environment.image import BuildInfo
 from bundle.environment.packages import Megatron, base_version
 from bundle.errors import BundleError, EnvironmentUnfit, UsageError, by_key, shown
@@ -35,7 +35,6 @@ from bundle.patches.plan import PatchPlan, survey
 from bundle.planning import Plan, to_json
 from bundle.planning.plan import with_kernel
 from bundle.recipe import Recipe, from_mapping
-from bundle.recipe.sections import MOST_PER_NODE, MOST_RANKS
 
 NAME = "job.json"
 FORMAT, VERSION = "mcore-bundle job", 1

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from bundle.architectures import Architecture
+from bundle.environment import MOST_RANKS
 from bundle.errors import UsageError
 from bundle.recipe import Recipe
-from bundle.recipe.sections import MOST_RANKS
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from bundle.capabilities import Capabilities
+from bundle.environment import MOST_PER_NODE
 from bundle.environment.machine import Hardware
 from bundle.environment.packages import MegatronCode, SourcePredicate
 from bundle.errors import ExitCode, bytes_shown
@@ -14,7 +15,6 @@ from bundle.planning.layout import RankLayout
 from bundle.planning.memory import MemoryEstimate, splits_shared_embedding
 from bundle.planning.size import parameters, trained
 from bundle.recipe import Recipe
-from bundle.recipe.sections import MOST_PER_NODE
 
 SHARED_EMBEDDING = "shared-embedding-bucket"  # the patch; MindSpeed may own what it wraps
 BF16_FROM = (8, 0)  # Transformer Engine's support matrix

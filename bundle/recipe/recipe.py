@@ -9,10 +9,10 @@ from typing import Any, Literal, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from bundle.architectures import Architecture, from_config
+from bundle.environment import MOST_RANKS
 from bundle.fp8 import SCALINGS, Format, Scaling
 from bundle.recipe.alignment import Alignment
 from bundle.recipe.sections import (
-    MOST_RANKS,
     Checkpoint,
     Count,
     Data,

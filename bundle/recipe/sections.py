@@ -7,12 +7,10 @@ from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from bundle.environment import MOST_PER_NODE
+
 # 256 bytes, end of text, padding.
 BYTE_VOCABULARY = 258
-
-# Beyond any machine, and small enough that a slip of the finger is refused rather than worked on.
-MOST_RANKS = 2**20
-MOST_PER_NODE = 1024
 
 
 def optional(description: str) -> Any:

@@ -49,6 +49,13 @@ def test_a_verb_that_patches_nothing_loads_nothing_that_applies_patches(args: st
     assert not found & {"bundle.patches.applying", "bundle.patches.frameworks", "bundle.patches.audit"}
 
 
+@pytest.mark.parametrize("args", ["doctor --backend cpu", "patches list", "patches plan --mcore 0.19.2"])
+def test_a_verb_without_a_recipe_loads_nothing_that_reads_recipes(args: str):
+    found = modules("-m", "bundle", *args.split())
+    assert "bundle.cli.options" in found
+    assert not found & {"bundle.recipe", "bundle.architectures", "ruamel.yaml"}
+
+
 def test_a_verb_that_starts_no_rank_loads_nothing_that_watches_ranks():
     found = modules("-m", "bundle", "plan", "demo")
     assert "bundle.launch.command" in found
