@@ -27,6 +27,7 @@ VERBS: dict[str, str] = {
     "weights": "Weights between Hugging Face and megatron: check, export, import, diff.",
     "report": "One page about a run, or several side by side: curves, plan, patches.",
     "doctor": "Can this machine run a job? What is wrong, why, and what to do.",
+    "preflight": "Can this node compute, write and read what a job will ask of it? By doing it.",
     "resolve": "Versions that were seen together, as constraints for pip.",
     "patches": "Which patches does this megatron-core need, and why?",
 }

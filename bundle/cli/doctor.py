@@ -52,7 +52,7 @@ def doctor(
         }
         print(json.dumps(report, indent=2))
     else:
-        print("\n".join(map(_line, findings)))
+        print("\n".join(map(line, findings)))
     if any(finding.level is Level.FAIL for finding in findings):
         raise typer.Exit(int(ExitCode.ENVIRONMENT_UNFIT))
 
@@ -66,6 +66,7 @@ def _compare(reports: Sequence[Path]) -> None:
         raise typer.Exit(int(ExitCode.ENVIRONMENT_UNFIT))
 
 
-def _line(finding: Finding) -> str:
+def line(finding: Finding) -> str:
+    """A finding as people read it."""
     fix = f"\n{'':22}fix: {finding.fix}" if finding.fix else ""
     return f"{finding.level:<5} {finding.subject:<15} {finding.cause}{fix}"

@@ -135,6 +135,13 @@ def test_a_signal_is_read_from_what_torchrun_saw_first():
     assert found.sentence == f"rank 1: killed by SIGSEGV; {AGAIN}"
 
 
+def test_a_rank_that_was_killed_first_comes_before_one_that_says_what_it_misses():
+    found = judged(outcome(0, 1, "rank 1 sent no part of the weights"), outcome(1, None), agent=death(1, -9))
+    assert (found.kind, found.rank) == (Kind.KILLED, 1)
+    found = judged(outcome(0, 1, "shard 3 is corrupt"), outcome(1, None), agent=death(1, 1))
+    assert (found.kind, found.rank) == (Kind.EXCEPTION, 0)
+
+
 def test_a_rank_that_was_killed_before_its_first_word_is_counted_over_all_nodes():
     found = judged(agent=death(3, -11), node_rank=2, nodes=3)
     assert found.sentence == f"rank 11 on gpu07: killed by SIGSEGV; {AGAIN}"

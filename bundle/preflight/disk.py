@@ -1,0 +1,41 @@
+"""Whether a directory gives back what it took: `python -m bundle.preflight.disk DIRECTORY BYTES`."""
+
+import hashlib
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from bundle.preflight import Found
+
+_PIECE = 1 << 20
+
+
+def probe(directory: Path, size: int) -> Found:
+    """Writes a file, waits until it is on the disk, reads it and removes it."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".preflight-") as file:
+            piece, written = os.urandom(_PIECE), hashlib.sha256()
+            began = time.perf_counter()
+            for _ in range(size // _PIECE):
+                file.write(piece)
+                written.update(piece)
+            file.flush()
+            os.fsync(file.fileno())
+            seconds = time.perf_counter() - began
+            read = hashlib.sha256()
+            # What is kept in memory is what was written; what is on the disk may not be.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            while data := file.read(_PIECE):
+                read.update(data)
+    except OSError as error:
+        return Found(wrong=f"{directory}: {error.strerror}")
+    if read.digest() != written.digest():
+        return Found(wrong=f"{directory}: what is read is not what was written")
+    return Found({"MB/s written": size / seconds / 1e6})
+
+
+if __name__ == "__main__":
+    probe(Path(sys.argv[1]), int(sys.argv[2])).tell()

@@ -1,0 +1,22 @@
+"""A probe that does what its word says."""
+
+import os
+import signal
+import sys
+import time
+
+from bundle.preflight import Found
+
+
+def main(does: str) -> None:
+    if does == "sleep":
+        time.sleep(600)
+    if does == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if does == "fail":
+        raise RuntimeError("no such device")
+    Found({"TFLOP/s": 1.0}, "it is wrong" if does == "wrong" else "").tell()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
