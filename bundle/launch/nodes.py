@@ -49,7 +49,7 @@ def joint(
     broken = [verdict for verdict in said.values() if verdict.code != ExitCode.OK]
     first = min(broken, key=lambda verdict: strength(verdict.kind), default=own)
     silent = sorted(set(names) - set(said))
-    if not _undecided(first) and first.kind not in (Kind.PREEMPTED, Kind.STOPPED):
+    if not _undecided(first):
         return first
     if silent and not over:
         return None

@@ -60,11 +60,16 @@ def test_a_node_without_a_word_is_waited_for_and_then_lost(kind):
     )
 
 
-def test_a_hang_of_all_nodes_is_a_hang_and_nodes_that_ended_well_or_saved_break_nothing():
+def test_a_hang_of_all_nodes_is_a_hang():
     hangs = {rank: word(rank, Kind.HANG, "no progress", code=ExitCode.HANG) for rank in NAMES}
     assert nodes.joint(hangs[1], hangs, NAMES, over=False) is hangs[0]
+
+
+def test_a_node_that_saved_explains_the_echo_of_its_end_and_one_that_ended_well_nothing():
+    well = Verdict(ExitCode.OK, node_rank=1)
     saved = word(2, Kind.PREEMPTED, "saved", code=ExitCode.PREEMPTED)
-    assert nodes.joint(ECHO, {0: ECHO, 1: Verdict(ExitCode.OK), 2: saved}, NAMES, over=False) is not None
+    assert nodes.joint(ECHO, {0: ECHO, 1: well, 2: saved}, NAMES, over=False) is saved
+    assert nodes.joint(ECHO, {0: ECHO, 1: well}, {0: "gpu07", 1: "gpu08"}, over=False) is ECHO
 
 
 def test_a_node_that_knows_what_broke_waits_for_nobody_and_leaves_its_word(tmp_path):
