@@ -63,7 +63,7 @@ def stored(
         (source,) = sources
         facts = [recipe.architecture.vocab_size, _stats([source.path, source.path.with_suffix(".bin")])]
     else:
-        room = longest if recipe.task == "sft" else 0
+        room = longest if recipe.task != "pretrain" else 0
         content = _content(directory, sources, progress)
         facts = [
             recipe.task,

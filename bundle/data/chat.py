@@ -60,11 +60,18 @@ def columns(fields: Fields) -> tuple[str, ...]:
 
 def conversation(values: Values, data: Data) -> Conversation:
     """The conversation of a row. Raises Corrupt saying which field is wrong, and how."""
+    return of_messages(_messages(values, data.fields), values, data)
+
+
+def of_messages(messages: list[Message], values: Values, data: Data, prompt: int = 0) -> Conversation:
+    """A conversation of these messages, with what else its row says; the first `prompt` are not learned."""
     if media := [name for name in MEDIA if values.get(name)]:
         raise Corrupt(f"field {media[0]}: only text can be trained on yet")
-    messages = _with_system(_messages(values, data.fields), values, data.fields.system)
+    answers = len(messages) - prompt
+    messages = _with_system(messages, values, data.fields.system)
     weights = [message.pop(FLAGS[0], True) for message in messages]
-    turns = [index for index, one in enumerate(messages) if one["role"] == "assistant" and weights[index]]
+    answering = range(len(messages) - answers, len(messages))
+    turns = [index for index in answering if messages[index]["role"] == "assistant" and weights[index]]
     if data.learn == "last_turn":
         turns = [index for index in turns if index == len(messages) - 1]
     if not turns:
@@ -75,12 +82,12 @@ def conversation(values: Values, data: Data) -> Conversation:
 def _messages(values: Values, fields: Fields) -> list[Message]:
     """The messages, by the first format of which the row has all fields; null is missing, as in a table."""
     formats = (
-        ((fields.messages,), lambda: _listed(values[fields.messages], fields.messages)),
+        ((fields.messages,), lambda: answered(values[fields.messages], fields.messages)),
         (
             (fields.prompt, fields.response),
             lambda: _dialogue([(text_of(values, fields.prompt), text_of(values, fields.response))]),
         ),
-        ((SHAREGPT,), lambda: _listed(values[SHAREGPT], SHAREGPT)),
+        ((SHAREGPT,), lambda: answered(values[SHAREGPT], SHAREGPT)),
         ((INSTRUCTION, OUTPUT), lambda: _alpaca(values)),
     )
 
@@ -143,11 +150,16 @@ def _tools(values: Values, name: str | None) -> Tools:
     return tools or None
 
 
-def _listed(given: Any, field: str) -> list[Message]:
+def listed(given: Any, field: str) -> list[Message]:
     """A list of {role, content} or {from, value} as messages: role, content and, where given, weight."""
     if not isinstance(given, list) or not given:
         raise Corrupt(f"field {field}: must be a list of messages, is {shown(given)}")
-    messages = [_message(one, f"field {field}[{index}]") for index, one in enumerate(given)]
+    return [_message(one, f"field {field}[{index}]") for index, one in enumerate(given)]
+
+
+def answered(given: Any, field: str) -> list[Message]:
+    """As `listed`; the last one must be the assistant's."""
+    messages = listed(given, field)
     last = messages[-1]
     if last["role"] != "assistant" or not (last["content"].strip() or "tool_calls" in last):
         raise Corrupt(f"field {field}: must end with what the assistant says")

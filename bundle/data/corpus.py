@@ -24,6 +24,7 @@ from bundle.data.samples import (
     best_fit,
     held_out,
     joined,
+    members,
 )
 from bundle.data.sources import SHOWN
 from bundle.data.store import Progress, Store
@@ -77,6 +78,7 @@ class Corpus:
     training: Samples
     order: Blend  # of the samples to train on
     validation: Mapping[str, Samples]  # by what their losses are called
+    documents: int  # of all data sets, those to evaluate with too
     identity: Mapping[str, str]  # of the tokens and how they were made: what a resume must find again
     stores: tuple[Store, ...]  # of what is trained on
     left_out: LeftOut  # of these
@@ -106,10 +108,10 @@ class _DataSet:
 
 
 class _Further:
-    """The progress of several stores, one after the other."""
+    """Several stores, one after the other: their progress, and how many documents came before."""
 
     def __init__(self, progress: Progress) -> None:
-        self._progress, self.before = progress, 0
+        self._progress, self.before, self.documents = progress, 0, 0
 
     def __call__(self, tokens: int) -> None:
         self._progress(self.before + tokens)
@@ -139,6 +141,7 @@ def prepare(recipe: Recipe, directory: Path, progress: Progress = lambda tokens:
         order=Blend([len(part.training) for part in parts], data.weights or (1.0,), recipe.seed),
         validation=({HELD_OUT: joined(held)} if held else {})
         | {f"{HELD_OUT}/{name}": own.training for name, own in named.items()},
+        documents=further.documents,
         identity=_identity(recipe, sum(part.files for part in parts), made, stores)
         | {f"validation set {name}": _tokens(own.stores) for name, own in named.items()},
         stores=stores,
@@ -163,12 +166,14 @@ def _data_set(
     stores, training, held_out = [], [], []
     for each in together:
         store = stored(recipe, directory, each, made, _room(recipe)[0], further)
+        first = further.documents
         further.before += len(store.ids)
+        further.documents += len(store.lengths)
         stores.append(store)
         learned_from, held = _parts(recipe, store)
-        training.append(_samples(recipe, store, learned_from, made, purpose))
+        training.append(_samples(recipe, store, learned_from, made, purpose, first))
         if len(held):
-            held_out.append(_samples(recipe, store, held, made, "held out"))
+            held_out.append(_samples(recipe, store, held, made, "held out", first))
     return _DataSet(stores, len(sources), joined(training), held_out)
 
 
@@ -199,6 +204,7 @@ def _room(recipe: Recipe) -> tuple[int, int]:
     length = recipe.data.sequence_length
     if not recipe.data.packed:
         return length, 1
+    length //= recipe.documents_per_sample  # a pack holds all of a sample
     multiple = recipe.alignment.sequence
     even = math.lcm(multiple, ROOM_MULTIPLE)
     return (length // even * even, even) if length >= even else (length // multiple * multiple, multiple)
@@ -210,20 +216,26 @@ def _parts(recipe: Recipe, store: Store) -> tuple[Spans, Spans]:
     if recipe.task == "pretrain":
         room, _ = _room(recipe)
         spans = spans.cut(room if recipe.data.packed else SEQUENCES_PER_PIECE * recipe.data.sequence_length)
-    if recipe.data.packed or recipe.task == "sft":
-        spans = spans.where(spans.lengths > 1)  # a single token has no label
-    chosen = held_out(len(spans), recipe.data.validation, recipe.seed)
+    if recipe.data.packed or recipe.task != "pretrain":
+        spans = spans.where(spans.lengths > 1)  # a single token has no label; no document of a pair is one
+    together = recipe.documents_per_sample
+    chosen = np.repeat(held_out(len(spans) // together, recipe.data.validation, recipe.seed), together)
     return spans.where(~chosen), spans.where(chosen)
 
 
-def _samples(recipe: Recipe, store: Store, spans: Spans, made: Tokenizer, purpose: str) -> Samples:
-    length = recipe.data.sequence_length
+def _samples(
+    recipe: Recipe, store: Store, spans: Spans, made: Tokenizer, purpose: str, first: int
+) -> Samples:
+    """The samples of these pieces; `first` is the number of the store's first document among all."""
+    length, together = recipe.data.sequence_length, recipe.documents_per_sample
     samples: Samples
     if recipe.data.packed:
         room, multiple = _room(recipe)
-        samples = Packs(store, spans, best_fit(-(-spans.lengths // multiple) * multiple, room))
-    elif recipe.task == "sft":
-        samples = Rows(store, spans, length, made.end_of_text)
+        sizes = (-(-spans.lengths // multiple) * multiple).reshape(-1, together).sum(1)
+        packs = [members(pack, together) for pack in best_fit(sizes, room * together)]
+        samples = Packs(store, spans, packs, first=first)
+    elif recipe.task != "pretrain":
+        samples = Rows(store, spans, length, made.end_of_text, together=together, first=first)
     else:
         samples = Windows(store, spans, length)
     if len(samples) == 0:
@@ -291,6 +303,7 @@ class Inspection:
 def inspect(recipe: Recipe, corpus: Corpus) -> Inspection:
     """The counts; nothing is read but what lies in the token store. Raises what `with_steps` raises."""
     train, count = with_steps(recipe, len(corpus.training)).train, len(corpus.training)
+    rows = recipe.rows // train.micro_batch_size
     others = {name: len(samples) for name, samples in corpus.validation.items()}
     held_out = others.pop(HELD_OUT, 0)
     return Inspection(
@@ -302,7 +315,7 @@ def inspect(recipe: Recipe, corpus: Corpus) -> Inspection:
         held_out=held_out,
         validation_sets={name.removeprefix(f"{HELD_OUT}/"): size for name, size in others.items()},
         validation_left_out=corpus.validation_left_out,
-        filled=min(1.0, corpus.tokens / ((count + held_out) * recipe.data.sequence_length)),
+        filled=min(1.0, corpus.tokens / ((count + held_out) * rows * recipe.data.sequence_length)),
         steps=train.steps,
         steps_per_epoch=count / train.global_batch_size,
         epochs=train.steps * train.global_batch_size / count,
@@ -330,11 +343,15 @@ def first_samples(recipe: Recipe, corpus: Corpus, count: int) -> list[str]:
 
 
 def marked(batch: Batch, tokenizer: Tokenizer) -> str:
-    """A sample [1, s] as text: what is learned between `LEARNED`, a blank line between packed sequences."""
-    ids = batch.ids[0].tolist()
-    learned = [False, *(batch.loss_mask[0, :-1] > 0).tolist()]
-    ids.append(int(batch.labels[0, -1]))
-    learned.append(bool(batch.loss_mask[0, -1] > 0))
+    """A sample [b, s] as text: what is learned between `LEARNED`, a blank line between its sequences."""
+    return "\n\n".join(_marked(batch, row, tokenizer) for row in range(len(batch.ids)))
+
+
+def _marked(batch: Batch, row: int, tokenizer: Tokenizer) -> str:
+    ids = batch.ids[row].tolist()
+    learned = [False, *(batch.loss_mask[row, :-1] > 0).tolist()]
+    ids.append(int(batch.labels[row, -1]))
+    learned.append(bool(batch.loss_mask[row, -1] > 0))
     ends = np.cumsum(batch.lengths).tolist() if batch.lengths else [len(ids)]
     texts, begin = [], 0
     for end in ends:

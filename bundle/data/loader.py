@@ -150,6 +150,13 @@ class Loader:
         numbers = self._corpus.order.drawn(consumed, self._recipe.train.global_batch_size)
         return list(self._batches(self._corpus.training, numbers))
 
+    def once(self) -> Iterator[list[Batch]]:
+        """The micro-batches of every sample to train on, a global batch at a time, filled up with BLANK."""
+        size, count = self._recipe.train.global_batch_size, len(self._corpus.training)
+        numbers = np.concatenate([np.arange(count), np.full(-count % size, BLANK)])
+        for first in range(0, len(numbers), size):
+            yield list(self._batches(self._corpus.training, numbers[first : first + size]))
+
     def validation(self) -> dict[str, list[Batch]]:
         """The micro-batches of one evaluation, the same each time, by what is evaluated.
 

@@ -5,7 +5,7 @@ import hashlib
 import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, Protocol
 
@@ -178,7 +178,9 @@ class Batch:
 
     `labels[.., i]` is the token after `ids[.., i]`; `loss_mask` is 1 where it is learned. `lengths` are the
     sequences of a pack in tokens, unpadded; None for rows of equal length. `pixels` [patches, values] and
-    `grids` [images, 3] are those of all its images in their order (`sequences.images`).
+    `grids` [images, 3] are those of all its images in their order (`sequences.images`). `documents` are the
+    numbers of its sequences among all documents of the corpus, BLANK for one of a blank sample; pieces that
+    go across documents have none.
     """
 
     ids: Tensor  # int64
@@ -188,6 +190,7 @@ class Batch:
     lengths: tuple[int, ...] | None = None
     pixels: Tensor = field(default_factory=lambda: torch.zeros(0, 0))  # float32
     grids: Ints = field(default_factory=lambda: np.zeros((0, 3), np.int64))
+    documents: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
 class Samples(Protocol):
@@ -224,28 +227,35 @@ class Windows:
 
 
 class Rows:
-    """One sequence per sample, filled up to `length` with `padding` that has no loss."""
+    """One sequence per sample, or several that stay together, filled up with `padding` that has no loss."""
 
-    def __init__(self, store: Store, spans: Spans, length: int, padding: int) -> None:
+    def __init__(
+        self, store: Store, spans: Spans, length: int, padding: int, *, together: int = 1, first: int = 0
+    ) -> None:
+        """`together` sequences are a sample; `first` is the number of the store's first document."""
         self._store, self._spans, self._length, self._padding = store, spans, length, padding
+        self._together, self._first = together, first
 
     def __len__(self) -> int:
-        return len(self._spans)
+        return len(self._spans) // self._together
 
     def batch(self, numbers: Ints) -> Batch:
-        """[b, length] each."""
+        """[b * together, length] each."""
+        numbers = members(numbers, self._together)
         rows, within = self._spans.where(np.maximum(numbers, 0)), np.arange(self._length + 1)
         real = within < rows.lengths[:, None]
         places = np.minimum(rows.starts[:, None] + within, len(self._store.ids) - 1)
         ids = np.where(real, self._store.ids[places], self._padding)
-        return _batch(numbers, ids, (real & _learned(self._store, places))[:, 1:], within[:-1])
+        made = _batch(numbers, ids, (real & _learned(self._store, places))[:, 1:], within[:-1])
+        return replace(made, documents=_documents(self._store, rows, self._first, numbers))
 
 
 class Packs:
     """Several whole sequences per sample; one sample is a micro-batch."""
 
-    def __init__(self, store: Store, spans: Spans, packs: list[Ints]) -> None:
-        self._store, self._spans, self._packs = store, spans, packs
+    def __init__(self, store: Store, spans: Spans, packs: list[Ints], *, first: int = 0) -> None:
+        """`packs` are the sequences of each; `first` is the number of the store's first document."""
+        self._store, self._spans, self._packs, self._first = store, spans, packs, first
 
     def __len__(self) -> int:
         return len(self._packs)
@@ -258,7 +268,8 @@ class Packs:
         learned[np.cumsum(spans.lengths) - 1] = False  # the last token of a sequence has none after it
         ids = self._store.ids[np.append(places, places[0])]
         positions = ramp(np.zeros(len(spans), np.int64), spans.lengths)
-        return _batch(numbers, ids[None], learned[None], positions, tuple(spans.lengths.tolist()))
+        made = _batch(numbers, ids[None], learned[None], positions, tuple(spans.lengths.tolist()))
+        return replace(made, documents=_documents(self._store, spans, self._first, numbers))
 
 
 class Joined:
@@ -280,12 +291,25 @@ class Joined:
         found = [self._parts[owner].batch(np.asarray([number - begin])) for owner, number, begin in each]
         columns = zip(*((b.ids, b.labels, b.loss_mask, b.position_ids) for b in found), strict=True)
         ids, labels, loss_mask, positions = map(torch.cat, columns)
-        return Batch(ids, labels, loss_mask, positions, found[0].lengths)
+        documents = np.concatenate([batch.documents for batch in found])
+        return Batch(ids, labels, loss_mask, positions, found[0].lengths, documents=documents)
 
 
 def joined(parts: Sequence[Samples]) -> Samples:
     """The samples of all parts as one."""
     return parts[0] if len(parts) == 1 else Joined(parts)
+
+
+def members(numbers: Ints, together: int) -> Ints:
+    """The sequences of samples that have `together` each; a BLANK one has blank ones."""
+    within = numbers[:, None] * together + np.arange(together)
+    return np.where(numbers[:, None] == BLANK, BLANK, within).ravel()
+
+
+def _documents(store: Store, spans: Spans, first: int, numbers: Ints) -> Ints:
+    """The numbers of the documents that hold these pieces; BLANK where the sample is."""
+    within = np.searchsorted(store.starts, spans.starts, side="right") - 1
+    return np.where(numbers == BLANK, BLANK, first + within)
 
 
 def _learned(store: Store, places: Ints) -> NDArray[np.bool_]:

@@ -9,14 +9,15 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 from multiprocessing import connection, get_context, parent_process
 from typing import Any
 
 import numpy as np
 
-from bundle.data.chat import columns, conversation, writer
-from bundle.data.sources import Corrupt, DataErrors, Noted, rows, texts
+from bundle.data import chat, preferences
+from bundle.data.chat import Conversation, writer
+from bundle.data.sources import Corrupt, DataErrors, Noted, Values, rows, texts
 from bundle.data.store import Chunk, Document
 from bundle.data.tokenizers import Tokenizer, tokenizer
 from bundle.errors import JobFailed
@@ -35,7 +36,7 @@ _Rows = tuple[list[tuple[str, Any]], Noted]
 
 @dataclass(frozen=True)
 class Encoding:
-    """What makes tokens of rows: `longest` limits SFT conversations, `vocabulary` is the model's."""
+    """What makes tokens of rows: `longest` limits conversations, `vocabulary` is the model's."""
 
     data: Data
     task: str
@@ -54,8 +55,12 @@ class Encoding:
 
 def _cut(encoding: Encoding, sources: list[Source]) -> Iterator[_Rows]:
     data, errors = encoding.data, DataErrors(encoding.data.on_error)
-    sft = encoding.task == "sft"
-    read = rows(data.source, sources, columns(data.fields), errors) if sft else texts(data, sources, errors)
+    read: Iterator[tuple[str, Any]]
+    if encoding.task == "pretrain":
+        read = texts(data, sources, errors)
+    else:
+        columns = preferences.columns if encoding.task == "dpo" else chat.columns
+        read = rows(data.source, sources, columns(data.fields), errors)
     chunk: list[tuple[str, Any]] = []
     size = 0
     for place, row in read:
@@ -73,20 +78,37 @@ def _encoded(encoding: Encoding, made: Tokenizer, given: _Rows) -> Chunk:
     data, errors = encoding.data, DataErrors(encoding.data.on_error)
     chunk, noted = given
     errors.extend(noted)
-    documents: Iterable[Document]
-    if encoding.task == "sft":
-        write = writer(data, made)
-        chunk = list(errors.passed(chunk, lambda values: write.draft(conversation(values, data))))
-        documents = write.encode([draft for _, draft in chunk]) if chunk else ()
-    else:
+    placed: Iterator[tuple[str, list[Document]]]
+    if encoding.task == "pretrain":
         end = np.uint32(made.end_of_text)
         encoded = made.encode([text for _, text in chunk]) if chunk else ()
-        documents = (Document(np.append(ids, end)) for ids in encoded)
-    placed = ((place, document) for (place, _), document in zip(chunk, documents, strict=True))
-    found = errors.passed(placed, lambda document: _checked(document, made.vocab_size))
-    if encoding.task == "sft":
+        whole = ([Document(np.append(ids, end))] for ids in encoded)
+        placed = zip((place for place, _ in chunk), whole, strict=True)
+    else:
+        placed = _conversations(encoding, made, chunk, errors)
+    found = errors.passed(placed, lambda documents: [_checked(one, made.vocab_size) for one in documents])
+    if encoding.task != "pretrain":
         found = _fitting(found, data.truncation, encoding.longest, errors)
-    return Chunk([document for _, document in found], errors.dump())
+    return Chunk([document for _, documents in found for document in documents], errors.dump())
+
+
+def _conversations(
+    encoding: Encoding, made: Tokenizer, given: list[tuple[str, Any]], errors: DataErrors
+) -> Iterator[tuple[str, list[Document]]]:
+    """The documents of each row, after its place: one of its conversation, or two of a pair."""
+    data, write = encoding.data, writer(encoding.data, made)
+
+    def read(values: Values) -> tuple[Conversation, ...]:
+        if encoding.task == "dpo":
+            return preferences.preference(values, data)
+        return (chat.conversation(values, data),)
+
+    rows = list(errors.passed(given, lambda values: [write.draft(each) for each in read(values)]))
+    drafts: list[Any] = [draft for _, each in rows for draft in each]
+    documents = list(write.encode(drafts)) if drafts else []
+    ends = accumulate(len(each) for _, each in rows)
+    for (place, each), end in zip(rows, ends, strict=True):
+        yield place, documents[end - len(each) : end]
 
 
 def _by_workers(encoding: Encoding, given: Iterator[_Rows], workers: int) -> Iterator[Chunk]:
@@ -146,24 +168,32 @@ def _learns(document: Document) -> bool:
 
 
 def _fitting(
-    given: Iterator[tuple[str, Document]], truncation: str, longest: int, errors: DataErrors
-) -> Iterator[tuple[str, Document]]:
-    """The documents of at most `longest` tokens, and what `data.truncation` makes of longer ones."""
-    for place, document in given:
-        size = len(document.ids)
+    given: Iterator[tuple[str, list[Document]]], truncation: str, longest: int, errors: DataErrors
+) -> Iterator[tuple[str, list[Document]]]:
+    """The rows of at most `longest` tokens a document, and what `data.truncation` makes of longer ones.
+
+    The documents of a row stay together: all of them are kept, each cut where it is too long, or none.
+    """
+    for place, documents in given:
+        size = max(len(document.ids) for document in documents)
         if size <= longest:
-            yield place, document
+            yield place, documents
             continue
         what = f"{size} tokens exceed the {longest} that data.sequence_length allows"
-        kept = slice(longest) if truncation == "right" else slice(size - longest, size)
-        learned = None if document.learned is None else document.learned[kept]
-        cut = Document(document.ids[kept], learned)
+        cut = [_shortened(document, longest, truncation) for document in documents]
         if truncation == "error":
             errors.add(place, f"{what}; data.truncation says what to do with such rows")
         elif truncation == "delete":
             errors.deleted.add(place, f"{what}: deleted")
-        elif not _learns(cut):
+        elif not all(map(_learns, cut)):
             errors.deleted.add(place, f"{what}, and what is left has nothing to learn: deleted")
         else:
             errors.cut.add(place, f"{what}: cut on the {truncation}")
             yield place, cut
+
+
+def _shortened(document: Document, longest: int, side: str) -> Document:
+    """The document without what is beyond `longest` tokens on that side."""
+    begin = 0 if side == "right" else max(0, len(document.ids) - longest)
+    kept = slice(begin, begin + longest)
+    return Document(document.ids[kept], None if document.learned is None else document.learned[kept])

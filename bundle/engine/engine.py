@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bundle.backends import Runtime
 from bundle.engine.balancing import Balancing
 from bundle.engine.losses import Losses, LossTap, Objective, Scores, collect, weights
 from bundle.engine.microbatch import MicroBatch
+from bundle.engine.preferences import MEASURES, Preferences
 from bundle.engine.replay import RouterReplay
 from bundle.errors import JobFailed
 from bundle.mcore import mtp, optimization
@@ -67,6 +69,8 @@ class Engine:
         predicted = recipe.model.mtp
         if predicted.detached:
             mtp.detach(self.models[-1], trunk=predicted.detach_trunk, embeddings=predicted.detach_embeddings)
+        # What takes the place of the main loss where a call names nothing else.
+        self._objective = None if recipe.dpo is None else Preferences(recipe.dpo, groups)
         self._tap = LossTap(
             self.models[-1],
             depths=recipe.architecture.mtp_layers,
@@ -74,6 +78,7 @@ class Engine:
             vocabulary=recipe.architecture.vocab_size,
             tp_group=groups.tp.group,
             device=device,
+            measures=MEASURES if self._objective else (),
         )
 
     @property
@@ -86,8 +91,8 @@ class Engine:
     ) -> None:
         """Adds the gradients of one step's micro-batches: of the mean loss over all tokens of all ranks.
 
-        Or over all sequences, as the micro-batches were made. `objective` takes the place of the main loss;
-        MTP layers train on the labels in the same forward pass.
+        Or over all sequences, as the micro-batches were made. `objective` (None: the recipe's, if any) takes
+        the place of the main loss; MTP layers train on the labels in the same forward pass.
         """
         with self.runtime.megatron():
             for chunk in self.chunks:
@@ -95,7 +100,7 @@ class Engine:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
             of_sequences, of_tokens = weights(micro_batches, self._balancing.counted(micro_batches))
-            step = functools.partial(self._train, objective, of_sequences)
+            step = functools.partial(self._train, objective or self._objective, of_sequences)
             with self._balancing.of_step(micro_batches, of_tokens):
                 self._run(micro_batches, step, forward_only=False)
 
@@ -124,7 +129,7 @@ class Engine:
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Losses:
         """The losses of these micro-batches without changing anything that training reads."""
         with self._tap.apart(), self._evaluating():
-            self._run(micro_batches, functools.partial(self._train, None, None), forward_only=True)
+            self._run(micro_batches, functools.partial(self._train, self._objective, None), forward_only=True)
             return self.take_losses()
 
     def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[Scores]:
@@ -138,6 +143,11 @@ class Engine:
         with self._evaluating():
             self._run(micro_batches, functools.partial(self._score, seen), forward_only=True)
         return collect(micro_batches, seen, self.groups, self.device)
+
+    def reference_log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """The log-probabilities of `log_probs` by the model without its adapters."""
+        with adapters.left_out(self.models):
+            return [scores.log_probs for scores in self.log_probs(micro_batches)]
 
     def take_losses(self) -> Losses:
         """The mean losses of everything run since the last call."""

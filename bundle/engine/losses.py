@@ -7,9 +7,9 @@ gradient: what it would divide them by differs between releases and context-para
 of any depth, is divided by the same number: the tokens, or sequences, of the main loss in the whole step.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -161,18 +161,23 @@ def collect(
 # temperature: 0 times infinity, in an entropy or on a rank whose rows are all padding, would be no number.
 _NEVER = -1e20
 
-# The loss of each token [b, s / cp] from the scores of this rank's labels. Runs where the head is; weights,
-# masks and the division by tokens or sequences come after it.
+# The loss of each token [b, s / cp] from the scores of this rank's labels, or [1 + measures, b, s / cp]:
+# behind it what else is averaged as it is. Runs where the head is; weights, masks and the division by tokens
+# or sequences come after it.
 Objective = Callable[[MicroBatch, Scores], Tensor]
 
 
 @dataclass(frozen=True)
 class Losses:
-    """Mean losses over all tokens (or all sequences) of all ranks, in nats per token."""
+    """Mean losses over all tokens (or all sequences) of all ranks, in nats per token (or per pair).
+
+    `measures` are means of what an objective measures beside its loss.
+    """
 
     main: float
     mtp: tuple[float, ...]
     tokens: int
+    measures: Mapping[str, float] = field(default_factory=dict)
 
 
 def weights(micro_batches: Sequence[MicroBatch], balanced: int | None) -> tuple[Tensor | None, Tensor | None]:
@@ -198,7 +203,7 @@ def weights(micro_batches: Sequence[MicroBatch], balanced: int | None) -> tuple[
 
 
 class LossTap:
-    """Computes the losses where the head is, and adds up [tokens, weights.., sums..] of all of them."""
+    """Computes the losses where the head is, and adds up [tokens, weights.., sums.., measures..] of all."""
 
     def __init__(
         self,
@@ -209,19 +214,22 @@ class LossTap:
         vocabulary: int,
         tp_group: dist.ProcessGroup,
         device: torch.device,
+        measures: Sequence[str] = (),
     ) -> None:
         """`model` is the bare GPTModel; on stages without a head the sums stay zero.
 
         `vocabulary` is the number of tokens that there are, without padding; `scale` the weight of the MTP
-        losses in the total, shared by the `depths`.
+        losses in the total, shared by the `depths`; `measures` names what an objective gives beside the loss.
         """
         self._depths, self._tp_group, self._vocabulary = depths, tp_group, vocabulary
-        self._totals = torch.zeros(3 + 2 * depths, dtype=torch.float64, device=device)
+        self._measures = tuple(measures)
+        self._totals = torch.zeros(3 + 2 * depths + len(measures), dtype=torch.float64, device=device)
         self._scales = torch.tensor([1.0, *[scale / max(1, depths)] * depths], device=device)
         self._micro_batch: MicroBatch | None = None
         self._objective: Objective | None = None
         self._labels: Tensor | None = None
         self._predicted: list[Tensor] = []
+        self._measured = torch.zeros(len(measures), device=device)
         self._original = model.compute_language_model_loss
         if model.post_process:
             model.compute_language_model_loss = self._compute
@@ -236,16 +244,19 @@ class LossTap:
         main = (output.float() * micro_batch.loss_mask).sum()
         sums = torch.stack([main, *self._predicted])
         self._predicted = []
-        self._totals += torch.cat([micro_batch.weights, sums.detach()])
+        self._totals += torch.cat([micro_batch.weights, sums.detach(), self._measured])
         return sums @ self._scales
 
     def take(self, tensor_parallel: int) -> Losses:
         """The losses since the last call, reduced over ALL ranks (every rank must call it)."""
         tokens, *rest = self.so_far()
         self._totals.zero_()
-        pairs = zip(rest[: 1 + self._depths], rest[1 + self._depths :], strict=True)
+        count = 1 + self._depths
+        weights = [*rest[:count], *[rest[0]] * len(self._measures)]
+        pairs = zip(weights, rest[count:], strict=True)
         means = [total / weight if weight else float("nan") for weight, total in pairs]
-        return Losses(means[0], tuple(means[1:]), round(tokens / tensor_parallel))
+        measured = dict(zip(self._measures, means[count:], strict=True))
+        return Losses(means[0], tuple(means[1:count]), round(tokens / tensor_parallel), measured)
 
     def so_far(self) -> list[float]:
         """What was added up since the last `take`, over ALL ranks (every rank must call it)."""
@@ -284,7 +295,12 @@ class LossTap:
                 main: Tensor = self._original(labels, logits) * factor
                 return main
             seen = score(logits, labels, self._tp_group, micro_batch.temperature)
-            return self._objective(micro_batch, Scores(seen.log_probs * factor, seen.entropy * factor))
+            given = self._objective(micro_batch, Scores(seen.log_probs * factor, seen.entropy * factor))
+            if given.dim() == labels.dim():
+                return given
+            main, *measures = given.unbind()
+            self._measured = (torch.stack(measures).detach() * micro_batch.loss_mask).sum((1, 2))
+            return main
         mask = micro_batch.mtp_masks[len(self._predicted)]
         labels, factor = self._known(labels, mask)
         loss: Tensor = self._original(labels, logits) * factor

@@ -28,7 +28,8 @@ class MicroBatch:
     `sequence_length` [tokens] and `rows` are those of the whole micro-batch before it was cut, `shape` is
     what the ids had that it was made from. `packed` is megatron's PackedSeqParams, or None in bshd, which
     rows of equal length are as well. `routes` are what the routers choose, None: as they like. `images` are
-    those of a model that sees some; positions then are three, as `Images.packed` has them.
+    those of a model that sees some; positions then are three, as `Images.packed` has them. `reference` is the
+    log-probability [sequences], float32, that a reference gives each of the sequences of pairs.
     """
 
     ids: Tensor
@@ -46,6 +47,7 @@ class MicroBatch:
     routes: Routes | None = None
     images: Images | None = None
     temperature: Tensor | None = None
+    reference: Tensor | None = None
     values: Mapping[str, Tensor] = field(default_factory=dict)
 
     @cached_property

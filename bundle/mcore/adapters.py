@@ -58,6 +58,7 @@ class Adapter(torch.nn.Module):
                     self.register_parameter(f"lora_B{number}_{of_expert}", pair.b)
         self._numbers = [n for n in range(len(widths)) if any(pairs[n] for pairs in self._pairs)]
         self._widths, self._repeats, self._scale = tuple(widths), repeats, scale
+        self.left_out = False  # whether it adds nothing for now
         self._dim, self._group, self._expert = dim, group, expert
         self._sequence_parallel = sequence_parallel and not expert
 
@@ -160,7 +161,7 @@ def attach(adapter: Adapter, layer: torch.nn.Module) -> None:
             result, x = result
         elif folded:
             x = rest.pop()  # behind the bias that the caller adds
-        return (result + adapter(x, *counts), *rest)
+        return (result if adapter.left_out else result + adapter(x, *counts), *rest)
 
     layer.register_forward_hook(add)
 

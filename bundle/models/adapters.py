@@ -6,6 +6,7 @@ optimizer or a place in a checkpoint.
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -101,6 +102,19 @@ def of(chunk: torch.nn.Module) -> Adapters | None:
     """The adapters of a bare GPTModel chunk; None where its weights themselves are trained."""
     found: Adapters | None = getattr(chunk, naming.ADAPTERS, None)
     return found
+
+
+@contextmanager
+def left_out(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """The chunks compute inside as if they had no adapters."""
+    found = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapter)]
+    for adapter in found:
+        adapter.left_out = True
+    try:
+        yield
+    finally:
+        for adapter in found:
+            adapter.left_out = False
 
 
 def merged(weight: Named, chunks: Sequence[torch.nn.Module]) -> Named:

@@ -106,7 +106,7 @@ class LayerBytes:
         self.saved = SavedForBackward(size, traits.fused_kernels, shifted_gate=code.has(SHIFTED_GATE))
         self.cp = parallel.cp
         self.rows = recipe.data.sequence_length // parallel.cp
-        self.tokens = self.rows * recipe.train.micro_batch_size
+        self.tokens = self.rows * recipe.rows
         self.stream = self.tokens // (parallel.tp if parallel.sequence_parallel else 1)
         self.stream_input = self.stream * recipe.architecture.hidden_size * self.saved.size
         # Full recomputation, or the modules of a selective one.
@@ -295,7 +295,7 @@ def _tower(recipe: Recipe, size: int) -> int:
     vision = recipe.architecture.vision
     if vision is None:
         return 0
-    tokens = recipe.train.micro_batch_size * recipe.data.sequence_length
+    tokens = recipe.rows * recipe.data.sequence_length
     return tokens * vision.patches * bytes_of_a_patch(vision, size)
 
 

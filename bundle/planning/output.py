@@ -186,8 +186,8 @@ def _layout(plan: Plan) -> Iterator[str]:
     if plan.layout is None:
         return
     train, data = plan.recipe.train, plan.recipe.data
-    count, rows = plan.layout.microbatches, train.micro_batch_size
-    if count * rows * plan.layout.size("dp") == train.global_batch_size:
+    count, rows = plan.layout.microbatches, plan.recipe.rows
+    if count * train.micro_batch_size * plan.layout.size("dp") == train.global_batch_size:
         batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
         yield f"{batches} a step of {rows} x {data.sequence_length} tokens on every data-parallel rank"
     experts = plan.recipe.architecture.moe is not None

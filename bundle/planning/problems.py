@@ -175,7 +175,7 @@ def _fp8_weights(
 
 
 def _fp8_rows(recipe: Recipe, scaling: Scaling) -> Iterator[Problem]:
-    rows, length = recipe.train.micro_batch_size, recipe.data.sequence_length
+    rows, length = recipe.rows, recipe.data.sequence_length
     multiple = recipe.alignment.total
     if rows * length % multiple:
         yield recipe_problem(

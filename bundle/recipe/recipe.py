@@ -203,6 +203,25 @@ class Model(Section):
         return self
 
 
+class DPO(Section):
+    """Direct preference optimisation (Rafailov et al., 2023), its sigmoid loss; of task dpo.
+
+    The reference is what training begins with, or, beside adapters, the model without them. Layers of
+    multi-token prediction learn the better answers, as model.mtp.loss_scale says.
+    """
+
+    beta: Positive = Field(
+        default=0.1,
+        description="What log-ratios are multiplied by: how far the model keeps to the reference.",
+    )
+    label_smoothing: float = Field(
+        default=0.0,
+        ge=0,
+        lt=0.5,
+        description="Share of pairs that are taken to be the wrong way round (conservative DPO).",
+    )
+
+
 class Recipe(Section):
     """Everything a job is asked to do. `bundle.recipe.load` makes it and checks the rules."""
 
@@ -210,8 +229,9 @@ class Recipe(Section):
         pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$",
         description="Names the run directory and the job; lower-case letters, digits, dots and dashes.",
     )
-    task: Literal["pretrain", "sft"] = Field(
-        default="pretrain", description="Learn every token, or only the responses."
+    task: Literal["pretrain", "sft", "dpo"] = Field(
+        default="pretrain",
+        description="Learn every token, only the responses, or which of two responses is better.",
     )
     backend: Literal["auto", "cpu", "cuda", "ascend"] = Field(
         default="auto", description="The accelerator; auto: what the machine has."
@@ -226,9 +246,17 @@ class Recipe(Section):
     train: Train = Field(description="How long and in which portions.")
     optimizer: Optimizer = optional("The optimizer and its schedule.")
     distributed: Distributed = optional("How ranks exchange gradients and weights.")
+    dpo: DPO | None = Field(
+        default=None, description="The loss of pairs of responses; null: none, or of task dpo its defaults."
+    )
     checkpoint: Checkpoint = optional("When to save, and how much to keep.")
     metrics: Metrics = optional("Where numbers go.")
     profile: Profile | None = Field(default=None, description="Steps to trace.")
+
+    @classmethod
+    def followers(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """The loss that a task is trained with."""
+        return {"dpo": {}} if given.get("task") == "dpo" else {}
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -240,6 +268,21 @@ class Recipe(Section):
         if read.moe is not None and balancing is not None:
             read = replace(read, moe=replace(read.moe, aux_loss_coeff=balancing, unused_aux_loss_coeff=0.0))
         return read
+
+    @property
+    def documents_per_sample(self) -> int:
+        """Token documents that are never apart: the two of a pair."""
+        return 2 if self.task == "dpo" else 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of `data.sequence_length` tokens in a micro-batch."""
+        return self.train.micro_batch_size * (1 if self.data.packed else self.documents_per_sample)
+
+    @property
+    def loss_mean(self) -> Literal["token", "sequence"]:
+        """Of what the loss is a mean; one over pairs is one over their sequences."""
+        return "sequence" if self.task == "dpo" else self.train.loss_mean
 
     @property
     def run_directory(self) -> Path:

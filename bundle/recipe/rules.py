@@ -245,6 +245,8 @@ def _data(recipe: Recipe) -> Iterator[Violation]:
     for key, source in _sources(recipe):
         if recipe.task == "sft" and source in ("text", "megatron"):
             yield key, "sft needs rows with a prompt and a response: jsonl or parquet"
+        if recipe.task == "dpo" and source in ("text", "megatron"):
+            yield key, "dpo needs rows with a chosen and a rejected response: jsonl or parquet"
     if data.weights is not None and len(data.weights) != len(data.path):
         yield "data.weights", f"{len(data.weights)} weights for {len(data.path)} paths: give one for each"
     if data.template == "chat" and data.tokenizer == "bytes":
@@ -261,6 +263,8 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 def _training(recipe: Recipe) -> Iterator[Violation]:
     train, optimizer, distributed = recipe.train, recipe.optimizer, recipe.distributed
+    if recipe.dpo is not None and recipe.task != "dpo":
+        yield "dpo", f"belongs to task dpo, and this is {recipe.task}"
     if optimizer.min_lr > optimizer.lr:
         yield "optimizer.min_lr", f"{optimizer.min_lr:g} exceeds lr {optimizer.lr:g}"
     if train.steps is not None and optimizer.warmup_steps >= train.steps:

@@ -176,7 +176,9 @@ class Fields(Section):
     """Names of the fields of a JSONL or parquet row.
 
     SFT takes the first of these that a row has: messages; prompt and response; ShareGPT's `conversations`;
-    Alpaca's `instruction`, `input`, `output` and `history`.
+    Alpaca's `instruction`, `input`, `output` and `history`. DPO takes chosen and rejected, texts or messages,
+    after prompt (text or messages) or messages; where both are whole conversations, the turns that they begin
+    with alike are the prompt.
     """
 
     text: str = Field(default="text", description="Pre-training: the document.")
@@ -187,6 +189,8 @@ class Fields(Section):
         description="SFT: a list of {role, content}, or of ShareGPT's {from, value}; a message may have"
         " tool_calls, and a weight (0: not learned).",
     )
+    chosen: str = Field(default="chosen", description="DPO: the better answer.")
+    rejected: str = Field(default="rejected", description="DPO: the worse answer.")
     system: str | None = Field(
         default="system", description="SFT: the system message, where a row has one; null: none is read."
     )
@@ -235,7 +239,10 @@ class Data(Section):
         default="bytes",
         description="`bytes` (256 and two specials), or `hf:DIR`, a local Hugging Face tokenizer.",
     )
-    sequence_length: Count = Field(description="Tokens of a sample; packed: tokens of a pack.")
+    sequence_length: Count = Field(
+        description="Tokens of a sample; packed: tokens of a pack. DPO: of an answer with its prompt; packed:"
+        " of a pack, which holds whole pairs, so that an answer may have half as many."
+    )
     packed: bool = Field(
         default=False, description="Pack whole documents into each sample, without attention across."
     )
@@ -257,7 +264,7 @@ class Data(Section):
     )
     truncation: Literal["error", "delete", "right", "left"] = Field(
         default="error",
-        description="SFT: rows of more tokens than a sample: corrupt, left out, or cut on that side.",
+        description="SFT, DPO: rows of more tokens than a sample: corrupt, left out, or cut on that side.",
     )
     fields: Fields = optional("Names of the fields of a row.")
     template: Literal["plain", "chat"] = Field(
@@ -297,7 +304,9 @@ class Train(Section):
         description="Instead of steps: how often to train on as many samples as there are, rounded up to"
         " whole steps. How many these are is known when the data is tokenised: `check` says it.",
     )
-    micro_batch_size: Count = Field(default=1, description="Samples of one forward pass on one rank.")
+    micro_batch_size: Count = Field(
+        default=1, description="Samples of one forward pass on one rank; of DPO each is a pair, two rows."
+    )
     global_batch_size: Count = Field(description="Samples of one optimizer step over all ranks.")
     eval_interval: CountOrZero = Field(
         default=100, description="Steps between evaluations; 0: only at the end."
@@ -310,7 +319,8 @@ class Train(Section):
     loss_mean: Literal["token", "sequence"] = Field(
         default="token",
         description=(
-            "What counts alike in the loss: every learned token, or every sequence. A step in which no token "
+            "What counts alike in the loss: every learned token, or every sequence; in DPO it is every pair, "
+            "and this says nothing. A step in which no token "
             "is learned has no gradient, of balancing losses either; the rest of its update is made: weight "
             "decay, momentum, the learning rate."
         ),

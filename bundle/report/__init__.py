@@ -121,6 +121,7 @@ def _parsed(data: bytes) -> Any:
 CHARTS: Mapping[str, tuple[str, ...]] = {
     "Loss, nats per token": ("train/loss", "validation/loss"),
     "Losses of multi-token prediction, nats per token": ("train/mtp_", "validation/mtp_"),
+    "Rewards of preferences": ("train/rewards/", "validation/rewards/"),
     "Norm of the gradient": ("train/grad_norm",),
     "Learning rate": ("train/learning_rate",),
     "Tokens a second": ("train/tokens_per_second",),

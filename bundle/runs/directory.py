@@ -55,6 +55,7 @@ class RunDirectory:
         self.profile = root / "profile"  # traces of the steps that the recipe names
         self.metrics = root / "metrics.jsonl"  # one JSON object per line, each with its `step`
         self.tensorboard = root / "tensorboard"  # event files
+        self.reference = root / "reference.npz"  # what the reference says of each answer of preference data
         self.checkpoints = root / "checkpoints"  # one folder per checkpoint
         # The trained model as Hugging Face has it, or its adapters as PEFT has them, if a recipe asks for it.
         self.exports = (root / "hf", root / "peft")
@@ -176,6 +177,7 @@ class RunDirectory:
             self.metrics,
             self.origin,
             self.trackers,
+            self.reference,
         ):
             path.unlink(missing_ok=True)
         self.root.mkdir(parents=True, exist_ok=True)

@@ -2,18 +2,22 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from bundle.data import Batch, Loader
+from bundle.data.samples import BLANK
 from bundle.engine import Engine, Losses, MicroBatch
 from bundle.engine.engine import StepResult
 from bundle.engine.microbatch import from_packing, from_rows
+from bundle.engine.preferences import paired
 from bundle.errors import JobFailed, Preempted, UsageError
 from bundle.mcore.groups import Groups
 from bundle.recipe import Recipe
@@ -33,18 +37,25 @@ class Batches:
         self._loader, self._groups, self._device = loader, groups, device
         self._options: dict[str, Any] = {
             "mtp_layers": recipe.architecture.mtp_layers,
-            "mean": recipe.train.loss_mean,
+            "mean": recipe.loss_mean,
         }
         # Every pack is filled up to the same number of rows: stages exchange activations of one shape.
         self._length = recipe.data.sequence_length
         self._alignment, self._vision = recipe.alignment, recipe.architecture.vision
+        # What a reference says of every document of the corpus, once it is known; of pairs alone.
+        self.reference: NDArray[np.float64] | None = None
         self.lengths: list[int] = []  # of the sequences of this rank's last step, padding aside
 
     def training(self, consumed: int) -> list[MicroBatch]:
         """The micro-batches of the step that begins after `consumed` samples of the whole run."""
         batches = self._loader.training(consumed)
-        self.lengths = [length for batch in batches for length in _lengths(batch)]
+        self.lengths = [length for batch in batches for length in lengths_of(batch)]
         return [self._micro_batch(batch) for batch in batches]
+
+    def once(self) -> Iterator[tuple[list[Batch], list[MicroBatch]]]:
+        """All that is ever trained on or evaluated with, in portions, as on the host and as on the device."""
+        for batches in chain(self._loader.once(), self._loader.validation().values()):
+            yield batches, [self._micro_batch(batch) for batch in batches]
 
     def validation(self) -> dict[str, list[MicroBatch]]:
         """The micro-batches to evaluate with, the same each time, by what their losses are called."""
@@ -55,21 +66,26 @@ class Batches:
         ids, labels, mask = (x.to(self._device) for x in (batch.ids, batch.labels, batch.loss_mask))
         cp, options = self._groups.cp, {**self._options, "images": self._images(batch)}
         if batch.lengths is None:
-            return from_rows(ids, labels, mask, cp=cp.size, rank=cp.rank, **options)
-        packing = Packing.of(
-            batch.lengths, self._alignment, rank=cp.rank, length=self._length, device=self._device
-        )
-        return from_packing(ids[0], labels[0], mask[0], packing, **options)
+            made = from_rows(ids, labels, mask, cp=cp.size, rank=cp.rank, **options)
+        else:
+            packing = Packing.of(
+                batch.lengths, self._alignment, rank=cp.rank, length=self._length, device=self._device
+            )
+            made = from_packing(ids[0], labels[0], mask[0], packing, **options)
+        if self.reference is None:
+            return made
+        known = np.where(batch.documents == BLANK, 0.0, self.reference[batch.documents])
+        return paired(made, torch.from_numpy(known).float().to(self._device))
 
     def _images(self, batch: Batch) -> Images | None:
         """The images of a batch, for a model that sees some."""
         if self._vision is None:
             return None
-        lengths, ids = np.asarray(_lengths(batch), np.int64), batch.ids.flatten().numpy()
+        lengths, ids = np.asarray(lengths_of(batch), np.int64), batch.ids.flatten().numpy()
         return Images.of(batch.pixels, batch.grids, ids, lengths, self._vision).to(self._device)
 
 
-def _lengths(batch: Batch) -> Sequence[int]:
+def lengths_of(batch: Batch) -> Sequence[int]:
     """Tokens of each sequence; rows of equal length count whole."""
     rows, length = batch.ids.shape
     return batch.lengths if batch.lengths is not None else [length] * rows
@@ -205,7 +221,7 @@ def _due(step: int, interval: int) -> bool:
 
 
 def _named(part: str, losses: Losses) -> dict[str, float]:
-    values = {f"{part}/loss": losses.main}
+    values = {f"{part}/loss": losses.main} | {f"{part}/{name}": x for name, x in losses.measures.items()}
     return values | {f"{part}/mtp_{depth + 1}_loss": loss for depth, loss in enumerate(losses.mtp)}
 
 

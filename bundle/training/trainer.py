@@ -38,7 +38,7 @@ from bundle.runs.metrics import (
     terminal,
     trackers,
 )
-from bundle.training import loop
+from bundle.training import loop, reference
 from bundle.training.loop import Batches, Progress
 
 _log = logging.getLogger(__name__)
@@ -79,6 +79,9 @@ class Trainer:
         )
         with dog.patience("loading a checkpoint"):
             self.progress = self._restored(goes_on=goes_on)
+        if recipe.task == "dpo":
+            with dog.patience("computing the reference"):
+                self.batches.reference = self._reference(weights)
         on_rank_0(lambda: self.directory.rewind_metrics(self.progress.step))
         self.metrics, self.speed = self._metrics(), Speed(recipe, job.backend, device)
         if not goes_on and (skipped := _skipped(self.corpus)):
@@ -145,6 +148,17 @@ class Trainer:
         kept = CheckpointDirectory(self.directory.checkpoints)
         return on_rank_0(lambda: bool(goes_on and kept.steps()) or self.directory.began_with() is not None)
 
+    def _reference(self, weights: Pretrained | None) -> reference.Numbers:
+        """The reference's log-probabilities; `weights` are what the engine was built with."""
+        recipe, kept = self.recipe, self.directory.reference
+        initial = self.progress.step == 0 or recipe.model.lora is not None
+        identity = on_rank_0(
+            lambda: reference.Identity.of(
+                recipe, self.corpus, weights, self.directory.began_with(), initial=initial
+            )
+        )
+        return reference.log_probs(self.engine, self.batches, self.corpus.documents, kept, identity, self.dog)
+
     def _restored(self, *, goes_on: bool) -> Progress:
         """Where training begins: after the newest usable checkpoint, or the start; says what is left out."""
         loaded = self.checkpoints.load_newest() if goes_on else None
@@ -155,6 +169,11 @@ class Trainer:
                 self.checkpoints.load_weights(checkpoint)
                 _log.info("begins with the weights of %s", checkpoint)
                 return Progress()
+            if self.recipe.task == "dpo":
+                raise UsageError(
+                    f"--from {checkpoint}: a preference run's reference is what it begins with, and this is"
+                    " in the middle of another run; take its weights alone (--weights-only)"
+                )
             loaded = self.checkpoints.load_from(checkpoint)
         if loaded is None:
             return Progress()
@@ -269,7 +288,8 @@ def _conclude(recipe: Recipe, directory: RunDirectory, progress: Progress, corpu
     pairs = f"; the text's bigram entropy is {entropy:.2f}" if entropy is not None else ""
     if early:
         _log.info("ends at step %d of %d by %s", progress.step, recipe.train.steps, early)
-    _log.info("finished: loss %.4f%s nats per token%s%s", losses.main, depths, left_out, pairs)
+    unit = "a pair" if recipe.task == "dpo" else "nats per token"
+    _log.info("finished: loss %.4f%s %s%s%s", losses.main, depths, unit, left_out, pairs)
     result = {
         "step": progress.step,
         "ended": early or "the last step",

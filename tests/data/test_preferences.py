@@ -1,0 +1,162 @@
+"""Rows of preferences: what pairs of documents they become, which stay together whatever becomes of them."""
+
+import json
+
+import numpy as np
+import pytest
+
+from bundle.data import Loader, prepare
+from bundle.data.preferences import preference
+from bundle.data.samples import BLANK
+from bundle.data.sources import Corrupt
+from bundle.errors import JobFailed, UsageError
+from bundle.recipe import load
+from bundle.recipe.sections import Data
+from tests.data.test_truncation import documents
+
+DATA = Data(source="jsonl", path=("rows.jsonl",), sequence_length=64)
+QUESTION = {"role": "user", "content": "q"}
+EARLIER = [QUESTION, {"role": "assistant", "content": "e"}, {"role": "user", "content": "q2"}]
+
+
+def says(text):
+    return {"role": "assistant", "content": text}
+
+
+def pair(row):
+    """(texts of the messages, which are learned) of both conversations."""
+    return [([m["content"] for m in each.messages], list(each.turns)) for each in preference(row, DATA)]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "q", "chosen": "good", "rejected": "bad"},
+        {"prompt": [QUESTION], "chosen": [says("good")], "rejected": [says("bad")]},
+        {"messages": [QUESTION], "chosen": says("good"), "rejected": "bad"},
+        {"chosen": [QUESTION, says("good")], "rejected": [QUESTION, says("bad")]},
+        {
+            "messages": [{"from": "human", "value": "q"}],
+            "chosen": {"from": "gpt", "value": "good"},
+            "rejected": {"from": "gpt", "value": "bad"},
+        },
+        # as UltraFeedback has it: the prompt stands beside conversations that begin with it
+        {"prompt": "q", "chosen": [QUESTION, says("good")], "rejected": [QUESTION, says("bad")]},
+    ],
+)
+def test_forms_of_one_pair(row):
+    assert pair(row) == [(["q", "good"], [1]), (["q", "bad"], [1])]
+
+
+def test_earlier_turns_are_the_prompt_and_are_not_learned():
+    expected = [(["q", "e", "q2", "good"], [3]), (["q", "e", "q2", "bad"], [3])]
+    assert pair({"prompt": EARLIER, "chosen": "good", "rejected": "bad"}) == expected
+    assert pair({"chosen": [*EARLIER, says("good")], "rejected": [*EARLIER, says("bad")]}) == expected
+    system = pair({"system": "s", "prompt": EARLIER, "chosen": "good", "rejected": "bad"})
+    assert system == [(["s", *texts], [turns[0] + 1]) for texts, turns in expected]
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"prompt": "q", "chosen": "a"}, "field rejected: missing"),
+        ({"chosen": "a", "rejected": "b"}, "no prompt"),
+        ({"prompt": "q", "chosen": "a", "rejected": "a"}, "the same"),
+        ({"chosen": [QUESTION, says("a")], "rejected": [QUESTION, says("a")]}, "the same"),
+        ({"prompt": "q", "chosen": [QUESTION, says("a")], "rejected": "b"}, "only one"),
+        (
+            {"chosen": [QUESTION, says("a")], "rejected": [{"role": "user", "content": "x"}, says("b")]},
+            "diff",
+        ),
+        ({"chosen": [QUESTION, says("a")], "rejected": [QUESTION, says("a"), QUESTION, says("b")]}, "begins"),
+        ({"prompt": [QUESTION, says("a")], "chosen": "a", "rejected": "b"}, "ends with what the assistant"),
+        ({"prompt": "q", "chosen": [QUESTION], "rejected": [QUESTION]}, "must end with"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b", "images": ["x"]}, "only text"),
+    ],
+)
+def test_rows_that_are_no_pair(row, why):
+    with pytest.raises(Corrupt, match=why):
+        preference(row, DATA)
+
+
+LENGTH = 64
+HEAD = len("### User\n\n### Assistant\n")
+# (characters of the question, of the better answer, of the worse one)
+SIZES = [(5, 5, 9), (3, 12, 2), (10, 4, 200), (4, 7, 6), (200, 4, 5), (6, 3, 8)]
+FIT = [0, 1, 3, 5]
+
+
+@pytest.fixture
+def rows(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    lines = [{"prompt": "q" * q, "chosen": "c" * c, "rejected": "r" * r} for q, c, r in SIZES]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def recipe(rows, *overrides):
+    keys = [f"data.path={rows}", "data.source=jsonl", "data.validation=0", f"data.sequence_length={LENGTH}"]
+    portions = ["train.global_batch_size=4", "train.micro_batch_size=1"]
+    return load("demo", ["task=dpo", *keys, *portions, *overrides])
+
+
+def whole(asked, letter, said):
+    return f"### User\n{'q' * asked}\n### Assistant\n{letter.upper() * said}\n$"
+
+
+def both(index):
+    asked, better, worse = SIZES[index]
+    return [whole(asked, "c", better), whole(asked, "r", worse)]
+
+
+def test_a_pair_is_left_out_or_cut_as_a_whole(rows, tmp_path):
+    with pytest.raises(JobFailed) as caught:
+        prepare(recipe(rows), tmp_path / "data")
+    assert len(caught.value.violations) == 2
+    kept = prepare(recipe(rows, "data.truncation=delete"), tmp_path / "data")
+    assert documents(kept) == [text for index in FIT for text in both(index)]
+    assert kept.left_out.deleted == 2 and len(kept.training) == 4
+    cut = prepare(recipe(rows, "data.truncation=right"), tmp_path / "data")
+    # of the third only the worse answer is cut; of the fifth no answer would be left
+    assert documents(cut) == [text[:LENGTH] for index in (0, 1, 2, 3, 5) for text in both(index)]
+    assert (cut.left_out.cut, cut.left_out.deleted) == (1, 1)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_pairs_stay_together_on_every_rank(rows, tmp_path, packed):
+    keys = ["data.truncation=delete", "data.validation=0.25", "train.eval_batches=1"]
+    keys += ["data.packed=true", "data.sequence_length=160"] if packed else ["train.micro_batch_size=2"]
+    job = recipe(rows, *keys, "parallel.tp=1")
+    corpus = prepare(job, tmp_path / "data")
+    seen, held = [], []
+    for rank in range(2):
+        loader = Loader(job, corpus, rank, 2)
+        found = [batch for batches in loader.once() for batch in batches]
+        seen += [numbers for batch in found for numbers in batch.documents.reshape(-1, 2).tolist()]
+        evaluated = loader.validation()["validation"]
+        held += [numbers for batch in evaluated for numbers in batch.documents.reshape(-1, 2).tolist()]
+        for batch in (*found, *evaluated):
+            lengths = np.asarray(batch.lengths or [LENGTH] * len(batch.ids))
+            assert (batch.lengths is not None) == packed and len(batch.documents) == len(lengths)
+            ids, mask = batch.ids.flatten().numpy(), batch.loss_mask.flatten().numpy()
+            for end, size, number in zip(np.cumsum(lengths), lengths, batch.documents, strict=True):
+                at = slice(end - size, end)
+                letters = {chr(i) for i in ids[at][mask[at] > 0] if i < 256} - {"\n"}
+                assert letters <= ({"c"}, {"r"})[number % 2] if number != BLANK else not mask[at].any()
+    real = [numbers for numbers in (*seen, *held) if BLANK not in numbers]
+    assert sorted(real) == [[0, 1], [2, 3], [4, 5], [6, 7]] and len([n for n in held if BLANK not in n]) == 1
+    assert all(set(numbers) == {BLANK} for numbers in (*seen, *held) if BLANK in numbers)
+
+
+def test_what_a_recipe_may_say(rows):
+    assert recipe(rows).dpo.beta == 0.1 and recipe(rows, "train.micro_batch_size=2").rows == 4
+    assert load("demo").dpo is None and recipe(rows).loss_mean == "sequence"
+    for keys, why in (
+        (["task=sft", "dpo.beta=0.2"], "belongs to task dpo"),
+        (["data.source=text"], "dpo needs rows"),
+        (["dpo.label_smoothing=0.5"], "label_smoothing"),
+        (["dpo.beta=0"], "beta"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            recipe(rows, *keys)
+        assert why in str(caught.value) + str(caught.value.violations), keys

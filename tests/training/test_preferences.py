@@ -1,0 +1,61 @@
+"""A preference run from rows to its result: it begins at the reference, which it computes once and keeps."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.training import command
+from tests.training.command import finish
+
+pytestmark = pytest.mark.world
+TINY = (
+    "task=dpo",
+    "dpo.beta=0.5",
+    "train.steps=8",
+    "optimizer.warmup_steps=0",
+    "optimizer.lr=3e-3",
+    "optimizer.min_lr=0",
+    "train.eval_interval=0",
+    "train.log_interval=1",
+    "train.global_batch_size=4",
+    "train.micro_batch_size=2",
+    "data.source=jsonl",
+    "data.sequence_length=64",
+    "data.validation=0.25",
+    "model.config.num_hidden_layers=2",
+    "model.config.hidden_size=32",
+    "checkpoint.interval=5",
+    "metrics.tensorboard=false",
+)
+
+
+def test_a_run_begins_at_its_reference_and_goes_on_with_it(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    rows = tmp_path / "rows.jsonl"
+    pairs = [{"prompt": f"{n}?", "chosen": "yes " * (1 + n % 3), "rejected": "no " * 3} for n in range(16)]
+    rows.write_text("\n".join(map(json.dumps, pairs)))
+    run, keys = tmp_path / "run", (*TINY, f"data.path={rows}")
+    assert "answers are in" in finish(command.train("demo", run, keys))
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    trained = [line for line in metrics if "train/loss" in line]
+    # Nothing tells the model from the reference yet; then it prefers what it is shown.
+    assert (
+        abs(trained[0]["train/loss"] - math.log(2)) < 1e-4 and abs(trained[0]["train/rewards/margins"]) < 1e-4
+    )
+    assert trained[-1]["train/loss"] < 0.5 and trained[-1]["train/rewards/accuracies"] == 1
+    (evaluated,) = (line for line in metrics if "validation/loss" in line)
+    assert evaluated["validation/rewards/margins"] > 0.5
+
+    kept = run / "reference.npz"
+    before = np.load(kept)["log_probs"]
+    assert len(before) == 32 and np.isfinite(before).all() and (before < 0).all()
+    longer = (*keys, "train.steps=10")
+    kept.rename(tmp_path / "away.npz")
+    said = finish(command.train("demo", run, longer, "--resume"), 1)
+    assert "missing, and the weights that they are of have been trained since" in said
+    (tmp_path / "away.npz").rename(kept)
+    assert "answers are in" not in finish(command.train("demo", run, longer, "--resume"))
+    assert np.array_equal(np.load(kept)["log_probs"], before)
