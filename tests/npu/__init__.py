@@ -4,4 +4,9 @@ Seen on 2026-11-20, 19 passed, with torch 2.13.0+cpu, torch-npu 2.13.0, MindSpee
 megatron-core 0.15.3: the schema of npu_fusion_attention, its defaults and its result shapes are the emulated
 one's; op-plugin refuses the calls that the emulated one refuses, and takes 'tnd' in small letters. MindSpeed
 applies 92 patches, attention among them, and lets torch.cuda and Transformer Engine seem to be there.
+
+Seen on 2026-11-22 with torch 2.13.0+cpu and torch-npu 2.13.0, file by file: what is emulated computes, and
+refuses, as `probing` says; tiny models train with the losses of the cpu on megatron-core 0.16.1, 0.12.3 and
+0.19.2, from checkpoints and with routes of others too, and the demo through the command line (`training`,
+`test_features`, `test_job`).
 """

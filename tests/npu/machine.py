@@ -1,0 +1,32 @@
+"""The command mcore-bundle on a machine that has emulated NPUs: python -m tests.npu.machine VERB...
+
+What the verbs look at is a recorded Atlas A2 whose devices are called emulated; ranks that it starts are
+those of `python -m bundle`, in this environment (tests.npu.child.emulated).
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from unittest.mock import patch
+
+from bundle.cli import main
+from bundle.environment import hardware, machine
+from bundle.environment.machine import Fact, Machine
+from tests.environment.machines import recorded
+
+
+def local() -> Machine:
+    """The recorded machine, with the variables of this process."""
+    of = recorded("a2-24.1", os.environ)
+
+    def run(command: Sequence[str]) -> Fact[str]:
+        said = of.run(command)
+        named = re.sub(r"\b910B\w+", r"\g<0> (emulated)", said.value or "")
+        return Fact(named or None, said.reason)
+
+    return Machine(of.root, of.environ, run)
+
+
+if __name__ == "__main__":
+    with patch.object(machine, "local", local), patch.object(hardware, "local", local):
+        main()
