@@ -1,15 +1,13 @@
 """The FP8 scalings that there are, by Transformer Engine's names, and what holds of each on every backend."""
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 Scaling = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 Format = Literal["e4m3", "hybrid"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """What the rows of a matrix, and its features, must be a multiple of before a kernel takes it, and who
     says so; and the number format that is taken where nobody names one.
     """

@@ -7,7 +7,6 @@ stages and experts over all ranks, and shapes are whole.
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from bundle.architectures import multimodal
@@ -214,8 +213,7 @@ class Tensors:
         return Tensor(name, (self._rows, a.hidden_size), (published,), rule)
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+class _Place(NamedTuple):
     """Where a decoder layer's tensors stand; `published` is None where nobody publishes this layer."""
 
     names: Names

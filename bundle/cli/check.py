@@ -46,7 +46,7 @@ def check(
     counts |= counts.pop("left_out")
     room = disk(job, directory)
     if as_json:
-        said = {"weights": begins.described, **counts, "disk": asdict(room), "samples": shown}
+        said = {"weights": begins.described, **counts, "disk": room._asdict(), "samples": shown}
         print(json.dumps({"schema": 1, **said}, indent=2))
         return
     print("\n".join([f"weights    {begins.described}", *_lines(job, counts), _disk(room, directory)]))

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import Any
 
 import typer
@@ -66,7 +65,7 @@ def _document(found: Audit, env: str, used: frozenset[str] | None) -> dict[str, 
 
 
 def _hook(of: Hook) -> dict[str, Any]:
-    said = asdict(of.words) if of.words else dict.fromkeys(Words.__dataclass_fields__)
+    said = of.words._asdict() if of.words else dict.fromkeys(Words._fields)
     return {"file": str(of.file), **said, "fault": of.fault or None}
 
 

@@ -116,7 +116,7 @@ def train(
     if dry_run:
         # As anybody may start it: of the job file that we would give to the ranks there is none yet.
         words = ("train", *options.words_of(context, _OF_NODE))
-        every = (job_file.launch(told, replace(where, node_rank=node), wait) for node in range(where.nodes))
+        every = (job_file.launch(told, where._replace(node_rank=node), wait) for node in range(where.nodes))
         launches = [replace(launch, arguments=words, files={}) for launch in every]
         print(command.dry_run(launches, os.environ), end="")
         return

@@ -12,8 +12,8 @@ import site
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from bundle import files
 from bundle.environment.search import EDITABLE, Editable, SearchPath, added_by_pth, literals, search_path
@@ -42,7 +42,7 @@ def search_path_of(environment: str) -> SearchPath:
         str(path) for site in sites for path in (site, *added_by_pth([site]))
     ]
     editable = tuple(found for site in sites for found in _editable(site))
-    return replace(search_path(paths, named, Path.cwd()), editable=editable)
+    return search_path(paths, named, Path.cwd())._replace(editable=editable)
 
 
 def active() -> str | None:
@@ -137,8 +137,7 @@ print(json.dumps({"own": sysconfig.get_path("purelib"), "sites": sites, "user": 
 """
 
 
-@dataclass(frozen=True)
-class Sites:
+class Sites(NamedTuple):
     """The directories whose .pth files an interpreter reads; `own` is the one that is its environment's."""
 
     python: str

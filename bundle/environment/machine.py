@@ -91,8 +91,7 @@ class VendorDevices(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Host:
+class Host(NamedTuple):
     """What this process may use beside the devices; sizes in bytes, `math.inf` means unlimited."""
 
     processors: Fact[float]
@@ -103,8 +102,7 @@ class Host:
     stack: Fact[float]
 
 
-@dataclass(frozen=True)
-class Hardware:
+class Hardware(NamedTuple):
     """The machine: the backend it calls for and why, the visible devices, the links, the host's limits."""
 
     backend: str  # cuda, ascend or cpu
@@ -221,8 +219,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _CONTROLS = re.compile(r"[^\S\n\t ]|[\x00-\x08\x0e-\x1f\x7f-\x9f]")
 
 
-@dataclass(frozen=True)
-class Machine:
+class Machine(NamedTuple):
     """A machine to look at: the real one, or a directory and recorded answers that stand for one."""
 
     root: Path

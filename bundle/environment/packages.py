@@ -53,8 +53,7 @@ def within(version: str, specifier: str) -> bool | None:
 _FIELDS = ("MAJOR", "MINOR", "PATCH", "PRE_RELEASE")
 
 
-@dataclass(frozen=True)
-class Copy:
+class Copy(NamedTuple):
     """One directory named megatron that holds megatron.core or megatron.training."""
 
     package: Path  # the directory `megatron` itself
@@ -68,8 +67,7 @@ class Copy:
         return self.package.parent
 
 
-@dataclass(frozen=True)
-class Megatron:
+class Megatron(NamedTuple):
     """Every copy on the path, and the directories that `megatron.core` and `megatron.training` come from."""
 
     copies: tuple[Copy, ...]
@@ -238,11 +236,11 @@ class Packages(Protocol):
     def package(self, name: str) -> Package | None: ...
 
 
-@dataclass(frozen=True)
 class Stack:
     """What is installed. Reads lazily: a question about torch does not look for megatron."""
 
-    path: SearchPath
+    def __init__(self, path: SearchPath) -> None:
+        self.path = path
 
     @cached_property
     def megatron(self) -> Megatron:

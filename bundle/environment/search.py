@@ -13,7 +13,6 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from email.parser import HeaderParser
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -35,8 +34,7 @@ class Entry(NamedTuple):
     origin: str
 
 
-@dataclass(frozen=True)
-class Editable:
+class Editable(NamedTuple):
     """What the finder of an editable install knows: packages and namespaces by name, and where they lie."""
 
     mapping: Mapping[str, str]
@@ -52,8 +50,7 @@ class Editable:
         return None
 
 
-@dataclass(frozen=True)
-class SearchPath:
+class SearchPath(NamedTuple):
     """The directories in order; `names` also has the hooks of editable installs, for Python's finders."""
 
     entries: tuple[Entry, ...]

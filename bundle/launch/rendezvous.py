@@ -4,7 +4,7 @@ Anything that cannot be true is refused.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from bundle.errors import UsageError
 from bundle.launch.starters import STARTERS, Claim, Fact, Variables, claim, host_and_port
@@ -13,8 +13,7 @@ LOOPBACK = "127.0.0.1"
 ALONE = "nobody set a rank or a node in the environment: one node, this machine"
 
 
-@dataclass(frozen=True)
-class Rendezvous:
+class Rendezvous(NamedTuple):
     """Where this process stands, where the ranks meet, and who said so.
 
     A process that stands for a node starts that node's ranks; its `rank`, `local_rank` and `world_size` are

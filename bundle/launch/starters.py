@@ -7,7 +7,6 @@ refused. A reader returns its claim, or None when that starter did not start us.
 import ipaddress
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -92,8 +91,7 @@ class Fact(NamedTuple, Generic[T]):
         return f"{self.said_by}={self.value}"
 
 
-@dataclass(frozen=True)
-class Claim:
+class Claim(NamedTuple):
     """Everything that one starter says about this process.
 
     `said` has what it says of nodes, node_rank, per_node, world_size, rank, local_rank, address and port.

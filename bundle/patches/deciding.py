@@ -5,8 +5,9 @@ And which targets of ours MindSpeed replaces, by its commit: it calls every vers
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from bundle.environment import packages
 from bundle.patches.entry import NOTHING, Action, Decision, Patch, Presence, Replacement, Seam, Trap
@@ -57,8 +58,7 @@ class PatchContext:
         return self.mindspeed is not None and self.mindspeed[0] in MINDSPEED_BRANCHES
 
 
-@dataclass(frozen=True)
-class _Verdict:
+class _Verdict(NamedTuple):
     action: Action
     reason: str
     proven: bool = True
@@ -71,9 +71,9 @@ def decide(patch: Patch, reading: Reading, job: PatchContext) -> Decision:
     # A drift that this job does not meet is still worth a warning; nothing else is.
     warning = verdict.action is Action.DRIFT and job.runs_on(patch.backends) and not patch.opt_in
     if unneeded and verdict.action is not Action.SKIP and not warning:
-        verdict = replace(verdict, action=Action.SKIP, reason=unneeded)
+        verdict = verdict._replace(action=Action.SKIP, reason=unneeded)
     elif not unneeded and verdict.action is not Action.SKIP and not job.vouches_for(patch):
-        verdict = replace(verdict, action=Action.UNVOUCHED, reason=f"nobody says that {patch.assumes}")
+        verdict = verdict._replace(action=Action.UNVOUCHED, reason=f"nobody says that {patch.assumes}")
     blocked = verdict.action in (Action.DRIFT, Action.CONFLICT) and not unneeded
     refused = patch.id in job.requested and verdict.action is not Action.APPLY
     return Decision(
@@ -157,7 +157,7 @@ def exclude(decisions: Iterable[Decision], patches: Mapping[str, Patch]) -> tupl
         if exclusive and len(ids) > 1:
             clashes |= {i: f"{' and '.join(ids)} replace {target}, and only one can" for i in ids}
     return tuple(
-        replace(decision, action=Action.CONFLICT, reason=clashes[decision.id], stops=True)
+        decision._replace(action=Action.CONFLICT, reason=clashes[decision.id], stops=True)
         if decision.id in clashes
         else decision
         for decision in decisions

@@ -2,7 +2,6 @@
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from bundle.errors import nearest
@@ -214,12 +213,12 @@ class Lookup:
         return None
 
 
-@dataclass(frozen=True)
 class Definitions:
     """The definitions of one source tree."""
 
-    tree: SourceTree
-    _found: dict[str, Definition | None] = field(default_factory=dict)
+    def __init__(self, tree: SourceTree) -> None:
+        self.tree = tree
+        self._found: dict[str, Definition | None] = {}
 
     def __getitem__(self, target: str) -> Definition | None:
         """What "package.module:Qualified.name" is bound to; None where the tree has no such name.
@@ -254,15 +253,14 @@ class Definitions:
         )
 
 
-@dataclass(frozen=True)
 class Evidence:
     """The definitions that a patch or a trap declares as its evidence, and no others.
 
     What a patch reads must be declared, or nobody would notice when it changes.
     """
 
-    definitions: Definitions
-    declared: frozenset[str]
+    def __init__(self, definitions: Definitions, declared: frozenset[str]) -> None:
+        self.definitions, self.declared = definitions, declared
 
     def __getitem__(self, target: str) -> Definition | None:
         """The definition of a declared target; None where the tree has no such name."""

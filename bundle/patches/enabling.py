@@ -3,7 +3,6 @@
 import logging
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
 
 from bundle import log
 from bundle.environment import hardware, packages
@@ -86,7 +85,7 @@ def planned(
     decided = (_left_to_framework(d, put, theirs.get(d.id), beyond) for d in found.decisions)
     # What the program does is not ours to refuse: a trap is told, and a patch of what it may not use.
     told = {Action.TRAP} if used is not None or strict else {Action.TRAP, Action.DRIFT}
-    decisions = tuple(d if d.action not in told else replace(d, stops=False) for d in decided)
+    decisions = tuple(d if d.action not in told else d._replace(stops=False) for d in decided)
     found = found._replace(decisions=decisions)
     return found, plan.make(found)
 
@@ -112,7 +111,7 @@ def _left_to_framework(
         reason = f"{audit.replaced_by(placed)}, which this patch was not read with"
     elif decision.action is Action.APPLY and theirs is not None and theirs.standing is not Standing.PRESENT:
         reason = None if decision.id in beyond[theirs.standing] else theirs.reason
-    return replace(decision, action=Action.OWNED, reason=reason, stops=False) if reason else decision
+    return decision._replace(action=Action.OWNED, reason=reason, stops=False) if reason else decision
 
 
 def _tell(found: Survey, used: frozenset[str] | None) -> None:

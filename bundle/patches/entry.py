@@ -4,7 +4,6 @@ And the words for what a job uses that they ask for; a recipe says them in `Reci
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
 from typing import NamedTuple
@@ -189,8 +188,7 @@ def called(target: str, function: str, *, optional: bool = False, exclusive: boo
     return Replacement(target, function, optional, exclusive, by_signature=True)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Patch:
+class Patch(NamedTuple):
     """A defect of megatron-core and what mends it from outside.
 
     The fingerprints that were reviewed are in releases.json, under the targets' names: the releases in
@@ -217,8 +215,7 @@ class Patch:
         return self.defect.evidence
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Seam:
+class Seam(NamedTuple):
     """A private upstream name that the bundle relies on without replacing it."""
 
     id: str
@@ -230,8 +227,7 @@ class Seam:
     by_signature: bool = False  # reviewed as a Replacement's target is
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Trap:
+class Trap(NamedTuple):
     """A defect with no narrow fix: the recipes that meet it are refused."""
 
     id: str
@@ -267,8 +263,7 @@ class Action(StrEnum):
     TRAP = "TRAP"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """The decision about one entry: `proven` is False where only a version number spoke."""
 
     id: str

@@ -43,7 +43,7 @@ class PatchedTree(SourceTree):
             module = self.original.module(name)
             for patch in self.patches if module else ():
                 if patch.module == name and module is not None:
-                    module = replace(module, bindings=module.bindings | _rebound(module, patch))
+                    module = module._replace(bindings=module.bindings | _rebound(module, patch))
             self._modules[name] = module
         return self._modules[name]
 

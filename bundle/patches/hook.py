@@ -9,8 +9,8 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from bundle import files
 from bundle.environment.interpreters import Sites
@@ -26,8 +26,7 @@ _MOST = 1 << 20  # bytes of such a file
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Words:
+class Words(NamedTuple):
     """What a hook says to `enable`: the words of its arguments."""
 
     features: tuple[str, ...] = ()
@@ -49,11 +48,10 @@ class Words:
         return f"{_FIRST}{json.dumps(said)}\n{line}\n"
 
     def _said(self) -> dict[str, object]:
-        return {"format": FORMAT, **asdict(self)}
+        return {"format": FORMAT, **self._asdict()}
 
 
-@dataclass(frozen=True)
-class Hook:
+class Hook(NamedTuple):
     """A file of that name: with what it says, or why it is none of ours, or not whole."""
 
     file: Path
@@ -163,7 +161,7 @@ def _read(file: Path) -> Hook:
 
 def _words(said: dict[str, object]) -> Words | None:
     """What a file of this format says; None for another."""
-    if set(said) != {"format", *Words.__dataclass_fields__} or said["format"] != FORMAT:
+    if set(said) != {"format", *Words._fields} or said["format"] != FORMAT:
         return None
     lists = {name: value for name, value in said.items() if isinstance(value, list | tuple)}
     return Words(

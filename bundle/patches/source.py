@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from bundle import files
 
@@ -19,8 +20,7 @@ class Unreadable(Exception):
     """A source file that cannot be parsed here; the message says which and why."""
 
 
-@dataclass(frozen=True)
-class Module:
+class Module(NamedTuple):
     """One parsed module: its name, its file relative to the tree, its body and what each name is bound to."""
 
     name: str

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from bundle import files
 from bundle.environment import packages
@@ -36,8 +37,7 @@ Listing = Mapping[str, Mapping[str, str]]
 LISTINGS = ("targets", "signatures", "defects", "modules")  # the fields of a Table, and of the file
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """What was read in every reviewed reference: a release ("0.16.1") or a commit ("0.16.2+0123abcd4567")."""
 
     references: tuple[str, ...]  # oldest first
@@ -98,8 +98,7 @@ def commits() -> Mapping[str, Mapping[str, str]]:
     return known
 
 
-@dataclass(frozen=True)
-class Subject:
+class Subject(NamedTuple):
     """One megatron-core: what it calls itself, where it is, and the reviewed reference that it equals."""
 
     version: str | None
@@ -235,7 +234,7 @@ def installed(stack: Stack, table: Table) -> Subject:
     where = (
         f"in a zip, which is not read: {files.printable(archive)}" if archive else "none is installed here"
     )
-    return replace(named(DEFAULT, table), origin=f"{where}: the default release")
+    return named(DEFAULT, table)._replace(origin=f"{where}: the default release")
 
 
 def named(name: str, table: Table) -> Subject:

@@ -20,7 +20,6 @@ among the parameters, and not in the FLOPs: what it computes follows from images
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -203,8 +202,7 @@ def _count(tensors: Iterable[Parameter], experts: int) -> int:
     return sum(tensor.elements * (experts if tensor.expert else 1) for tensor in tensors)
 
 
-@dataclass(frozen=True)
-class Disk:
+class Disk(NamedTuple):
     """Bytes of the checkpoints of a run, and those that are free where it lives."""
 
     checkpoint: int

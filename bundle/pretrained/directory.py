@@ -9,9 +9,8 @@ import json
 import math
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bundle import files
 from bundle.errors import UsageError, shown
@@ -27,8 +26,7 @@ FP8, SCALE = "F8_E4M3", "_scale_inv"
 _OTHERS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf")
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One tensor of a file: its bytes are [start, stop) of that file."""
 
     file: Path
@@ -38,8 +36,7 @@ class Entry:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class Pretrained:
+class Pretrained(NamedTuple):
     """The tensors of a directory by their published names. `block`: rows and columns of one FP8 scale."""
 
     directory: Path

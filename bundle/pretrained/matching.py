@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,14 +86,14 @@ def opened(directory: Path) -> Pretrained | None:
         violations += _misfit(name, entry, entry.shape, entries.get(f"{name}{SCALE}"), block)
     if violations:
         raise UsageError(f"{directory}: cannot be compared", summarized(violations))
-    return replace(found, block=block)
+    return found._replace(block=block)
 
 
 def _matched(
     found: Pretrained, config: Mapping[str, Any], table: Tensors, depths: int, otherwise: str
 ) -> Pretrained:
     block, violations = _block_of(config)
-    found = replace(found, block=block)
+    found = found._replace(block=block)
     violations = violations or list(_against(found, table, depths))
     if violations:
         raise UsageError(f"{found.directory}: {otherwise}", summarized(violations))

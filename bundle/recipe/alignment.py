@@ -1,9 +1,8 @@
 """How far sequences are padded: the one authority, of ids, labels, masks, positions, temperatures, routes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import gcd, lcm
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from bundle.errors import JobFailed
 from bundle.fp8 import SCALINGS, Scaling
@@ -11,8 +10,7 @@ from bundle.fp8 import SCALINGS, Scaling
 Layout = Literal["thd", "bshd"]
 
 
-@dataclass(frozen=True)
-class Padding:
+class Padding(NamedTuple):
     """The lengths of one micro-batch before and after padding; all in tokens."""
 
     lengths: tuple[int, ...]
@@ -40,8 +38,7 @@ class Padding:
         return max(self.rows)
 
 
-@dataclass(frozen=True)
-class Alignment:
+class Alignment(NamedTuple):
     """The multiples that padded lengths keep on one parallel layout.
 
     `cp` is the size of the group that shares these sequences: with dynamic context parallelism, a new one

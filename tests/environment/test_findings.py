@@ -1,7 +1,5 @@
 """What of a machine is worth a warning, and what no job survives."""
 
-import dataclasses
-
 import pytest
 
 from bundle.environment.doctor import machine_findings
@@ -36,8 +34,8 @@ def test_a_tight_container():
 )
 def test_one_limit_too_low_is_one_warning(limit, value, subject):
     hardware = detect(machine=recorded("h200-x2"))
-    host = dataclasses.replace(hardware.host, **{limit: Fact(value, "a test")})
-    (finding,) = findings(dataclasses.replace(hardware, host=host))
+    host = hardware.host._replace(**{limit: Fact(value, "a test")})
+    (finding,) = findings(hardware._replace(host=host))
     assert (finding.subject, finding.level) == (subject, Level.WARN)
     assert "a test" in finding.cause
     assert finding.fix

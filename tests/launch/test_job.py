@@ -262,7 +262,7 @@ def test_each_rank_checks_that_its_wrappers_are_those_of_the_plan(here):
 def test_another_megatron_or_none_is_said(here, anywhere, tmp_path):
     core = packages.detect().megatron.core
     assert core is not None
-    other = Megatron((), replace(core, version="0.17.0"), None)
+    other = Megatron((), core._replace(version="0.17.0"), None)
     assert list(misfits(here, other, None)) == [f"megatron-core: {core.version} in the job, 0.17.0 here"]
     assert list(misfits(anywhere, other, None)) == ["megatron-core: 0.16.1 in the job, 0.17.0 here"]
     assert list(misfits(anywhere, Megatron((), None, None), None)) == [

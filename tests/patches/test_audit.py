@@ -1,6 +1,5 @@
 """What an audit says of a release, and of those after it, by the reviewed list and by lists made up here."""
 
-from dataclasses import replace
 from pathlib import Path
 
 from bundle.environment.packages import Stack
@@ -50,7 +49,7 @@ def test_a_release_that_nobody_read_for_a_defect_is_not_said_to_be_without_it():
 
     def mended_in(absent: str) -> str | None:
         defects = {**table.defects, entry: {"present": "0.16.1", "absent": absent}}
-        found = audited("0.16.1", "mtp,cp", replace(table, defects=defects))
+        found = audited("0.16.1", "mtp,cp", table._replace(defects=defects))
         return next(defect.mended_in for defect in found.defects if defect.entry.id == entry)
 
     assert mended_in("0.17.0 0.17.1 0.18.0 0.18.2 0.19.0 0.19.2") == "0.17"

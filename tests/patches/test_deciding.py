@@ -87,14 +87,14 @@ def test_a_tree_without_a_version_is_decided_by_its_source():
 
 @pytest.mark.parametrize("reading", [REVIEWED, CHANGED, GONE])
 def test_what_nobody_vouches_for_is_left_out_by_name(reading: Reading):
-    assuming = replace(PATCH, assumes="the caller sums")
+    assuming = PATCH._replace(assumes="the caller sums")
     strangers = replace(IN, vouched=frozenset({"q"}))
     decision = decide(assuming, reading, strangers)
     assert (decision.action, decision.stops) == (Action.UNVOUCHED, False)
     assert decision.reason == "nobody says that the caller sums"
     own = decide(assuming, reading, IN)
     assert decide(assuming, reading, replace(IN, vouched=frozenset({"p"}))) == own
-    assert decide(replace(PATCH, assumes=NOTHING), reading, strangers).action is own.action
+    assert decide(PATCH._replace(assumes=NOTHING), reading, strangers).action is own.action
     assert decide(assuming, replace(reading, evidence=A), strangers).action is Action.SKIP
     without = replace(strangers, features=frozenset({"mla"}))
     assert decide(assuming, REVIEWED, without).action is Action.SKIP
@@ -103,10 +103,10 @@ def test_what_nobody_vouches_for_is_left_out_by_name(reading: Reading):
 def test_what_the_job_does_not_need_is_skipped():
     lacking = replace(IN, features=frozenset({"mla"}))
     assert decide(PATCH, REVIEWED, lacking).reason == "the recipe does not use packed"
-    elsewhere = replace(PATCH, backends=("cpu",))
+    elsewhere = PATCH._replace(backends=("cpu",))
     assert decide(elsewhere, REVIEWED, replace(IN, backend="cuda")).reason == "for cpu only"
     old = replace(IN, packages={"torch": "2.6.0+cpu"})
-    newer = replace(PATCH, requires=(("torch", ">=2.8"),))
+    newer = PATCH._replace(requires=(("torch", ">=2.8"),))
     assert "torch 2.6.0+cpu is installed" in decide(newer, REVIEWED, old).reason
     assert decide(newer, REVIEWED, replace(IN, packages={"torch": "2.8.0"})).action is Action.APPLY
     assert "taken for >=2.8" in decide(newer, REVIEWED, IN).reason
@@ -122,7 +122,7 @@ def test_a_drift_that_the_job_does_not_meet_is_a_warning():
     assert decide(PATCH, CHANGED, needed).stops
     # not even a warning on another backend
     assert (
-        decide(replace(PATCH, backends=("cpu",)), CHANGED, replace(IN, backend="cuda")).action is Action.SKIP
+        decide(PATCH._replace(backends=("cpu",)), CHANGED, replace(IN, backend="cuda")).action is Action.SKIP
     )
 
 
@@ -135,7 +135,7 @@ def test_an_allowed_drift_is_applied_where_there_is_something_to_wrap():
 
 
 def test_an_opt_in_patch_waits_to_be_asked_for():
-    patch = replace(PATCH, opt_in=True)
+    patch = PATCH._replace(opt_in=True)
     # not even a warning for who did not
     assert decide(patch, CHANGED, IN).action is Action.SKIP
     assert decide(patch, REVIEWED, IN).reason == "opt-in: --request p asks for it"
@@ -151,7 +151,7 @@ def test_a_requested_patch_that_cannot_apply_stops_the_job(reading: Reading):
 def test_an_optional_target_may_be_gone_but_not_all_of_them():
     other = "megatron.core.a:g"
     both = tuple(Replacement(name, "a:w", optional=True) for name in (TARGET, other))
-    patch = replace(PATCH, replacements=both)
+    patch = PATCH._replace(replacements=both)
     one = decide(patch, replace(REVIEWED, nearest={other: ()}), IN)
     assert one.action is Action.APPLY and one.targets == (TARGET,)
     none = decide(patch, Reading(P, nearest={TARGET: (), other: ()}), IN)
@@ -177,7 +177,7 @@ COMMIT = "d0d5809d4323eb908f89e87958de254465eb57b4"
 @pytest.mark.parametrize("target", [ROUTING, HEADS])
 @pytest.mark.parametrize("backend", ["ascend", None])
 def test_a_target_that_mindspeed_replaces_is_its_own(target: str, backend: str | None):
-    patch = replace(PATCH, replacements=(Replacement(target, "a:w"),))
+    patch = PATCH._replace(replacements=(Replacement(target, "a:w"),))
     present = Reading(P, {target: "aa"}, {target: ("0.17.1",)})
     decision = decide(patch, present, replace(IN, backend=backend, mindspeed=(COMMIT,)))
     assert (decision.action, decision.proven) == (Action.OWNED, True)
@@ -191,7 +191,7 @@ def test_a_target_that_mindspeed_replaces_is_its_own(target: str, backend: str |
 def test_mindspeed_owns_nothing_on_other_backends_nor_what_it_only_wraps():
     forward = "megatron.core.models.gpt.gpt_model:GPTModel.forward"
     for target, backend in ((ROUTING, "cuda"), (forward, "ascend")):
-        patch = replace(PATCH, replacements=(Replacement(target, "a:w"),))
+        patch = PATCH._replace(replacements=(Replacement(target, "a:w"),))
         present = Reading(P, {target: "aa"}, {target: ("0.17.1",)})
         job = replace(IN, backend=backend, mindspeed=(COMMIT,))
         assert decide(patch, present, job).action is Action.APPLY
@@ -202,8 +202,8 @@ def applied(patch: Patch) -> Decision:
 
 
 def test_two_wrappers_share_a_target_but_a_replacement_shares_it_with_none():
-    second = replace(PATCH, id="q")
-    alone = replace(second, replacements=(Replacement(TARGET, "a:v", exclusive=True),))
+    second = PATCH._replace(id="q")
+    alone = second._replace(replacements=(Replacement(TARGET, "a:v", exclusive=True),))
     together = exclude([applied(PATCH), applied(second)], {"p": PATCH, "q": second})
     assert [decision.action for decision in together] == [Action.APPLY, Action.APPLY]
     clash = exclude([applied(PATCH), applied(alone)], {"p": PATCH, "q": alone})
@@ -261,7 +261,7 @@ def test_a_row_of_the_table_for_a_trap(
 def test_a_trap_stops_only_a_recipe_that_meets_it():
     for features in ({"moe"}, {"moe", "tp", "ep"}):
         assert decide_trap(TRAP, Reading(P), replace(IN, features=frozenset(features))) is None
-    assert decide_trap(replace(TRAP, backends=("cpu",)), Reading(P), replace(IN, backend="cuda")) is None
+    assert decide_trap(TRAP._replace(backends=("cpu",)), Reading(P), replace(IN, backend="cuda")) is None
 
 
 def test_without_a_recipe_a_trap_is_only_said():
@@ -280,4 +280,4 @@ def test_a_changed_seam_is_a_warning_and_a_reviewed_one_is_nothing():
         assert decision is not None and decision.action is Action.DRIFT and not decision.stops
         assert says in decision.reason and "called by the engine" in decision.reason
     assert decide_seam(SEAM, CHANGED, replace(IN, features=frozenset({"mla"}))) is None
-    assert decide_seam(replace(SEAM, range="<0.17"), GONE, IN) is None
+    assert decide_seam(SEAM._replace(range="<0.17"), GONE, IN) is None

@@ -25,7 +25,7 @@ class Through(Replacement):
     wrapper = "tests.patches.passthrough:through"
 
 def through(patch):
-    return replace(patch, replacements=tuple(Through(*r) for r in patch.replacements))
+    return patch._replace(replacements=tuple(Through(*r) for r in patch.replacements))
 
 planning.PATCHES = tuple(through(patch) for patch in PATCHES)
 here, table = detect(), load()

@@ -62,9 +62,9 @@ def test_all_problems_come_at_once_gravest_first():
         devices={"nodes": 1},
     )
     decisions = [decision(Action.DRIFT, True), decision(Action.TRAP, True), decision(Action.SKIP, False)]
-    tiny = dataclasses.replace(detect("cpu", recorded("cgroup-v1")))
-    host = dataclasses.replace(tiny.host, memory=dataclasses.replace(tiny.host.memory, value=2.0**20))
-    made = plan(recipe, dataclasses.replace(tiny, host=host), decisions=decisions)
+    tiny = detect("cpu", recorded("cgroup-v1"))
+    host = tiny.host._replace(memory=dataclasses.replace(tiny.host.memory, value=2.0**20))
+    made = plan(recipe, tiny._replace(host=host), decisions=decisions)
     assert problems(made) == [
         (ExitCode.USAGE, "model.recompute.modules"),
         (ExitCode.USAGE, "a-trap"),
@@ -159,7 +159,7 @@ def test_a_tight_fit_is_a_note():
         dataclasses.replace(d, memory=dataclasses.replace(d.memory, value=stage.total + 1))
         for d in preset("h200").devices
     )
-    tight = plan(recipe, dataclasses.replace(preset("h200"), devices=devices))
+    tight = plan(recipe, preset("h200")._replace(devices=devices))
     assert roomy.problems == tight.problems == ()
     assert roomy.notes == ()
     assert "memory is tight" in tight.notes[0]
@@ -241,7 +241,7 @@ def test_heads_that_no_kernel_takes():
 )
 def test_a_shared_embedding_across_buckets_is_refused_where_nobody_mends_it(action, fails):
     recipe = job(DEEPSEEK, parallel={"pp": 2}, train={"steps": 1, "global_batch_size": 16})
-    patch = dataclasses.replace(decision(action, False), id=SHARED_EMBEDDING)
+    patch = decision(action, False)._replace(id=SHARED_EMBEDDING)
     made = plan(recipe, decisions=[patch])
     assert problems(made) == ([(ExitCode.USAGE, "parallel.pp")] if fails else [])
 

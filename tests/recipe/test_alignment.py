@@ -1,7 +1,5 @@
 """Padding against a search for the least one, with the conditions written down rank by rank."""
 
-import dataclasses
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -101,7 +99,7 @@ def test_a_forced_length_is_rounded_up_and_holds_what_fits():
 
 def test_dynamic_context_parallelism_is_another_size_for_the_same_job():
     job = Alignment(tp=2, cp=8, sequence_parallel=True, scaling="delayed")
-    short = dataclasses.replace(job, cp=2)
+    short = job._replace(cp=2)
     assert (short.sequence, short.total) == (4, 64)
 
 

@@ -59,7 +59,7 @@ def main() -> None:
 
     # Routes that are not padded: the tokens lie as FP8 wants them, their routes as they would lie without it.
     part = {"part": rank, "parts": 2}
-    plain = Packing.of(LENGTHS, replace(CASE.alignment, scaling=None))
+    plain = Packing.of(LENGTHS, CASE.alignment._replace(scaling=None))
     unpadded = forced(recorded[0], plain, routing, routing.layers, **part)
     padded = forced(recorded[0], batches[0].packing, routing, routing.layers, **part)
     assert unpadded is not None and padded is not None
