@@ -19,6 +19,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 @app.command()
 def doctor(
+    context: typer.Context,
     reports: Annotated[
         list[Path] | None,
         typer.Argument(
@@ -35,8 +36,10 @@ def doctor(
     """Examine the machine and the installed packages; ends with 3 if something must be fixed first."""
     if compare is not bool(reports):
         raise UsageError("reports of nodes and --compare go together: doctor --compare A.json B.json ...")
+    if reports and "backend" in options.said(context):
+        raise UsageError("--compare looks at files, not at this machine: leave out --backend")
     if reports:
-        _compare(reports)
+        _compare(reports, as_json)
         return
     installed = packages.detect()
     found, findings = examine(machine.local(), installed, backend)
@@ -57,11 +60,18 @@ def doctor(
         raise typer.Exit(int(ExitCode.ENVIRONMENT_UNFIT))
 
 
-def _compare(reports: Sequence[Path]) -> None:
+def _compare(paths: Sequence[Path], as_json: bool) -> None:
     """Prints in what nodes differ; ends with 3 where they do."""
-    read = nodes.read(reports)
-    found = list(nodes.differences(read))
-    print("\n".join(found) or f"{len(read)} nodes are alike")
+    reports = nodes.read(paths)
+    found = nodes.differences(reports)
+    if as_json:
+        print(
+            json.dumps(
+                {"schema": 1, "nodes": list(reports), "differences": [one.dump() for one in found]}, indent=2
+            )
+        )
+    else:
+        print("\n".join(one.text() for one in found) or f"{len(reports)} nodes are alike")
     if found:
         raise typer.Exit(int(ExitCode.ENVIRONMENT_UNFIT))
 

@@ -9,8 +9,7 @@ import typer
 from bundle import preflight as probing
 from bundle.cli import options
 from bundle.cli.doctor import line
-from bundle.environment import hardware, machine
-from bundle.environment.machine import Level
+from bundle.environment import hardware
 from bundle.errors import ExitCode
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -23,19 +22,19 @@ def preflight(
         bool, typer.Option("--quick", help="Under a minute: less is computed, written and read.")
     ] = False,
     backend: options.OwnBackend = "auto",
+    devices_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Devices that have to be here; without it, those that are.")
+    ] = None,
     as_json: options.JSON = False,
     log_level: options.LogLevel = "",
 ) -> None:
     """Have this node compute, write and read, alone; ends with 3 if it should be left out."""
-    every = list(probing.probes(hardware.detect(backend), directory.absolute(), quick=quick))
-    found = probing.run(every, probing.QUICK_SECONDS if quick else probing.SECONDS)
-    told = list(probing.findings(found))
+    here = hardware.detect(backend)
+    every = list(probing.probes(here, directory.absolute(), quick=quick, devices=devices_per_node))
+    found = probing.judged(probing.run(every, probing.QUICK_SECONDS if quick else probing.SECONDS))
     if as_json:
-        measured = {probe.subject: dict(each.measured) for probe, each in found.items()}
-        print(
-            json.dumps({"schema": 1, "findings": machine.plain(tuple(told)), "measured": measured}, indent=2)
-        )
+        print(json.dumps(probing.report(here.backend, found), indent=2))
     else:
-        print("\n".join(map(line, told)))
-    if any(finding.level is Level.FAIL for finding in told):
+        print("\n".join(map(line, probing.findings(found))))
+    if any(each.wrong for each in found.values()):
         raise typer.Exit(int(ExitCode.ENVIRONMENT_UNFIT))

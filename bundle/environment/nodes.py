@@ -1,22 +1,61 @@
-"""In what the nodes of a cluster differ, of what `doctor --json` printed on each: mixed nodes break jobs."""
+"""In what the nodes of a cluster differ, by what `doctor --json` printed on each: mixed nodes break jobs.
 
+Compared is what a node has, not why we believe it: the `reason` beside a value names files that differ by
+container. Left out is what no two nodes have in common: the identities of their devices.
+"""
+
+import json
 import platform
+import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bundle import files
+from bundle.environment.machine import Finding, Level
 from bundle.environment.packages import Stack
-from bundle.errors import UsageError
+from bundle.errors import UsageError, shown
 
-_GIB = 1 << 30
-_SHOWN = 3  # names of nodes
-_UNSAID = "nothing"
-# What no two machines have in common, or what is no fact about a machine.
-_OWN = {"identity", "index", "reason", "notes"}
-# In bytes: the same machines differ by what the firmware keeps.
-_ABOUT = {"memory", "shared_memory"}
+NOTHING = "nothing"
+_UNIQUE = {"identity", "reason", "node"}
+_DEVICE = re.compile(r"^(hardware\.devices\.)(\d+)(\..*)$", re.DOTALL)
+# Of one size of memory the firmware keeps a little more on one node than on another.
+_SAME_SIZE = 0.01
+_SIZES = re.compile(r"\.(memory|shared_memory|locked_memory)$")
+_NAMED = 8  # nodes in a line; of more, how many there are
+_LONGEST = 300  # characters of what is somebody else's, in a line
+
+_Values = tuple[tuple[str, tuple[str, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What nodes disagree on: who has which value, those that most have first."""
+
+    key: str
+    values: _Values
+
+    @property
+    def odd(self) -> tuple[str, ...]:
+        """The nodes that do not have what more than half of them have; all where there is no such value."""
+        names = [name for _, holders in self.values for name in holders]
+        most = self.values[0][1]
+        return tuple(name for name in names if 2 * len(most) <= len(names) or name not in most)
+
+    def text(self) -> str:
+        """One line: "packages.torch: gpu3 has 2.10; gpu1, gpu2 have 2.11"."""
+        parts = [
+            f"{_listed(holders)} {'has' if len(holders) == 1 else 'have'} {value[:_LONGEST]}"
+            for value, holders in reversed(self.values)
+        ]
+        return f"{self.key[:_LONGEST]}: {'; '.join(parts)}"
+
+    def dump(self) -> dict[str, Any]:
+        """The difference as JSON can hold it."""
+        values = [{"value": value, "nodes": list(holders)} for value, holders in self.values]
+        return {"key": self.key, "values": values, "odd": list(self.odd)}
 
 
 def described(stack: Stack) -> dict[str, Any]:
@@ -33,60 +72,103 @@ def described(stack: Stack) -> dict[str, Any]:
 
 
 def read(paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """The reports in these files, by the names of their nodes. Raises UsageError with what is none."""
-    found: dict[str, dict[str, Any]] = {}
+    """What doctor printed, by node: what it calls itself, or the file where two do or it does not.
+
+    Raises UsageError with every file that is none of doctor's, and for fewer than two.
+    """
+    found: dict[Path, dict[str, Any]] = {}
     wrong = []
-    for path in paths:
-        report = files.json_object(path, "write it with `mcore-bundle doctor --json`")
-        if not isinstance(report.get("hardware"), dict) or not isinstance(report.get("packages"), dict):
-            wrong.append(f"{path}: not what `mcore-bundle doctor --json` printed")
-        name = str(report.get("node") or path.stem)[:64]
-        found[f"{name} ({path})" if name in found else name] = report
-    if wrong or len(found) < 2:
-        raise UsageError("doctor --compare takes two reports or more", wrong)
-    return found
-
-
-def differences(reports: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """What differs, a line each: every value and the nodes that have it, that of most nodes first."""
-    facts = {node: dict(_facts("", _compared(report))) for node, report in reports.items()}
-    for name in sorted({name for of_node in facts.values() for name in of_node}):
-        holders: dict[str, list[str]] = {}
-        for node, of_node in facts.items():
-            holders.setdefault(of_node.get(name, _UNSAID), []).append(node)
-        if len(holders) > 1:
-            most_first = sorted(holders.items(), key=lambda item: -len(item[1]))
-            said = "; ".join(f"{value} ({_listed(nodes)})" for value, nodes in most_first)
-            yield files.printable(f"{name}: {said}")
-
-
-def _compared(report: Mapping[str, Any]) -> dict[str, Any]:
-    wrong = [
-        each for each in report.get("findings", ()) if isinstance(each, dict) and each.get("level") == "fail"
-    ]
+    for path in dict.fromkeys(paths):
+        try:
+            found[path] = _report(path)
+        except UsageError as error:
+            wrong.append(files.printable(error))
+    if wrong:
+        raise UsageError("these are not what `mcore-bundle doctor --json` prints:", wrong)
+    if len(found) < 2:
+        raise UsageError("--compare takes what `doctor --json` printed on two nodes or more, a file of each")
+    own = [report.get("node") for report in found.values()]
     return {
-        "findings": {str(each.get("subject")): each.get("cause") for each in wrong},
-        **{name: report.get(name) for name in ("hardware", "image", "kernel", "packages", "python")},
+        name if isinstance(name, str) and own.count(name) == 1 else str(path): report
+        for (path, report), name in zip(found.items(), own, strict=True)
     }
 
 
-def _facts(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Every single value of a report by its whole name; of a fact that has its reason, the value alone."""
-    if isinstance(value, dict) and set(value) == {"value", "reason"}:
-        value = value["value"]
-    if isinstance(value, dict):
-        for key, part in value.items():
-            if key not in _OWN:
-                yield from _facts(f"{name}.{key}" if name else str(key), part)
-    elif isinstance(value, list):
-        yield f"{name}.count", str(len(value))
-        for number, part in enumerate(value):
-            yield from _facts(f"{name}.{number}", part)
-    elif value is not None:
-        about = name.rpartition(".")[2] in _ABOUT and isinstance(value, int | float)
-        yield name, f"{value / _GIB:.0f} GiB" if about else str(value)[:200]
+def _report(path: Path) -> dict[str, Any]:
+    report = files.json_object(path)
+    findings = report.get("findings")
+    if report.get("schema") != 1 or not isinstance(findings, list):
+        raise UsageError(f"{path}: has no findings of schema 1")
+    for finding in findings:
+        if not isinstance(finding, dict) or not all(
+            isinstance(finding.get(name), str) for name in Finding._fields
+        ):
+            raise UsageError(f"{path}: holds {shown(finding)}, which is no finding")
+    return report
+
+
+def differences(reports: Mapping[str, Mapping[str, Any]]) -> list[Difference]:
+    """Every way in which the nodes differ; `reports` are doctor's, by node."""
+    said = {node: dict(_facts(report)) for node, report in reports.items()}
+    found: dict[tuple[str, str, _Values], list[str]] = {}
+    for key in sorted({key for facts in said.values() for key in facts}):
+        values = _by_value(key, {node: facts.get(key, NOTHING) for node, facts in said.items()})
+        if len(values) > 1:
+            # Devices that differ alike are one difference.
+            device = _DEVICE.match(key)
+            before, number, after = device.groups() if device else (key, "", "")
+            found.setdefault((before, after, values), []).append(number)
+    return [
+        Difference(files.printable(f"{before}{','.join(numbers)}{after}"), values)
+        for (before, after, values), numbers in found.items()
+    ]
+
+
+def _by_value(key: str, facts: Mapping[str, Any]) -> _Values:
+    """(value, the nodes that have it), what most have first."""
+    holders: dict[str, list[str]] = {}
+    sizes: list[tuple[float, str]] = []
+    for node, value in facts.items():
+        text = files.printable(value if isinstance(value, str) else json.dumps(value))
+        if _SIZES.search(key) and isinstance(value, int | float):
+            near = (
+                name
+                for size, name in sizes
+                if size == value or abs(size - value) < _SAME_SIZE * max(size, value)
+            )
+            text = next(near, text)
+            sizes.append((value, text))
+        holders.setdefault(text, []).append(node)
+    ranked = sorted(holders.items(), key=lambda one: -len(one[1]))
+    return tuple((value, tuple(nodes)) for value, nodes in ranked)
+
+
+def _facts(report: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The keys and values of a report; findings that are ok say what stands in its other parts as well."""
+    rest = [(key, value) for key, value in report.items() if key not in ("findings", "schema")]
+    while rest:  # without recursion: how deep it nests is somebody else's
+        key, value = rest.pop()
+        if key.rpartition(".")[2] in _UNIQUE:
+            continue
+        if isinstance(value, dict) and set(value) == {"value", "reason"}:
+            rest.append((key, "unknown" if value["value"] is None else value["value"]))
+        elif isinstance(value, dict):
+            rest += [(f"{key}.{name}", inner) for name, inner in value.items()]
+        elif isinstance(value, list) and all(isinstance(item, dict) for item in value):
+            rest += [(f"{key}.{at}", inner) for at, inner in enumerate(value)]
+        elif isinstance(value, list):
+            yield from ((f"{key}, {item if isinstance(item, str) else shown(item)}", "it") for item in value)
+        else:
+            yield key, "none" if value is None else value
+    found: dict[str, set[str]] = {}
+    for finding in report["findings"]:
+        if finding["level"] != Level.OK:
+            lines = found.setdefault(f"finding {finding['subject']}", set())
+            lines.add(f"{finding['level']}: {finding['cause']}")
+    yield from ((key, "; ".join(sorted(lines))) for key, lines in found.items())
 
 
 def _listed(nodes: Sequence[str]) -> str:
-    more = f" and {len(nodes) - _SHOWN} more" if len(nodes) > _SHOWN else ""
-    return ", ".join(nodes[:_SHOWN]) + more
+    if len(nodes) > _NAMED:
+        return files.printable(f"{len(nodes)} nodes, {nodes[0]} to {nodes[-1]},")
+    return files.printable(", ".join(nodes))

@@ -9,33 +9,52 @@ import signal
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from bundle import capabilities
-from bundle.environment.machine import Finding, Hardware, fail, ok
+from bundle.environment.machine import Finding, Hardware, fail, ok, spoken
+from bundle.launch.outcomes import node_name
 
 # That the probes of devices may take together, torch's import included, and then the others.
 SECONDS, QUICK_SECONDS = 300.0, 28.0
 # A device that is slower than this share of its neighbours holds them all up.
 SLOWEST = 0.9
 DEVICE, DISK = "bundle.preflight.device", "bundle.preflight.disk"
+HOST, KERNEL, RDMA, VERSIONS = (f"bundle.preflight.{name}" for name in ("host", "kernel", "rdma", "versions"))
 _DISK, _QUICK_DISK = 1 << 30, 1 << 26  # bytes that are written and read
 _LEAST_SHARED = 1 << 28  # what NCCL and gloo need of /dev/shm, and loaders
+_AFTER_KILL_SECONDS = 1.0  # that a process has to end which is told to, unless a driver holds it
+_SPEED = "TFLOP/s"
+_MARK = "preflight found "  # libraries print lines of their own
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a probe found: what it measured, by name and unit, and what is wrong, if anything."""
+    """What a probe found: what it measured, by name and unit, and what is wrong, if anything.
+
+    `skipped` is why nothing can be said here, `said` what else there is to say, `seconds` what it took.
+    """
 
     measured: Mapping[str, float] = field(default_factory=dict)
     wrong: str = ""
+    skipped: str = ""
+    said: str = ""
+    seconds: float = 0.0
+
+    @property
+    def status(self) -> str:
+        """passed, failed or skipped."""
+        return "failed" if self.wrong else "skipped" if self.skipped else "passed"
 
     def tell(self) -> None:
         """Prints it for who started the probe."""
-        print(json.dumps(asdict(self)))
+        print(_MARK + json.dumps(asdict(self)), flush=True)
 
 
 @dataclass(frozen=True)
@@ -48,17 +67,27 @@ class Probe:
     fix: str
 
 
-def probes(hardware: Hardware, directory: Path, *, quick: bool) -> Iterator[Probe]:
-    """What is asked of a node with this hardware, whose runs lie in `directory`."""
+def probes(
+    hardware: Hardware, directory: Path, *, quick: bool, devices: int | None = None
+) -> Iterator[Probe]:
+    """What is asked of a node with this hardware, whose runs lie in `directory`, and of `devices` devices."""
     device = capabilities.of(hardware.backend).device
-    replace = "leave the node out until its device has been reset or replaced; the driver's log says more"
-    for index in range(max(1, len(hardware.devices))):
+    reset = (
+        "look at its clocks, temperature, power and the driver's log; leave the node out until it is reset"
+    )
+    for index in range(devices or max(1, len(hardware.devices))):
         words = (device, str(index), "quick" if quick else "long")
-        yield Probe(f"device {index}", DEVICE, words, replace)
+        yield Probe(f"device {index}", DEVICE, words, reset)
     size = str(_QUICK_DISK if quick else _DISK)
     yield Probe("disk", DISK, (str(directory), size), "free or mount it, or name another place")
     larger = "give the container a larger /dev/shm (docker: --shm-size)"
     yield Probe("shared memory", DISK, ("/dev/shm", str(_LEAST_SHARED)), larger)
+    yield Probe("host memory", HOST, (), "end what another job has left on the node")
+    restart = "reset the device and start the node again, which begins the log anew, or leave it out"
+    yield Probe("kernel log", KERNEL, (), restart)
+    cables = "look at cables and subnet manager; in a container: `--device /dev/infiniband`"
+    yield Probe("rdma", RDMA, (), cables)
+    yield Probe("versions", VERSIONS, (hardware.backend,), "`mcore-bundle doctor` says what to do")
 
 
 def run(every: Sequence[Probe], seconds: float) -> dict[Probe, Found]:
@@ -72,32 +101,84 @@ def run(every: Sequence[Probe], seconds: float) -> dict[Probe, Found]:
     return found
 
 
+def judged(found: Mapping[Probe, Found]) -> dict[Probe, Found]:
+    """The same, where a device that is slower than its neighbours is wrong as well."""
+    speeds = [each.measured[_SPEED] for each in found.values() if _SPEED in each.measured]
+    # Of two, the faster one: the middle between them would let the other be slower.
+    usual = statistics.median_high(speeds) if speeds else 0.0
+    slow = {
+        probe: replace(each, wrong=f"computes {speed:.3g} TFLOP/s, its neighbours {usual:.3g}")
+        for probe, each in found.items()
+        if not each.wrong and (speed := each.measured.get(_SPEED, usual)) < SLOWEST * usual
+    }
+    return {**found, **slow}
+
+
 def findings(found: Mapping[Probe, Found]) -> Iterator[Finding]:
-    """A finding for each probe; a device is also held against its neighbours."""
-    speeds = [each.measured["TFLOP/s"] for each in found.values() if "TFLOP/s" in each.measured]
-    usual = statistics.median(speeds) if speeds else 0.0
+    """A finding for each probe, as `judged` has them."""
     for probe, each in found.items():
-        speed = each.measured.get("TFLOP/s", usual)
-        told = ", ".join(f"{value:.3g} {unit}" for unit, value in each.measured.items())
         if each.wrong:
             yield fail(probe.subject, each.wrong, probe.fix)
-        elif speed < SLOWEST * usual:
-            slow = f"computes {speed:.3g} TFLOP/s, its neighbours {usual:.3g}"
-            yield fail(probe.subject, slow, "look at its clocks, temperature and power; leave the node out")
+        elif each.skipped:
+            yield ok(probe.subject, f"skipped: {each.skipped}")
         else:
-            yield ok(probe.subject, told)
+            told = [f"{value:.3g} {unit}" for unit, value in each.measured.items()]
+            yield ok(probe.subject, ", ".join([*told, *([each.said] if each.said else [])]))
+
+
+def report(backend: str, found: Mapping[Probe, Found]) -> dict[str, Any]:
+    """What a node's probes came to, as JSON can hold it."""
+    return {
+        "schema": 1,
+        "node": node_name(),
+        "backend": backend,
+        "passed": not any(each.wrong for each in found.values()),
+        "probes": [
+            {
+                "name": probe.subject,
+                "status": each.status,
+                "seconds": each.seconds,
+                "measured": dict(each.measured),
+                "cause": each.wrong or each.skipped or each.said,
+                "fix": probe.fix if each.wrong else "",
+            }
+            for probe, each in found.items()
+        ],
+    }
 
 
 def _asked(probe: Probe, seconds: float) -> Found:
-    command = [sys.executable, "-m", probe.module, *probe.words]
+    began = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-m", probe.module, *probe.words],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    late = False
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, check=False
-        )
+        said, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        return Found(wrong=f"no answer within {seconds:.0f} s")
-    if done.returncode:
-        name = signal.Signals(-done.returncode).name if done.returncode < 0 else f"code {done.returncode}"
-        said = (done.stderr.strip().splitlines() or ["nothing said"])[-1]
-        return Found(wrong=f"its probe ended with {name}: {said[:300]}")
-    return Found(**json.loads(done.stdout.splitlines()[-1]))
+        late, said = True, b""
+    finally:
+        _end(process)
+    took = round(time.monotonic() - began, 2)
+    if late:
+        held = ", and its driver or the kernel does not let it end" if process.returncode is None else ""
+        return Found(wrong=f"no answer within {seconds:.0f} s{held}", seconds=took)
+    lines = [line for line in spoken(said).splitlines() if line.strip()]
+    told = [line.removeprefix(_MARK) for line in lines if line.startswith(_MARK)]
+    if told:
+        return replace(Found(**json.loads(told[-1])), seconds=took)
+    code = process.returncode
+    name = signal.Signals(-code).name if code < 0 else f"code {code}"
+    return Found(wrong=f"its probe ended with {name}: {(lines or ['nothing said'])[-1][:300]}", seconds=took)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Ends a process; one that a driver holds is left alone: to wait for it has no end."""
+    process.kill()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_AFTER_KILL_SECONDS)
+    if process.stdout is not None:
+        process.stdout.close()

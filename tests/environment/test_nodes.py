@@ -1,83 +1,173 @@
 """In what nodes differ, by what their doctors said."""
 
 import json
+import os
 import subprocess
 import sys
-from copy import deepcopy
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import bundle
 from bundle.environment import nodes
-from bundle.errors import UsageError
 
-REPORT: dict[str, Any] = {
-    "schema": 1,
-    "kernel": "6.8.0",
-    "python": "3.11.7",
-    "packages": {"torch": "2.13.0", "megatron-core": "0.16.1 at abc"},
-    "findings": [{"subject": "torch", "level": "ok", "cause": "torch 2.13.0 in /here", "fix": ""}],
-    "hardware": {
-        "backend": "cuda",
-        "reason": "two GPUs",
-        "devices": [
-            {
-                "index": n,
-                "number": n,
-                "name": "H200",
-                "identity": f"GPU-{n}",
-                "memory": {"value": 150 << 30, "reason": "NVML"},
-            }
-            for n in range(2)
-        ],
-        "driver": {"value": "580.65.06", "reason": "nvidia-smi"},
-        "rdma": {"value": ["mlx5_0/1: InfiniBand 400 Gb/sec"], "reason": "sysfs"},
-        "host": {"memory": {"value": 2.0 * 2**40, "reason": "/proc/meminfo"}},
-        "notes": [],
-    },
-    "image": None,
+ROOT = Path(bundle.__file__).parents[1]
+DEVICE = {
+    "index": 0,
+    "number": 0,
+    "name": "NVIDIA H200",
+    "identity": "GPU-0",
+    "memory": {"value": 150754820096, "reason": "nvidia-smi memory.total"},
+    "generation": {"value": "9.0", "reason": "nvidia-smi compute_cap"},
 }
+PORTS = ["mlx5_0/1: InfiniBand 400 Gb/sec (4X NDR)", "mlx5_1/1: InfiniBand 400 Gb/sec (4X NDR)"]
 
 
-def cluster(count: int = 5) -> dict[str, dict[str, Any]]:
-    """Nodes that are alike, but for what no two machines have in common."""
-    reports = {f"gpu{n}": deepcopy(REPORT) | {"node": f"gpu{n}"} for n in range(count)}
-    for n, report in enumerate(reports.values()):
-        for device in report["hardware"]["devices"]:
-            device["identity"] += f"-{n}"
-        report["hardware"]["host"]["memory"] = {"value": 2.0 * 2**40 + 4096 * n, "reason": f"node {n}"}
-        report["findings"][0]["cause"] = f"torch 2.13.0 in /home/{n}"
-    return reports
+def as_json(value):
+    return json.loads(json.dumps(value))
 
 
-def test_nodes_that_are_alike_differ_in_nothing():
-    assert list(nodes.differences(cluster())) == []
-
-
-def test_what_differs_is_named_with_the_nodes_that_have_it():
-    reports = cluster()
-    reports["gpu3"]["packages"]["torch"] = "2.12.0"
-    reports["gpu4"]["hardware"]["driver"]["value"] = "575.57.08"
-    del reports["gpu4"]["hardware"]["devices"][1]
-    reports["gpu4"]["hardware"]["rdma"]["value"] = []
-    reports["gpu0"]["findings"].append(
-        {"subject": "memory", "level": "fail", "cause": "too little", "fix": ""}
+def node(name):
+    devices = [DEVICE | {"index": i, "number": i, "identity": f"GPU-{name}-{i}"} for i in range(4)]
+    return as_json(
+        {
+            "schema": 1,
+            "node": name,
+            "kernel": "6.1.0",
+            "python": "3.11.2",
+            "packages": {"torch": "2.11.0"},
+            "findings": [{"subject": "python", "level": "ok", "cause": f"Python of {name}", "fix": ""}],
+            "hardware": {
+                "backend": "cuda",
+                "reason": f"4 of 4 GPUs of {name}",
+                "devices": devices,
+                "driver": {"value": "580.1", "reason": f"read on {name}"},
+                "rdma": {"value": PORTS, "reason": "/sys/class/infiniband"},
+                "host": {"memory": {"value": 2.0e12, "reason": f"/cgroup/{name}/memory.max"}},
+            },
+            "image": None,
+        }
     )
-    most = "gpu0, gpu1, gpu2 and 1 more"
-    assert list(nodes.differences(reports)) == [
-        "findings.memory: nothing (gpu1, gpu2, gpu3 and 1 more); too little (gpu0)",
-        f"hardware.devices.1.memory: 150 GiB ({most}); nothing (gpu4)",
-        f"hardware.devices.1.name: H200 ({most}); nothing (gpu4)",
-        f"hardware.devices.1.number: 1 ({most}); nothing (gpu4)",
-        f"hardware.devices.count: 2 ({most}); 1 (gpu4)",
-        f"hardware.driver: 580.65.06 ({most}); 575.57.08 (gpu4)",
-        f"hardware.rdma.0: mlx5_0/1: InfiniBand 400 Gb/sec ({most}); nothing (gpu4)",
-        f"hardware.rdma.count: 1 ({most}); 0 (gpu4)",
-        "packages.torch: 2.13.0 (gpu0, gpu1, gpu2 and 1 more); 2.12.0 (gpu3)",
+
+
+def compare(tmp_path, *reports, args=(), code):
+    names = []
+    for at, report in enumerate(reports):
+        names.append(f"{at}.json")
+        text = report if isinstance(report, str) else json.dumps(report)
+        (tmp_path / names[-1]).write_text(text)
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "bundle", "doctor", "--compare", *names, *args]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout if code in (0, 3) else done.stderr
+
+
+def differing(tmp_path, *reports):
+    return compare(tmp_path, *reports, code=3).splitlines()
+
+
+def test_what_every_node_has_of_its_own_is_no_difference(tmp_path):
+    reports = [node(f"gpu{n}") for n in range(3)]
+    reports[1]["hardware"]["host"]["memory"]["value"] *= 0.995
+    assert compare(tmp_path, *reports, code=0) == "3 nodes are alike\n"
+
+
+def test_the_odd_one_out_is_named_where_most_agree(tmp_path):
+    reports = [node(f"gpu{n}") for n in range(12)]
+    reports[7]["hardware"]["driver"]["value"] = "570.2"
+    reports[7]["hardware"]["host"]["memory"]["value"] = 1.9e12
+    (driver, memory) = differing(tmp_path, *reports)
+    assert driver == "hardware.driver: gpu7 has 570.2; 11 nodes, gpu0 to gpu11, have 580.1"
+    assert memory.startswith("hardware.host.memory: gpu7 has 1900000000000.0; 11 nodes")
+    printed = json.loads(compare(tmp_path, *reports, args=["--json"], code=3))
+    assert printed["nodes"] == [f"gpu{n}" for n in range(12)]
+    first = printed["differences"][0]
+    assert (first["key"], first["odd"]) == ("hardware.driver", ["gpu7"])
+    assert [one["value"] for one in first["values"]] == ["580.1", "570.2"]
+
+
+def test_nobody_is_odd_where_as_many_have_the_one_as_the_other(tmp_path):
+    one, two = node("a"), node("b")
+    two["packages"]["torch"] = "2.12.0"
+    (line,) = differing(tmp_path, one, two)
+    assert line == "packages.torch: b has 2.12.0; a has 2.11.0"
+    (found,) = json.loads(compare(tmp_path, one, two, args=["--json"], code=3))["differences"]
+    assert found["odd"] == ["a", "b"]
+
+
+def test_what_is_there_on_some_alone(tmp_path):
+    reports = [node(name) for name in "abc"]
+    reports[2]["packages"]["numpy"] = "2.0"
+    reports[2]["hardware"]["rdma"]["value"] = PORTS[1:]
+    reports[2]["hardware"]["driver"]["value"] = None
+    reports[2]["findings"].append({"subject": "rdma", "level": "warn", "cause": "it is slow", "fix": "x"})
+    assert differing(tmp_path, *reports) == [
+        "finding rdma: c has warn: it is slow; a, b have nothing",
+        "hardware.driver: c has unknown; a, b have 580.1",
+        f"hardware.rdma, {PORTS[0]}: c has nothing; a, b have it",
+        "packages.numpy: c has 2.0; a, b have nothing",
     ]
+
+
+def test_devices_that_differ_alike_are_one_difference(tmp_path):
+    reports = [node(name) for name in "abc"]
+    for device in reports[0]["hardware"]["devices"][1:3]:
+        device["memory"]["value"] //= 2
+    (line,) = differing(tmp_path, *reports)
+    assert line == "hardware.devices.1,2.memory: a has 75377410048; b, c have 150754820096"
+
+
+def test_two_nodes_of_one_name_are_told_apart_by_their_files(tmp_path):
+    one, two = node("gpu"), node("gpu")
+    two["kernel"] = "6.2.0"
+    assert differing(tmp_path, one, two) == ["kernel: 1.json has 6.2.0; 0.json has 6.1.0"]
+
+
+def test_what_doctor_prints_here_compares(tmp_path):
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "bundle", "doctor", "--json", "--backend", "cpu"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
+    printed = json.loads(done.stdout)
+    other = printed | {"node": "there", "packages": printed["packages"] | {"pydantic": "0.1"}}
+    assert differing(tmp_path, done.stdout, other) == [
+        f"packages.pydantic: there has 0.1; {printed['node']} has nothing"
+    ]
+
+
+def test_every_broken_file_is_named(tmp_path):
+    deep = '{"schema": 1, "findings": [], "a": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    bad = node("x") | {"findings": [{"subject": 3}]}
+    said = compare(tmp_path, node("a"), "{", "[]", deep, {"schema": 2, "findings": []}, bad, code=2)
+    for at in range(1, 6):
+        assert f"  - {at}.json: " in said
+    assert "0.json" not in said
+    assert "nowhere: No such file" in compare(tmp_path, node("a"), args=["nowhere"], code=2)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--backend", "cpu"], "leave out --backend"),
+        ([], "on two nodes or more"),
+        (["0.json"], "on two nodes or more"),
+    ],
+)
+def test_what_compare_cannot_do(tmp_path, args, said):
+    assert said in compare(tmp_path, node("a"), args=args, code=2)
+
+
+def test_what_a_file_says_reaches_no_terminal_raw(tmp_path):
+    nasty = node("\x1b[2J") | {"\x1b]0;title\x07": "\x1b[31m" + "x" * 10_000, "deep": None}
+    inner = nasty
+    for _ in range(500):
+        inner["deep"] = {"deep": None}
+        inner = inner["deep"]
+    said = compare(tmp_path, node("a"), nasty, code=3)
+    assert "\x1b" not in said and "\x07" not in said
+    assert max(map(len, said.splitlines())) < 2000
 
 
 JSON = st.recursive(
@@ -87,46 +177,14 @@ JSON = st.recursive(
 )
 
 
-@given(
-    st.lists(
-        st.fixed_dictionaries({"hardware": JSON, "packages": JSON, "findings": st.lists(JSON)}), max_size=3
-    )
-)
-def test_no_report_breaks_it_and_a_report_is_like_itself(reports):
-    every = {str(n): report for n, report in enumerate(reports)}
-    assert all(line.isprintable() for line in nodes.differences(every))
-    assert list(nodes.differences({"a": REPORT, "b": REPORT})) == []
+@given(st.lists(st.fixed_dictionaries({"hardware": JSON, "packages": JSON}), max_size=3))
+def test_no_report_breaks_it_and_a_report_is_like_itself(found):
+    every = {str(n): {"findings": [], **report} for n, report in enumerate(found)}
+    assert all(one.text().isprintable() for one in nodes.differences(every))
+    assert all(nodes.differences({"a": report, "b": report}) == [] for report in every.values())
 
 
-def bundle(*words: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "bundle", "doctor", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def test_this_machine_is_like_itself_and_unlike_another(tmp_path):
-    here = tmp_path / "here.json"
-    here.write_text(bundle("--json").stdout)
-    alike = bundle("--compare", str(here), str(here))
-    assert (alike.returncode, alike.stdout) == (0, "2 nodes are alike\n")
-    there = json.loads(here.read_text())
-    there["packages"]["torch"], there["node"] = "1.0", "other"
-    (tmp_path / "there.json").write_text(json.dumps(there))
-    unlike = bundle("--compare", str(here), str(tmp_path / "there.json"))
-    assert unlike.returncode == 3 and unlike.stdout.startswith("packages.torch: ")
-    assert "1.0 (other)" in unlike.stdout
-
-
-@pytest.mark.parametrize("words", [("--compare",), ("a.json", "b.json")])
+@pytest.mark.parametrize("words", [["--compare"], ["a.json", "b.json"]])
 def test_reports_and_the_flag_go_together(words):
-    assert bundle(*words).returncode == 2
-
-
-def test_all_that_is_no_report_is_named(tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / name).write_text("{}")
-    with pytest.raises(UsageError) as refused:
-        nodes.read([Path(tmp_path, "a"), Path(tmp_path, "b")])
-    assert str(refused.value).count("not what `mcore-bundle doctor --json` printed") == 2
-    with pytest.raises(UsageError, match="takes two reports or more"):
-        (tmp_path / "c").write_text(json.dumps(REPORT))
-        nodes.read([tmp_path / "c"])
+    command = [sys.executable, "-m", "bundle", "doctor", *words]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 2

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -13,9 +14,14 @@ def main(does: str) -> None:
         time.sleep(600)
     if does == "crash":
         os.kill(os.getpid(), signal.SIGSEGV)
+    if does == "leave":
+        subprocess.Popen(["sleep", "40"])
+        time.sleep(600)
     if does == "fail":
         raise RuntimeError("no such device")
     Found({"TFLOP/s": 1.0}, "it is wrong" if does == "wrong" else "").tell()
+    if does == "chatter":
+        print("{}\nbye")
 
 
 if __name__ == "__main__":

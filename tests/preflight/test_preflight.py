@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from bundle import preflight
 from bundle.environment.hardware import detect, preset
 from bundle.environment.machine import Level
-from bundle.preflight import DEVICE, DISK, Found, Probe, findings, probes, run
+from bundle.preflight import DEVICE, DISK, Found, Probe, findings, judged, probes, report, run
 
 HERE = "tests.preflight.probe"
 
@@ -21,18 +22,19 @@ def probe(*words: str, subject: str = "device 0", module: str = HERE) -> Probe:
 
 def of(*found: Found) -> list[tuple[Level, str]]:
     asked = {probe(subject=f"device {n}"): each for n, each in enumerate(found)}
-    return [(finding.level, finding.cause) for finding in findings(asked)]
+    return [(finding.level, finding.cause) for finding in findings(judged(asked))]
 
 
 def test_a_device_that_is_slower_than_its_neighbours_is_told():
     usual = [Found({"TFLOP/s": 600.0 + n}) for n in range(7)]
     told = of(*usual, Found({"TFLOP/s": 500.0}))
     assert told[:7] == [(Level.OK, f"{600 + n} TFLOP/s") for n in range(7)]
-    assert told[7] == (Level.FAIL, "computes 500 TFLOP/s, its neighbours 602")
+    assert told[7] == (Level.FAIL, "computes 500 TFLOP/s, its neighbours 603")
     assert of(Found({"TFLOP/s": 1.0}), Found({"TFLOP/s": 0.95})) == [
         (Level.OK, "1 TFLOP/s"),
         (Level.OK, "0.95 TFLOP/s"),
     ]
+    assert of(Found({"TFLOP/s": 0.85}), Found({"TFLOP/s": 1.0}))[0][0] is Level.FAIL
 
 
 def test_what_a_probe_finds_wrong_is_told_with_what_to_do():
@@ -52,7 +54,53 @@ def test_what_a_probe_finds_wrong_is_told_with_what_to_do():
 )
 def test_a_probe_that_breaks_or_never_answers_is_wrong(does, wrong):
     asked = probe(does)
-    assert run([asked], 2.0 if does == "sleep" else 120.0)[asked].wrong == wrong
+    found = run([asked], 2.0 if does == "sleep" else 120.0)[asked]
+    assert found.wrong == wrong
+    assert found.seconds >= (2.0 if does == "sleep" else 0.01)
+
+
+def test_a_probe_is_not_waited_for_while_what_it_started_holds_its_output():
+    began = time.monotonic()
+    asked = probe("leave")
+    assert run([asked], 5.0)[asked].wrong == "no answer within 5 s"
+    assert time.monotonic() - began < 30
+
+
+def test_lines_of_libraries_are_not_what_a_probe_found():
+    asked = probe("chatter")
+    assert run([asked], 120.0)[asked].measured == {"TFLOP/s": 1.0}
+
+
+def test_what_a_node_came_to_has_status_and_what_to_do():
+    bad, good, none = (probe(subject=name) for name in ("a", "b", "c"))
+    wrong, right, skipped = Found(wrong="broken", seconds=2.5), Found({"GiB free": 3.0}), Found(skipped="why")
+    told = report("cpu", {bad: wrong, good: right, none: skipped})
+    assert told["passed"] is False and told["backend"] == "cpu" and told["node"]
+    assert told["probes"] == [
+        {
+            "name": "a",
+            "status": "failed",
+            "seconds": 2.5,
+            "measured": {},
+            "cause": "broken",
+            "fix": "leave it out",
+        },
+        {
+            "name": "b",
+            "status": "passed",
+            "seconds": 0.0,
+            "measured": {"GiB free": 3.0},
+            "cause": "",
+            "fix": "",
+        },
+        {"name": "c", "status": "skipped", "seconds": 0.0, "measured": {}, "cause": "why", "fix": ""},
+    ]
+    assert report("cpu", {good: right, none: skipped})["passed"] is True
+
+
+def test_devices_that_have_to_be_there_are_asked_be_they_seen_or_not():
+    asked = probes(preset("h200", 7), Path("/runs"), quick=True, devices=8)
+    assert [each.words[1] for each in asked if each.module == DEVICE] == [str(n) for n in range(8)]
 
 
 def test_every_device_is_asked_and_the_disk_of_the_runs():
@@ -100,7 +148,10 @@ def test_this_node_is_fit(tmp_path):
     # As long as a busy machine needs: the quick one has its limit.
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(done.stdout)["measured"]["device 0"]["TFLOP/s"] > 0
+    told = {each["name"]: each for each in json.loads(done.stdout)["probes"]}
+    assert told["device 0"]["measured"]["TFLOP/s"] > 0
+    assert {"disk", "shared memory", "host memory", "kernel log", "rdma", "versions"} < set(told)
+    assert all(each["seconds"] > 0 and each["status"] != "failed" for each in told.values())
 
 
 @pytest.mark.parametrize("directory", ["/nonexistent"])
@@ -113,5 +164,12 @@ def test_a_node_that_is_not_fit_ends_with_3(directory, monkeypatch):
         preflight, "probes", lambda *_, **__: [Probe("disk", DISK, (directory, "1048576"), "x")]
     )
     with pytest.raises(typer.Exit) as ended:
-        verb.preflight(directory=Path(directory), quick=True, backend="cpu", as_json=False, log_level="")
+        verb.preflight(
+            directory=Path(directory),
+            quick=True,
+            backend="cpu",
+            as_json=False,
+            devices_per_node=None,
+            log_level="",
+        )
     assert ended.value.exit_code == 3
