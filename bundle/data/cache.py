@@ -10,11 +10,13 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
 from bundle import files
 from bundle.data import tokenization
+from bundle.data.images import Processing
 from bundle.data.sources import DataErrors
 from bundle.data.store import Progress, Store, adopt, building, open_store, unwritable, write
 from bundle.data.tokenization import Encoding
@@ -26,7 +28,7 @@ from bundle.recipe import Recipe
 
 _log = logging.getLogger(__name__)
 
-FORMAT = 5  # of the files of a store, and of what their names are made from
+FORMAT = 6  # of the files of a store, and of what their names are made from
 NAME = ".tokens"
 # What tokens do not depend on, or by what else stands in their name.
 _APART = {"path", "weights", "tokenizer", "sequence_length", "packed"}
@@ -58,6 +60,7 @@ def stored(
     While another process makes it, this one waits. Raises JobFailed for corrupt data, for a damaged store
     and for one of another user.
     """
+    images = Processing.of(recipe)
     settings = {name: value for name, value in recipe.data.dump().items() if name not in _APART}
     if recipe.data.source == MEGATRON:
         (source,) = sources
@@ -73,6 +76,7 @@ def stored(
             content,
             tokenization.ROWS,
             tokenization.CHARACTERS,
+            images and asdict(images),
         ]
     path = directory / f"tokens-{json_digest([FORMAT, facts])}"
     if store := open_store(path):
@@ -82,7 +86,8 @@ def stored(
             if recipe.data.source == MEGATRON:
                 adopt(path, source.path.with_suffix(""), recipe.architecture.vocab_size, progress)
             else:
-                encoding = Encoding(recipe.data, recipe.task, recipe.architecture.vocab_size, longest)
+                vocabulary = recipe.architecture.vocab_size
+                encoding = Encoding(recipe.data, recipe.task, vocabulary, longest, images)
                 write(
                     path,
                     made.vocab_size,

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 from jinja2 import TemplateSyntaxError  # torch needs it, too
 
+from bundle.data import images
 from bundle.data.sources import Corrupt, Values, text_of
 from bundle.data.store import Document
 from bundle.data.tokenizers import HuggingFace, Tokenizer
@@ -35,16 +36,18 @@ CALLS = ("function_call", "tool_call")
 FLAGS = ("weight", "loss", "train")
 SHAREGPT = "conversations"
 INSTRUCTION, INPUT, OUTPUT, HISTORY = ALPACA = ("instruction", "input", "output", "history")
-MEDIA = ("images", "videos", "audios")
+MEDIA = ("videos", "audios")
+IMAGE_PARTS = ("image", "image_url")  # of a message, in the words of Hugging Face and of OpenAI
 
 
 @dataclass(frozen=True)
 class Conversation:
     """Messages as chat templates take them, and which of them, by number, are learned."""
 
-    messages: list[Message]  # role, content (text), and what else a template may read
+    messages: list[Message]  # role, content (text, or parts that are text or images), what else one may read
     turns: Sequence[int]
     tools: Tools = None
+    images: Sequence[Any] = ()  # what names each, in the order of their places
 
     @property
     def every_turn(self) -> bool:
@@ -52,9 +55,15 @@ class Conversation:
         return len(self.turns) == [message["role"] for message in self.messages].count("assistant")
 
 
+def texts(message: Message) -> list[str]:
+    """What a message says, between its images."""
+    content = message["content"]
+    return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
+
+
 def columns(fields: Fields) -> tuple[str, ...]:
     """All fields of a row that `conversation` reads."""
-    named = (fields.messages, fields.prompt, fields.response, fields.system, fields.tools)
+    named = (fields.messages, fields.prompt, fields.response, fields.system, fields.tools, fields.images)
     return (*filter(None, named), SHAREGPT, *ALPACA, *MEDIA)
 
 
@@ -66,7 +75,7 @@ def conversation(values: Values, data: Data) -> Conversation:
 def of_messages(messages: list[Message], values: Values, data: Data, prompt: int = 0) -> Conversation:
     """A conversation of these messages, with what else its row says; the first `prompt` are not learned."""
     if media := [name for name in MEDIA if values.get(name)]:
-        raise Corrupt(f"field {media[0]}: only text can be trained on yet")
+        raise Corrupt(f"field {media[0]}: only text and images can be trained on yet")
     answers = len(messages) - prompt
     messages = _with_system(messages, values, data.fields.system)
     weights = [message.pop(FLAGS[0], True) for message in messages]
@@ -76,7 +85,9 @@ def of_messages(messages: list[Message], values: Values, data: Data, prompt: int
         turns = [index for index in turns if index == len(messages) - 1]
     if not turns:
         raise Corrupt("no turn that is learned: the assistant's have no weight")
-    return Conversation(messages, turns, _tools(values, data.fields.tools))
+    column = values.get(data.fields.images) if data.fields.images else None
+    found = images.placed(messages, column)
+    return Conversation(messages, turns, _tools(values, data.fields.tools), found)
 
 
 def _messages(values: Values, fields: Fields) -> list[Message]:
@@ -187,19 +198,29 @@ def _message(given: Any, where: str) -> Message:
     if calls:
         rest["tool_calls"] = _calls(calls, f"{where}.tool_calls")
         content = "" if content is None else content
-    return {"role": role, "content": _content(content, f"{where}: content"), **rest}
+    content = _content(content, f"{where}: content")
+    if role == "assistant" and not isinstance(content, str):
+        raise Corrupt(f"{where}: the assistant says text, and this has an image")
+    return {"role": role, "content": content, **rest}
 
 
-def _content(given: Any, where: str) -> str:
-    """The text of a message; of a list of parts, one after the other."""
+def _content(given: Any, where: str) -> str | list[dict[str, Any]]:
+    """The text of a message, of a list of parts one after the other; with an image among them, the parts."""
     if isinstance(given, str):
         return given
     if not isinstance(given, list) or not given or not all(isinstance(part, dict) for part in given):
         raise Corrupt(f"{where} must be text, is {shown(given)}")
+    parts = []
     for part in given:
-        if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise Corrupt(f"{where} has a part {shown(part)}: only text can be trained on yet")
-    return "".join(part["text"] for part in given)
+        if part.get("type") in IMAGE_PARTS:
+            parts.append(images.part(part, where))
+        elif part.get("type") == "text" and isinstance(part.get("text"), str):
+            parts.append({"type": "text", "text": part["text"]})
+        else:
+            raise Corrupt(f"{where} has a part {shown(part)}: only text and images can be trained on yet")
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)
 
 
 def _calls(given: Any, where: str) -> list[dict[str, Any]]:
@@ -262,6 +283,8 @@ class Headings:
         """Pieces of text: whether the end of text follows each, and whether it is learned."""
         if conversation.tools or any("tool_calls" in message for message in conversation.messages):
             raise Corrupt("data.template: plain does not write tools and their calls; use chat")
+        if conversation.images:
+            raise Corrupt("data.template: plain does not write images; use chat")
         pieces = []
         for index, message in enumerate(conversation.messages):
             pieces.append((f"### {message['role'].capitalize()}\n", False, False))
@@ -324,7 +347,8 @@ class ChatTemplate:
         if not self._marks:
             text = self._render(messages, tools)
             return text, [self._turn(conversation, index, text) for index in conversation.turns]
-        if any(mark in message["content"] for message in messages for mark in (BEGIN, END)):
+        said = [text for message in messages for text in texts(message)]
+        if any(mark in text for text in said for mark in (BEGIN, END)):
             raise Corrupt("holds U+FDD0 or U+FDD1, which are no characters")
         text, parts = _unmarked(self._render(messages, tools, template=self._marked))
         if not conversation.every_turn:
@@ -365,7 +389,7 @@ class ChatTemplate:
             return self._tokenizer.render(messages, tools, template or self._template, prompt=prompt)
 
     def _refuse(self, messages: Sequence[Message]) -> NoReturn:
-        begins = repr(messages[0]["content"])[:60]
+        begins = repr("".join(texts(messages[0])))[:60]
         raise UsageError(
             f"data.template: the chat template of {self._tokenizer.directory} came to no end in"
             f" {RENDERING_SECONDS} s of computing, on the conversation that begins {begins}; mend it, or use"

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bundle.data.cache import stored
+from bundle.data.images import Processing
 from bundle.data.samples import (
     ORDER,
     Batch,
@@ -233,9 +234,17 @@ def _samples(
         room, multiple = _room(recipe)
         sizes = (-(-spans.lengths // multiple) * multiple).reshape(-1, together).sum(1)
         packs = [members(pack, together) for pack in best_fit(sizes, room * together)]
-        samples = Packs(store, spans, packs, first=first)
+        samples = Packs(store, spans, packs, first=first, images=Processing.of(recipe))
     elif recipe.task != "pretrain":
-        samples = Rows(store, spans, length, made.end_of_text, together=together, first=first)
+        samples = Rows(
+            store,
+            spans,
+            length,
+            made.end_of_text,
+            together=together,
+            first=first,
+            images=Processing.of(recipe),
+        )
     else:
         samples = Windows(store, spans, length)
     if len(samples) == 0:
@@ -288,6 +297,7 @@ class Inspection:
     documents: int
     left_out: LeftOut
     tokens: int
+    images: int
     learned: int  # tokens that have a loss in some sample or would, were all of them trained on
     training: int  # samples
     held_out: int
@@ -310,6 +320,7 @@ def inspect(recipe: Recipe, corpus: Corpus) -> Inspection:
         documents=sum(len(store.lengths) for store in corpus.stores),
         left_out=corpus.left_out,
         tokens=corpus.tokens,
+        images=sum(len(store.pictures.grids) for store in corpus.stores if store.pictures is not None),
         learned=sum(map(_learned, corpus.stores)),
         training=count,
         held_out=held_out,

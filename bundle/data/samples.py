@@ -5,6 +5,7 @@ import hashlib
 import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bundle.data.images import Processing
 from bundle.data.store import Store
 from bundle.sequences.packing import ramp
 
@@ -119,6 +121,7 @@ def held_out(size: int, fraction: float, seed: int) -> NDArray[np.bool_]:
     return chosen
 
 
+THREADS = 4  # that decode the images of a micro-batch; they compute without Python's lock
 BLANK = -1  # a sample without loss, so that every rank has as many
 
 
@@ -230,11 +233,19 @@ class Rows:
     """One sequence per sample, or several that stay together, filled up with `padding` that has no loss."""
 
     def __init__(
-        self, store: Store, spans: Spans, length: int, padding: int, *, together: int = 1, first: int = 0
+        self,
+        store: Store,
+        spans: Spans,
+        length: int,
+        padding: int,
+        *,
+        together: int = 1,
+        first: int = 0,
+        images: Processing | None = None,
     ) -> None:
         """`together` sequences are a sample; `first` is the number of the store's first document."""
         self._store, self._spans, self._length, self._padding = store, spans, length, padding
-        self._together, self._first = together, first
+        self._together, self._first, self._images = together, first, images
 
     def __len__(self) -> int:
         return len(self._spans) // self._together
@@ -247,15 +258,25 @@ class Rows:
         places = np.minimum(rows.starts[:, None] + within, len(self._store.ids) - 1)
         ids = np.where(real, self._store.ids[places], self._padding)
         made = _batch(numbers, ids, (real & _learned(self._store, places))[:, 1:], within[:-1])
-        return replace(made, documents=_documents(self._store, rows, self._first, numbers))
+        made = replace(made, documents=_documents(self._store, rows, self._first, numbers))
+        return _with_images(made, self._store, rows, self._images)
 
 
 class Packs:
     """Several whole sequences per sample; one sample is a micro-batch."""
 
-    def __init__(self, store: Store, spans: Spans, packs: list[Ints], *, first: int = 0) -> None:
+    def __init__(
+        self,
+        store: Store,
+        spans: Spans,
+        packs: list[Ints],
+        *,
+        first: int = 0,
+        images: Processing | None = None,
+    ) -> None:
         """`packs` are the sequences of each; `first` is the number of the store's first document."""
         self._store, self._spans, self._packs, self._first = store, spans, packs, first
+        self._images = images
 
     def __len__(self) -> int:
         return len(self._packs)
@@ -269,7 +290,8 @@ class Packs:
         ids = self._store.ids[np.append(places, places[0])]
         positions = ramp(np.zeros(len(spans), np.int64), spans.lengths)
         made = _batch(numbers, ids[None], learned[None], positions, tuple(spans.lengths.tolist()))
-        return replace(made, documents=_documents(self._store, spans, self._first, numbers))
+        made = replace(made, documents=_documents(self._store, spans, self._first, numbers))
+        return _with_images(made, self._store, spans, self._images)
 
 
 class Joined:
@@ -292,7 +314,9 @@ class Joined:
         columns = zip(*((b.ids, b.labels, b.loss_mask, b.position_ids) for b in found), strict=True)
         ids, labels, loss_mask, positions = map(torch.cat, columns)
         documents = np.concatenate([batch.documents for batch in found])
-        return Batch(ids, labels, loss_mask, positions, found[0].lengths, documents=documents)
+        pixels, grids = torch.cat([b.pixels for b in found]), np.concatenate([b.grids for b in found])
+        made = Batch(ids, labels, loss_mask, positions, found[0].lengths, documents=documents)
+        return replace(made, pixels=pixels, grids=grids)
 
 
 def joined(parts: Sequence[Samples]) -> Samples:
@@ -315,6 +339,19 @@ def _documents(store: Store, spans: Spans, first: int, numbers: Ints) -> Ints:
 def _learned(store: Store, places: Ints) -> NDArray[np.bool_]:
     """Which of these tokens of the store are learned."""
     return np.ones(places.shape, np.bool_) if store.learned is None else store.learned[places]
+
+
+def _with_images(made: Batch, store: Store, spans: Spans, images: Processing | None) -> Batch:
+    """The batch of whole documents with their images, decoded by several threads."""
+    if store.pictures is None or images is None:
+        return made
+    documents = np.searchsorted(store.starts, spans.starts, side="right") - 1
+    pictures, numbers = store.pictures, store.pictures.of(documents)
+    if not len(numbers):
+        return made
+    with ThreadPoolExecutor(min(THREADS, len(numbers))) as threads:
+        patches = list(threads.map(images.patches, map(pictures.content, numbers.tolist())))
+    return replace(made, pixels=torch.from_numpy(np.concatenate(patches)), grids=pictures.grids[numbers])
 
 
 def _batch(

@@ -1,9 +1,11 @@
 """Tokens on disk in megatron's .bin and .idx: written once, whole or not at all, then mapped by every rank.
 
 A store is a directory with `facts.json`. It holds `tokens.bin` and `tokens.idx`, and, where not every token
-is learned, `learned.bin` and `learned.idx`: the loss mask in the same format, 1 where a token is learned. The
-store of files that somebody else wrote holds nothing but their facts. One that is being made has another
-name; when it is interrupted, whoever makes it next goes on after the last chunk that its journal names.
+is learned, `learned.bin` and `learned.idx`: the loss mask in the same format, 1 where a token is learned.
+That of a model that sees images has them in `pictures` as they were read, one document each, and in `grids`
+the patches of all that a document has, in time, height and width. The store of files that somebody else wrote
+holds nothing but their facts. One that is being made has another name; when it is interrupted, whoever makes
+it next goes on after the last chunk that its journal names.
 
 All ids of PREFIX.bin are in one row, and PREFIX.idx says where each document begins. The index, as
 `IndexedDataset` of every release reads it, little endian: a mark, the version (uint64), the type of the ids
@@ -18,20 +20,22 @@ import os
 import shutil
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bundle import files
+from bundle.data.images import Picture
 from bundle.data.sources import DataErrors, Noted
 from bundle.data.tokenizers import Learned, Tokens
 from bundle.errors import JobFailed
+from bundle.sequences.packing import ramp
 
 _log = logging.getLogger(__name__)
 
@@ -55,34 +59,53 @@ class Indexed(NamedTuple):
 class IndexedWriter:
     """Writes PREFIX.bin document by document, and at last PREFIX.idx; raises OSError where that fails."""
 
-    def __init__(self, prefix: Path, dtype: str, kept: Ints | None = None) -> None:
-        """`dtype` is one of TYPES; `kept` are lengths of documents that are there: what follows them goes."""
+    def __init__(self, prefix: Path, dtype: str, kept: int = 0) -> None:
+        """`dtype` is one of TYPES; `kept` documents are there: what follows them goes."""
         self._prefix, self._dtype = prefix, np.dtype(dtype)
         (self._type,) = (number for number, name in TYPES.items() if name == dtype)
         self.path = prefix.with_name(f"{prefix.name}.bin")
-        self.lengths: list[int] = [] if kept is None else kept.tolist()
-        self._file = self.path.open("r+b" if self.lengths else "wb")
-        self._file.seek(sum(self.lengths) * self._dtype.itemsize)
-        self._file.truncate()
+        self.lengths: list[int] = _lengths(prefix, kept).tolist()
+        self._file = self._opened(self.path, sum(self.lengths) * self._dtype.itemsize)
+        self._noted = self._opened(_noting(prefix), len(self.lengths) * 8)
 
     def add(self, values: NDArray[Any]) -> None:
         """Appends one document, of one sequence."""
         self._file.write(values.astype(self._dtype).tobytes())
+        self._noted.write(struct.pack("<q", len(values)))
         self.lengths.append(len(values))
 
     def flush(self) -> None:
         """Hands what was added to the system, where a killed process leaves it."""
         self._file.flush()
+        self._noted.flush()
 
     def finish(self) -> None:
         """Writes the index, without which nobody reads the rest."""
         self._file.close()
+        self._noted.close()
+        _noting(self._prefix).unlink()
         count, lengths = len(self.lengths), np.asarray(self.lengths, "<i8")
         begins = (np.cumsum(lengths) - lengths) * self._dtype.itemsize
         columns = (lengths.astype("<i4"), begins.astype("<i8"), np.arange(count + 1, dtype="<i8"))
         header = HEADER.pack(MARK, VERSION, self._type, count, count + 1)
         index = self._prefix.with_name(f"{self._prefix.name}.idx")
         index.write_bytes(header + b"".join(column.tobytes() for column in columns))
+
+    def _opened(self, path: Path, size: int) -> BinaryIO:
+        """A file to append to behind its first `size` bytes."""
+        file = path.open("r+b" if size else "wb")
+        file.seek(size)
+        file.truncate()
+        return file
+
+
+def _noting(prefix: Path) -> Path:
+    """The lengths of documents that are being written, int64."""
+    return prefix.with_name(f"{prefix.name}.lengths")
+
+
+def _lengths(prefix: Path, documents: int) -> Ints:
+    return np.fromfile(_noting(prefix), "<i8", documents) if documents else np.zeros(0, np.int64)
 
 
 def read_indexed(prefix: Path) -> Indexed:
@@ -119,10 +142,14 @@ def read_indexed(prefix: Path) -> Indexed:
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids of one document, its end included, and which of them are learned (None: all)."""
+    """Token ids of one document, its end included, and which of them are learned (None: all).
+
+    `pictures` are its images in order; None: the model sees none.
+    """
 
     ids: Tokens
     learned: Learned | None = None
+    pictures: tuple[Picture, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -145,12 +172,38 @@ class Store:
     learned: NDArray[np.bool_] | None
     lengths: Ints  # [documents]
     facts: dict[str, Any]  # what was wrong with the data, and "sha256" of the tokens
+    pictures: "Pictures | None" = None
 
     @cached_property
     def starts(self) -> Ints:
         """Where each document begins: [documents]."""
         starts: Ints = np.cumsum(self.lengths) - self.lengths
         return starts
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """The images of all documents: as their files have them, their grids, and how many each document has."""
+
+    contents: Indexed
+    grids: Ints  # [images, 3]
+    counts: Ints  # [documents]
+
+    @cached_property
+    def starts(self) -> Ints:
+        """Where the bytes of each image begin: [images]."""
+        starts: Ints = np.cumsum(self.contents.lengths) - self.contents.lengths
+        return starts
+
+    def of(self, documents: Ints) -> Ints:
+        """The numbers of the images of these documents, one after the other."""
+        first = np.cumsum(self.counts) - self.counts
+        return ramp(first[documents], self.counts[documents])
+
+    def content(self, number: int) -> bytes:
+        """The file of one image."""
+        start = self.starts[number]
+        return self.contents.values[start : start + self.contents.lengths[number]].tobytes()
 
 
 def unwritable(directory: Path, error: OSError) -> JobFailed:
@@ -184,76 +237,83 @@ class _Parts:
     def __init__(self, folder: Path, dtype: str, errors: DataErrors) -> None:
         """Takes what a killed process has left as far as the journal goes; `errors` get what it had found."""
         self._folder, self._journal, self._errors = folder, folder / "journal.json", errors
-        kept, noted = _noted(folder, np.dtype(dtype).itemsize)
-        self.chunks, self.tokens = noted["chunks"], int(kept.sum())
+        self._types = {"tokens": dtype, "learned": "u1", "grids": "<i4", "pictures": "u1"}
+        noted = _noted(folder, {name: np.dtype(of).itemsize for name, of in self._types.items()})
+        self.chunks = noted["chunks"]
         errors.extend(noted["errors"])
-        self._ids = IndexedWriter(folder / "tokens", dtype, kept)
-        self._learned = IndexedWriter(folder / "learned", "u1", kept) if noted["masked"] else None
-        self._lengths = (folder / "lengths").open("r+b" if len(kept) else "wb")
-        self._lengths.seek(8 * len(kept))
-        self._lengths.truncate()
+        self._writers = {
+            name: IndexedWriter(folder / name, self._types[name], kept)
+            for name, kept in noted["documents"].items()
+        }
+        self.tokens = sum(self._writer("tokens").lengths)
         self._committed = time.monotonic()
 
     def add(self, chunk: Chunk) -> None:
         for document in chunk.documents:
-            self._ids.add(document.ids)
+            self._writer("tokens").add(document.ids)
             if document.learned is not None:
-                self._learned = self._learned or IndexedWriter(self._folder / "learned", "u1")
-                self._learned.add(document.learned)
+                self._writer("learned").add(document.learned)
+            if document.pictures is not None:
+                grids = [picture.grid for picture in document.pictures]
+                self._writer("grids").add(np.asarray(grids, np.int64).flatten())
+                for picture in document.pictures:
+                    self._writer("pictures").add(np.frombuffer(picture.content, np.uint8))
             self.tokens += len(document.ids)
-        self._lengths.write(np.asarray([len(one.ids) for one in chunk.documents], "<i8").tobytes())
         self._errors.extend(chunk.errors)
         self.chunks += 1
         if time.monotonic() - self._committed >= COMMIT_SECONDS:
             self._commit()
 
-    def _writers(self) -> list[IndexedWriter]:
-        return [self._ids] if self._learned is None else [self._ids, self._learned]
+    def _writer(self, name: str) -> IndexedWriter:
+        """What writes one of the store's files; made when there is something for it."""
+        if name not in self._writers:
+            self._writers[name] = IndexedWriter(self._folder / name, self._types[name])
+        return self._writers[name]
 
     def _commit(self) -> None:
-        self._lengths.flush()
-        for writer in self._writers():
+        for writer in self._writers.values():
             writer.flush()
-        noted = {"chunks": self.chunks, "documents": len(self._ids.lengths)}
-        noted |= {"masked": self._learned is not None, "errors": self._errors.dump()}
+        documents = {name: len(writer.lengths) for name, writer in self._writers.items()}
+        noted = {"chunks": self.chunks, "documents": documents, "errors": self._errors.dump()}
         files.write_json(self._journal, noted)
         self._committed = time.monotonic()
 
     def finish(self) -> None:
         """Writes indexes and facts. Raises JobFailed where the errors are none to pass over."""
         found = self._errors.conclude()
-        self._lengths.close()
         digest = hashlib.sha256()
-        for each in self._writers():
+        if "grids" in self._writers:  # of which not one document may have any
+            self._writer("pictures")
+        for _, each in sorted(self._writers.items(), reverse=True):
             each.finish()
             with each.path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
-        digest.update(np.asarray(self._ids.lengths, np.int64).tobytes())
-        facts = {"prefix": "tokens", "masked": self._learned is not None, "sha256": digest.hexdigest()}
+        digest.update(np.asarray(self._writer("tokens").lengths, np.int64).tobytes())
+        facts: dict[str, Any] = {"prefix": "tokens", "sha256": digest.hexdigest()}
+        facts |= {"masked": "learned" in self._writers, "pictured": "grids" in self._writers}
         files.write_json(self._folder / "facts.json", facts | found)
-        for left in (self._folder / "lengths", self._journal):
-            left.unlink(missing_ok=True)
+        self._journal.unlink(missing_ok=True)
 
 
-def _noted(folder: Path, itemsize: int) -> tuple[Ints, dict[str, Any]]:
-    """The lengths of the documents that are kept, and what the journal says; nothing where files lack any."""
-    nothing = {"chunks": 0, "documents": 0, "masked": False, "errors": DataErrors("stop").dump()}
+def _noted(folder: Path, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """What the journal says, and nothing where files lack any of it; `sizes` are those of their values."""
+    nothing = {"chunks": 0, "documents": {}, "errors": DataErrors("stop").dump()}
     journal = folder / "journal.json"
     if not journal.exists():
-        return np.zeros(0, np.int64), nothing
-    noted = json.loads(journal.read_text(encoding="utf-8"))
-    kept: Ints = np.zeros(0, np.int64)
-    if documents := noted["documents"]:
-        kept = np.fromfile(folder / "lengths", "<i8", documents)
-    tokens = int(kept.sum())
-    sizes = {"lengths": 8 * documents, "tokens.bin": tokens * itemsize}
-    sizes |= {"learned.bin": tokens} if noted["masked"] else {}
-    paths = {folder / name: size for name, size in sizes.items()}
-    if any(not path.exists() or path.stat().st_size < size for path, size in paths.items()):
-        _log.warning("%s: files are cut, all is made anew", folder)
-        return np.zeros(0, np.int64), nothing
+        return nothing
+    noted: dict[str, Any] = json.loads(journal.read_text(encoding="utf-8"))
+    tokens = 0
+    for name, documents in noted["documents"].items():
+        prefix = folder / name
+        values, noting = prefix.with_name(f"{name}.bin"), _noting(prefix)
+        lengths = _lengths(prefix, documents) if noting.exists() else np.zeros(0, np.int64)
+        whole = len(lengths) == documents and values.exists()
+        if not whole or values.stat().st_size < int(lengths.sum()) * sizes[name]:
+            _log.warning("%s: files are cut, all is made anew", folder)
+            return nothing
+        tokens += int(lengths.sum()) if name == "tokens" else 0
     _log.info("goes on with tokens that were begun: %s are there", f"{tokens:,}")
-    return kept, noted
+    return noted
 
 
 def adopt(directory: Path, prefix: Path, vocabulary: int, progress: Progress) -> None:
@@ -280,7 +340,8 @@ def adopt(directory: Path, prefix: Path, vocabulary: int, progress: Progress) ->
         progress(start + len(part))
     digest.update(found.lengths.tobytes())
     with _whole_or_not(directory) as folder:
-        facts = {"prefix": str(prefix.absolute()), "masked": False, "sha256": digest.hexdigest()}
+        facts: dict[str, Any] = {"prefix": str(prefix.absolute()), "sha256": digest.hexdigest()}
+        facts |= {"masked": False, "pictured": False}
         files.write_json(folder / "facts.json", facts | DataErrors("stop").conclude())
 
 
@@ -295,10 +356,18 @@ def open_store(directory: Path) -> Store | None:
         learned = read_indexed(directory / "learned") if facts["masked"] else None
         if learned is not None and not np.array_equal(learned.lengths, found.lengths):
             raise ValueError("tokens and loss mask are not of the same documents")
+        pictures = _pictures(directory, len(found.lengths)) if facts["pictured"] else None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise JobFailed(f"{directory}: damaged ({error}); delete it, it will be made again") from error
     mask = None if learned is None else learned.values.view(np.bool_)
-    return Store(found.values, mask, found.lengths, facts)
+    return Store(found.values, mask, found.lengths, facts, pictures)
+
+
+def _pictures(directory: Path, documents: int) -> Pictures:
+    grids, contents = read_indexed(directory / "grids"), read_indexed(directory / "pictures")
+    if len(grids.lengths) != documents or len(grids.values) != 3 * len(contents.lengths):
+        raise ValueError("tokens and images are not of the same documents")
+    return Pictures(contents, grids.values.astype(np.int64).reshape(-1, 3), grids.lengths // 3)
 
 
 def _refuse_strangers(path: Path) -> None:

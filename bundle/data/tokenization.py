@@ -1,5 +1,6 @@
 """Rows to token documents by several processes, in the order of the rows, whoever was faster."""
 
+import math
 import os
 import signal
 import threading
@@ -7,16 +8,18 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, islice
 from multiprocessing import connection, get_context, parent_process
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bundle.data import chat, preferences
 from bundle.data.chat import Conversation, writer
+from bundle.data.images import Picture, Processing
 from bundle.data.sources import Corrupt, DataErrors, Noted, Values, rows, texts
 from bundle.data.store import Chunk, Document
 from bundle.data.tokenizers import Tokenizer, tokenizer
@@ -29,6 +32,8 @@ from bundle.recipe.sections import Data
 ROWS, CHARACTERS = 256, 2**22
 # Below so many bytes of files a process would still be importing when all is done.
 WORTH_IT = 2**26
+# With images, which take longer than the rows that name them.
+WORTH_IT_FOR_IMAGES = 2**20
 
 # Rows that follow each other, after their places, and what was wrong with others between them.
 _Rows = tuple[list[tuple[str, Any]], Noted]
@@ -36,19 +41,24 @@ _Rows = tuple[list[tuple[str, Any]], Noted]
 
 @dataclass(frozen=True)
 class Encoding:
-    """What makes tokens of rows: `longest` limits conversations, `vocabulary` is the model's."""
+    """What makes tokens of rows: `longest` limits conversations, `vocabulary` is the model's.
+
+    `images` is how a model that sees some takes them; None: it sees none.
+    """
 
     data: Data
     task: str
     vocabulary: int
     longest: int
+    images: Processing | None = None
 
     def chunks(self, sources: Iterable[Source], made: Tokenizer, first: int = 0) -> Iterator[Chunk]:
         """The files' documents from chunk number `first` on, the same however many processes make them."""
         sources = list(sources)
         rows = islice(_cut(self, sources), first, None)
         workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        if workers == 1 or sum(source.path.stat().st_size for source in sources) < WORTH_IT:
+        worth_it = WORTH_IT if self.images is None else WORTH_IT_FOR_IMAGES
+        if workers == 1 or sum(source.path.stat().st_size for source in sources) < worth_it:
             return (_encoded(self, made, each) for each in rows)
         return _by_workers(self, rows, workers)
 
@@ -86,6 +96,8 @@ def _encoded(encoding: Encoding, made: Tokenizer, given: _Rows) -> Chunk:
         placed = zip((place for place, _ in chunk), whole, strict=True)
     else:
         placed = _conversations(encoding, made, chunk, errors)
+    if (images := encoding.images) is not None:
+        placed = errors.passed(placed, lambda documents: [_with_room(one, images) for one in documents])
     found = errors.passed(placed, lambda documents: [_checked(one, made.vocab_size) for one in documents])
     if encoding.task != "pretrain":
         found = _fitting(found, data.truncation, encoding.longest, errors)
@@ -103,12 +115,41 @@ def _conversations(
             return preferences.preference(values, data)
         return (chat.conversation(values, data),)
 
-    rows = list(errors.passed(given, lambda values: [write.draft(each) for each in read(values)]))
-    drafts: list[Any] = [draft for _, each in rows for draft in each]
+    def drafted(row: tuple[str, Values]) -> list[tuple[Any, tuple[Picture, ...] | None]]:
+        place, values = row
+        return [(write.draft(each), _pictures(encoding, each, place)) for each in read(values)]
+
+    rows = list(errors.passed(((row[0], row) for row in given), drafted))
+    drafts: list[Any] = [draft for _, each in rows for draft, _ in each]
     documents = list(write.encode(drafts)) if drafts else []
     ends = accumulate(len(each) for _, each in rows)
     for (place, each), end in zip(rows, ends, strict=True):
-        yield place, documents[end - len(each) : end]
+        of_row = zip(each, documents[end - len(each) : end], strict=True)
+        yield place, [replace(document, pictures=pictures) for (_, pictures), document in of_row]
+
+
+def _pictures(encoding: Encoding, said: Conversation, place: str) -> tuple[Picture, ...] | None:
+    """The images of a conversation, which are found from where its row is: "file:line"."""
+    if encoding.images is not None:
+        folder = Path(place.rpartition(":")[0]).parent
+        return tuple(encoding.images.read(image, folder) for image in said.images)
+    if said.images:
+        raise Corrupt("has images, and the model sees none")
+    return None
+
+
+def _with_room(document: Document, images: Processing) -> Document:
+    """The document with as many image tokens as embeddings, where the template has written one an image."""
+    token, unit, pictures = images.vision.image_token, images.vision.patches, document.pictures or ()
+    places = np.flatnonzero(document.ids == token)
+    if len(places) != len(pictures):
+        raise Corrupt(
+            f"has {len(pictures)} images, and its text {len(places)} tokens for one (image_token_id {token})"
+        )
+    counts = np.ones(len(document.ids), np.int64)
+    counts[places] = [math.prod(picture.grid) // unit for picture in pictures]
+    learned = None if document.learned is None else np.repeat(document.learned, counts)
+    return replace(document, ids=np.repeat(document.ids, counts), learned=learned)
 
 
 def _by_workers(encoding: Encoding, given: Iterator[_Rows], workers: int) -> Iterator[Chunk]:
@@ -185,6 +226,8 @@ def _fitting(
             errors.add(place, f"{what}; data.truncation says what to do with such rows")
         elif truncation == "delete":
             errors.deleted.add(place, f"{what}: deleted")
+        elif any(document.pictures for document in documents):
+            errors.deleted.add(place, f"{what}, and images are not cut: deleted")
         elif not all(map(_learns, cut)):
             errors.deleted.add(place, f"{what}, and what is left has nothing to learn: deleted")
         else:
@@ -196,4 +239,5 @@ def _shortened(document: Document, longest: int, side: str) -> Document:
     """The document without what is beyond `longest` tokens on that side."""
     begin = 0 if side == "right" else max(0, len(document.ids) - longest)
     kept = slice(begin, begin + longest)
-    return Document(document.ids[kept], None if document.learned is None else document.learned[kept])
+    learned = None if document.learned is None else document.learned[kept]
+    return replace(document, ids=document.ids[kept], learned=learned)

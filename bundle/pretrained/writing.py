@@ -23,7 +23,7 @@ LARGEST_FILE = 5 * 10**9  # bytes of tensors, as transformers divides them
 # What is copied from where the model or its tokenizer came from: no weights, nothing that names them.
 _BELONGINGS = (
     "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "special_tokens_map.json", "*.py",
-    "added_tokens.json", "chat_template*", "generation_config.json",
+    "added_tokens.json", "chat_template*", "generation_config.json", "*processor_config.json",
 )  # fmt: skip
 # In which the linear layers are written; with fp8 all others are bf16.
 Numbers = Literal["bf16", "fp32", "fp8"]

@@ -172,6 +172,8 @@ def _vision(recipe: Recipe) -> Iterator[Violation]:
         yield "model.mtp.layers", "multi-token prediction is not computed in models with a vision tower"
     if recipe.task != "sft" or recipe.data.template != "chat":
         yield "data.template", "images come in conversations: task sft, data.template: chat"
+    if recipe.architecture.vision.channels != 3:
+        yield "model.config.vision_config", "in_channels: images are read in three colours"
 
 
 MODULES = {"core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"}

@@ -199,6 +199,31 @@ class Fields(Section):
         description="SFT: functions that may be called, for the chat template, where a row has any: a list of"
         " JSON schemas, or JSON of one; null: none are read.",
     )
+    images: str | None = Field(
+        default="images",
+        description="SFT, for a model that sees images: those of a row, in the order of the places that its"
+        " messages have for them (<image>, or a part of type image): paths below the rows' folder, base64"
+        " (data:image/png;base64,...) or, in parquet, bytes. null: only parts that name theirs.",
+    )
+
+
+class Images(Section):
+    """How images of rows are read, for a model that sees some: JPEG, PNG and WebP."""
+
+    min_pixels: Count | None = Field(
+        default=None,
+        description="An image is made at least so large [pixels]; null: what preprocessor_config.json of the"
+        " model or its tokenizer says.",
+    )
+    max_pixels: Count | None = Field(
+        default=None, description="And at most so large [pixels]; null: what that file says."
+    )
+    limit_bytes: Count = Field(
+        default=2**25, description="A larger file, or base64 of more bytes, is corrupt."
+    )
+    limit_pixels: Count = Field(
+        default=2**26, description="An image of more pixels is corrupt; none is decoded to find out."
+    )
 
 
 Kind = Literal["text", "jsonl", "parquet", "megatron"]
@@ -267,6 +292,7 @@ class Data(Section):
         description="SFT, DPO: rows of more tokens than a sample: corrupt, left out, or cut on that side.",
     )
     fields: Fields = optional("Names of the fields of a row.")
+    images: Images = optional("How images of rows are read.")
     template: Literal["plain", "chat"] = Field(
         default="plain", description="SFT: roles as plain headings, or the tokenizer's own chat template."
     )
