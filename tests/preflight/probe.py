@@ -15,7 +15,7 @@ def main(does: str) -> None:
     if does == "crash":
         os.kill(os.getpid(), signal.SIGSEGV)
     if does == "leave":
-        subprocess.Popen(["sleep", "40"])
+        subprocess.Popen(["sleep", "100"])
         time.sleep(600)
     if does == "fail":
         raise RuntimeError("no such device")

@@ -62,8 +62,9 @@ def test_a_probe_that_breaks_or_never_answers_is_wrong(does, wrong):
 def test_a_probe_is_not_waited_for_while_what_it_started_holds_its_output():
     began = time.monotonic()
     asked = probe("leave")
-    assert run([asked], 5.0)[asked].wrong == "no answer within 5 s"
-    assert time.monotonic() - began < 30
+    # Time enough to start it, on a busy machine too.
+    assert run([asked], 12.0)[asked].wrong == "no answer within 12 s"
+    assert time.monotonic() - began < 60
 
 
 def test_lines_of_libraries_are_not_what_a_probe_found():
