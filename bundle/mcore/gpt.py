@@ -251,11 +251,13 @@ def drop_unread_head(built: Any) -> None:
     """Leaves to a tied head behind the first stage the copy of the embedding that MTP has there.
 
     Megatron allocates another one beside it, which no pass reads: it refuses to save a model that has it, and
-    waits for its gradient where gradients are reduced in the backward pass.
+    waits for its gradient where gradients are reduced in the backward pass. The copy is the head in passes
+    that leave MTP out as well (`mcore.mtp.left_out`), where megatron asks for the other.
     """
     tied = built.share_embeddings_and_output_weights
     if tied and built.post_process and built.mtp_process and not built.pre_process:
         built.output_layer.weight = None
+        built.shared_embedding_or_output_weight = lambda: built.embedding.word_embeddings.weight
 
 
 def _set_norm_epsilon(chunk: torch.nn.Module, epsilon: float) -> None:

@@ -7,7 +7,7 @@ from tests.engine.test_layouts import seen_by, wrong
 from tests.reference.configs import CONFIGS
 
 # Between them: grouped and latent attention, partly turned heads, experts, prediction, a tied head.
-REPRESENTATIVES = ("glm4_moe", "deepseek_v3", "qwen3_moe", "llama3")
+REPRESENTATIVES = ("glm4_moe", "deepseek_v3", "qwen3_moe", "llama3", "mimo")
 
 
 @pytest.mark.world
