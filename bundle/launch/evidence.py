@@ -31,7 +31,7 @@ class Evidence:
     `status` is torchrun's and `agent` what it wrote; `logs` are by local rank. `standings` are of the ranks
     of all nodes, where they hung. `stopped_by` is the signal that we were sent, `gave_up` the wait for other
     nodes that was too long. `kernel` is what the kernel's log got meanwhile, as far as we may read it;
-    `memory_kills`: it ended processes, of anybody, for memory.
+    `memory_kills`: it ended processes, of anybody, for memory. `overdue`: we killed what outlived a failure.
     """
 
     status: int
@@ -46,6 +46,7 @@ class Evidence:
     kernel: tuple[str, ...] = ()
     memory_kills: bool = False
     stopped_by: int | None = None
+    overdue: bool = False
     gave_up: str = ""
 
 
@@ -91,6 +92,7 @@ def gathered(
     status: int,
     *,
     stopped_by: int | None = None,
+    overdue: bool = False,
     gave_up: str = "",
     kernel: tuple[str, ...] = (),
     memory_kills: bool = False,
@@ -110,6 +112,7 @@ def gathered(
         kernel=kernel,
         memory_kills=memory_kills,
         stopped_by=stopped_by,
+        overdue=overdue,
         gave_up=gave_up,
     )
 

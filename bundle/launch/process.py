@@ -114,7 +114,7 @@ def run(launch: Launch, inherited: Mapping[str, str]) -> None:
                 preexec_fn=_bind_to(os.getpid(), folder),
             )
             stopped = passed_on.enter_context(_signals(agent, folder, waiting))
-        status = _watch(agent, folder, waiting)
+        status, overdue = _watch(agent, folder, waiting)
         ending = judge(
             gathered(
                 folder,
@@ -122,6 +122,7 @@ def run(launch: Launch, inherited: Mapping[str, str]) -> None:
                 launch.per_node,
                 status,
                 stopped_by=stopped.get("by"),
+                overdue=overdue,
                 gave_up=f"gave up: {waiting}" if waiting.too_long else "",
                 kernel=kernel.lines(),
                 memory_kills=memory_kills(machine.local()) > kills,
@@ -162,16 +163,17 @@ def _bind_to(parent: int, folder: Path) -> Callable[[], None]:
     return bind
 
 
-def _watch(agent: subprocess.Popen[bytes], folder: Path, waiting: Waiting) -> int:
-    """The agent's status; ranks that outlive the failure of another by the grace are killed.
+def _watch(agent: subprocess.Popen[bytes], folder: Path, waiting: Waiting) -> tuple[int, bool]:
+    """The agent's status, and whether it is of our doing: ranks that outlive a failure too long are killed.
 
     An agent that has waited too long for the other nodes is killed as well.
     """
     failed: float | None = None
+    killed = overdue = False
     hung = Hung(folder)
     while True:
         try:
-            return agent.wait(timeout=_LOOK_SECONDS)
+            return agent.wait(timeout=_LOOK_SECONDS), overdue
         except subprocess.TimeoutExpired:
             ranks = outcomes.read(folder)
         waiting.look()
@@ -181,6 +183,9 @@ def _watch(agent: subprocess.Popen[bytes], folder: Path, waiting: Waiting) -> in
         if failed is None and any(map(_failed, ranks)):
             failed = time.monotonic()
         elif failed is not None and time.monotonic() - failed > _GRACE_SECONDS:
+            if not killed:  # what torchrun has seen by now is not our doing
+                overdue = not verdict.saw_death((folder / "agent.log").read_text(errors="replace"))
+            killed = True
             for rank in ranks:
                 _send(rank.pid, signal.SIGKILL)
 

@@ -103,6 +103,11 @@ def judge(of: Evidence) -> Verdict:
     return broken[0] if broken else _not_started(of)
 
 
+def saw_death(agent: str) -> bool:
+    """Whether torchrun, by what it wrote, has seen a rank end."""
+    return _FIRST_DEATH.search(agent) is not None
+
+
 def strength(kind: Kind) -> int:
     """0 for what can only be a cause; more for what may be the echo of one."""
     return SECONDARY.index(kind) + 1 if kind in SECONDARY else 0
@@ -224,7 +229,8 @@ def _broken(of: Evidence, ended: list[Outcome]) -> Iterator[Verdict]:
     if first:
         code, local = int(first[1]), int(first[2])
         # torchrun names the rank whose death it saw first, which is the cause when that death was a signal.
-        order = [local, *order] if code < 0 else [*order, local]
+        ours = of.overdue and code == -signal.SIGKILL and order
+        order = [local, *order] if code < 0 and not ours else [*order, local]
         ranks.setdefault(local, Outcome(of.node_rank * of.per_node + local, local, 0, 0.0))
     elif not order:
         order = [outcome.local_rank for outcome in of.outcomes if outcome.code is None][:1]

@@ -138,6 +138,9 @@ def test_a_signal_is_read_from_what_torchrun_saw_first():
 def test_a_rank_that_was_killed_first_comes_before_one_that_says_what_it_misses():
     found = judged(outcome(0, 1, "rank 1 sent no part of the weights"), outcome(1, None), agent=death(1, -9))
     assert (found.kind, found.rank) == (Kind.KILLED, 1)
+    # Unless it was we who killed it, since it outlived the other.
+    found = judged(outcome(0, 1, "no room left to write"), outcome(1, None), agent=death(1, -9), overdue=True)
+    assert (found.kind, found.rank) == (Kind.DISK, 0)
     found = judged(outcome(0, 1, "shard 3 is corrupt"), outcome(1, None), agent=death(1, 1))
     assert (found.kind, found.rank) == (Kind.EXCEPTION, 0)
 
