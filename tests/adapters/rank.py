@@ -115,7 +115,10 @@ def distances(case: Case, layout: str, directory: Path, runtime) -> dict[str, fl
     of_rank = batch(engine, reference.tokens_of(directory)[0], (LENGTH,))
     found = {}
     scores = engine.log_probs([of_rank])[0].log_probs.flatten()
+    bare = engine.reference_log_probs([of_rank])[0].flatten()
+    found["reference"] = distance(bare, wanted.pop(reference.BARE))
     found["log-probs"] = distance(scores, wanted["log-probs"])
+    assert torch.equal(engine.log_probs([of_rank])[0].log_probs.flatten(), scores)
     engine.forward_backward([of_rank])
     gather_gradients(engine)
     of_whole = [wanted[name] for name in wanted if name != "log-probs"]

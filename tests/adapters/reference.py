@@ -18,12 +18,16 @@ from tests.adapters.cases import ALPHA, RANK, Case
 from tests.families import reference
 
 ADAPTER, NUMBERS = "adapter", "wanted.safetensors"
+BARE = "log-probs of the model alone"
 SCALE = ALPHA / RANK
 _PREFIX = "base_model.model."
 
 
 def write(case: Case, directory: Path) -> None:
-    """Writes the model as transformers saves it, an adapter of random A and B, log-probs and gradients."""
+    """Writes the model as transformers saves it, an adapter of random A and B, log-probs and gradients.
+
+    The log-probs are those of both and those of the model alone.
+    """
     reference.write(case.of, directory)
     weights, _ = reference.read(directory)
     generator = torch.Generator().manual_seed(zlib.crc32(case.of.name.encode()))
@@ -35,6 +39,7 @@ def write(case: Case, directory: Path) -> None:
             given[f"{module}.lora_B.weight"] = torch.randn(value.shape[0], RANK, generator=generator) * 0.2
     _write_adapter(case, given, directory)
     model = opened(directory)
+    bare = log_probs(model, tokens_of(directory))
     with torch.no_grad():
         for module, part in _parts(model):
             if f"{module}.lora_A.weight" in given:
@@ -49,6 +54,7 @@ def write(case: Case, directory: Path) -> None:
             wanted[f"{module}.lora_A.weight"] = SCALE * b.T @ gradient
             wanted[f"{module}.lora_B.weight"] = SCALE * gradient @ a.T
     assert wanted.keys() - {"log-probs"} == given.keys()
+    wanted[BARE] = bare
     save_file({name: value.contiguous() for name, value in wanted.items()}, directory / NUMBERS)
 
 

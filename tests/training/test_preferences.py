@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +53,22 @@ def test_a_run_begins_at_its_reference_and_goes_on_with_it(tmp_path: Path) -> No
     kept = run / "reference.npz"
     before = np.load(kept)["log_probs"]
     assert len(before) == 32 and np.isfinite(before).all() and (before < 0).all()
+
+    # As if it had been killed while it computed them: what is there is taken, and of what is missing the
+    # portion that it is in is computed, which is a global batch.
+    partial = before - 1
+    partial[:2] = np.nan
+    with np.load(kept) as held:
+        facts = {name: held[name] for name in ("data", "weights")}
+    np.savez(kept, log_probs=partial, **facts)
+    shutil.rmtree(run / "checkpoints")
+    (run / "result.json").unlink()
+    assert "log-probabilities of 8 answers are in" in _compact(finish(command.train("demo", run, keys)))
+    again = np.load(kept)["log_probs"]
+    computed = np.isclose(again, before, rtol=1e-6)
+    assert computed[:2].all() and computed.sum() == 8 and np.array_equal(again[~computed], partial[~computed])
+    before = again
+
     longer = (*keys, "train.steps=10")
     kept.rename(tmp_path / "away.npz")
     said = finish(command.train("demo", run, longer, "--resume"), 1)
@@ -59,3 +76,8 @@ def test_a_run_begins_at_its_reference_and_goes_on_with_it(tmp_path: Path) -> No
     (tmp_path / "away.npz").rename(kept)
     assert "answers are in" not in finish(command.train("demo", run, longer, "--resume"))
     assert np.array_equal(np.load(kept)["log_probs"], before)
+
+
+def _compact(said: str) -> str:
+    """On one line, however wide the terminal was."""
+    return " ".join(said.split())
