@@ -1,0 +1,112 @@
+"""Real runs that meet what breaks runs: the verdict, the exit code, and what is left of the run."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch.launched import ROOT, reserved
+from tests.runs.numbers import learned
+from tests.training import command
+from tests.training.command import finish
+from tests.training.test_interruption import TINY, stopped_at
+
+pytestmark = pytest.mark.world
+HAS_NAMESPACES = os.geteuid() == 0 and shutil.which("unshare") is not None
+
+
+def numbers(directory: Path) -> list[dict[str, object]]:
+    return learned((directory / "metrics.jsonl").read_text())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An undisturbed run."""
+    pytest.importorskip("megatron.core")
+    directory = tmp_path_factory.mktemp("whole") / "run"
+    finish(command.train("demo", directory, TINY))
+    return directory
+
+
+@pytest.mark.skipif(not HAS_NAMESPACES, reason="needs root, and unshare")
+def test_a_disk_that_is_full_at_a_checkpoint_loses_none_and_the_run_goes_on_when_it_has_room(whole, tmp_path):
+    size = sum(path.stat().st_size for path in (whole / "checkpoints" / "step-00000012").rglob("*"))
+    place = tmp_path / "run" / "checkpoints"
+    place.mkdir(parents=True)
+    words = [sys.executable, "-m", "bundle", "train", "demo", "--run-directory", str(tmp_path / "run")]
+    words += [word for override in (*TINY, "checkpoint.keep=3") for word in ("--set", override)]
+    # A file system of its own, with room for one checkpoint and a half, and then for all.
+    script = f"""mount -t tmpfs -o size={size * 3 // 2} none "$0"
+    "$@" || echo "ended with $?"
+    ls "$0"
+    mount -o remount,size=1g "$0"
+    "$@"
+    """
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-ec", script, str(place), *words],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "ended with 1\nlatest\nstep-00000005\n" in done.stdout, said
+    verdict = next(line for line in done.stderr.splitlines() if "a restart does not mend this" in line)
+    assert re.fullmatch(
+        rf"rank \d: {re.escape(str(place))}/\S+: no room left to write \([^()]* free on its disk\): free"
+        r" some, raise the quota, or lower checkpoint\.keep; a restart does not mend this",
+        verdict,
+    )
+    assert "goes on after step 5" in said
+    assert numbers(tmp_path / "run") == numbers(whole)
+
+
+def test_sigterm_inside_a_checkpoint_completes_it_and_ends_with_75(whole, tmp_path):
+    directory = tmp_path / "run"
+    each = ("--set", "checkpoint.interval=1")
+    process = command.train("demo", directory, TINY, *each)
+    deadline = time.monotonic() + 300
+    while not list((directory / "checkpoints").glob(".writing-*")):
+        assert process.poll() is None and time.monotonic() < deadline
+    process.send_signal(signal.SIGTERM)
+    step = stopped_at(finish(process, 75))
+    left = sorted(path.name for path in (directory / "checkpoints").iterdir())
+    assert left[-1] == f"step-{step:08d}" and not [name for name in left if name.startswith(".")]
+    assert f"goes on after step {step}" in finish(command.train("demo", directory, TINY, *each))
+    assert numbers(directory) == numbers(whole)
+
+
+def test_nodes_that_were_told_of_different_jobs_both_end_and_say_in_what_they_differ(tmp_path):
+    pytest.importorskip("megatron.core")
+    with reserved() as port:
+        started = [
+            command.train(
+                "demo",
+                tmp_path / "run",
+                (*TINY, f"seed={seed}"),
+                *(
+                    "--nodes=2",
+                    f"--node-rank={node}",
+                    "--devices-per-node=1",
+                    f"--rendezvous=127.0.0.1:{port}",
+                ),
+            )
+            for node, seed in enumerate((1, 2))
+        ]
+        said = [finish(process, 3).splitlines()[-1] for process in started]
+    digest = r"[0-9a-f]{16}"
+    for node, sentence in enumerate(said):
+        assert re.fullmatch(
+            rf"rank {node} on \S+: the ranks are not about to do what was decided, all the same: job \(rank"
+            rf" 0: {digest}; rank 1: {digest}\), and 1 more; a restart does not mend this",
+            sentence,
+        )
