@@ -71,7 +71,7 @@ def test_earlier_turns_are_the_prompt_and_are_not_learned():
         ({"chosen": [QUESTION, says("a")], "rejected": [QUESTION, says("a"), QUESTION, says("b")]}, "begins"),
         ({"prompt": [QUESTION, says("a")], "chosen": "a", "rejected": "b"}, "ends with what the assistant"),
         ({"prompt": "q", "chosen": [QUESTION], "rejected": [QUESTION]}, "must end with"),
-        ({"prompt": "q", "chosen": "a", "rejected": "b", "images": ["x"]}, "only text"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b", "images": ["x"]}, "have no place in a message"),
     ],
 )
 def test_rows_that_are_no_pair(row, why):
