@@ -105,6 +105,13 @@ def state(pid: int) -> str:
     return _STATES.get(said.rpartition(")")[2].split()[0], "") if said else _STATES["Z"]
 
 
+def listens(pid: int) -> bool:
+    """Whether a process prints its stacks at SIGUSR1; one that has not begun to would die of it."""
+    said = files.read(Path(f"/proc/{pid}/status")) or ""
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", said, re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+
+
 def frame_of_log(text: str) -> str:
     """The innermost frame of the stacks that a rank printed at SIGUSR1; empty where there are none."""
     _, thread, after = text.rpartition("Current thread ")
@@ -203,9 +210,10 @@ class Hung:
     def _speak_for(self, rank: Outcome, world: Path) -> None:
         """Writes down what can be known of a rank that does not; its own stacks, where it can print them."""
         if not (why := state(rank.pid)):
-            with suppress(ProcessLookupError):
-                os.kill(rank.pid, signal.SIGUSR1)
-            time.sleep(_PRINTING_SECONDS)
+            if listens(rank.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(rank.pid, signal.SIGUSR1)
+                time.sleep(_PRINTING_SECONDS)
             logs = sorted(self._folder.glob(f"*/attempt_*/{rank.local_rank}/stderr.log"))
             where = frame_of_log(logs[-1].read_text(errors="replace")) if logs else ""
             why = f"it is at {where}, and says nothing" if where else "it says nothing"

@@ -52,7 +52,7 @@ def main() -> None:
         loader.LINE_SECONDS = 2.0
         seconds = SLOW_SECONDS if case == "slow" else 50 * 60.0
     cache.write = slowly(written, seconds)  # type: ignore[attr-defined]
-    where = Path("run").absolute()
+    where, logs = Path("run").absolute(), Path("logs").absolute()
     if case == "different" and me.rank == 1:
         os.chdir("other")
     overrides = [
@@ -62,7 +62,7 @@ def main() -> None:
         "data.separator=null",
     ]
     recipe = load("demo", [*overrides, *sys.argv[2:]])
-    with Watchdog(limit, where / "logs", me.rank, me.local_rank) as dog:
+    with Watchdog(limit, logs, me.rank, me.local_rank) as dog:
         found = loader.prepared(recipe, where / "data", dog)
     (where.parent / f"said-{me.rank}").write_text(f"{found.tokens} tokens, wrote {len(written)}")
     world.destroy()

@@ -124,7 +124,7 @@ def test_mtp_losses_that_one_context_parallel_rank_reduces_alone_are_a_hang_that
 )
 def test_a_hang_is_noticed_by_the_limit_of_where_it_began(tmp_path, where, limit, doing):
     _, err = finish(start(tmp_path, WORKER, "impatient", where), 6)
-    said = re.search(r"no progress for (\d+) s in ([^;]*);", err)
+    said = re.search(r"no progress for (\d+) s: rank 0 on \S+: at [^;]*, in ([^;]*);", err)
     assert said is not None, err
     # The patience before it would have lasted 100 s.
     assert limit <= int(said[1]) < 30

@@ -97,7 +97,7 @@ def alone(me: Rendezvous) -> None:
 def impatient(me: Rendezvous) -> None:
     """Hangs inside a patience, or after one that would have lasted much longer."""
     inside = sys.argv[2] == "inside"
-    with watchdog.Watchdog(2.0, Path("dumps"), me.rank or 0, me.local_rank or 0) as dog:
+    with watchdog.Watchdog(2.0, Path("logs"), me.rank or 0, me.local_rank or 0) as dog:
         with dog.patience("saving step 3", 4.0 if inside else 100.0):
             # Longer than the watchdog's look around: it has seen the patience.
             time.sleep(60 if inside else 2.5)

@@ -109,8 +109,11 @@ def test_a_standing_is_read_as_it_was_written(tmp_path):
     ("number", "says"), [(signal.SIGSTOP, "its process is stopped (SIGSTOP)"), (None, "")]
 )
 def test_the_state_of_a_process_is_the_kernels(number, says):
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", "print(flush=True); input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     try:
+        assert process.stdout is not None and process.stdout.read(1)  # Python itself is loaded
         if number is not None:
             process.send_signal(number)
             os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
@@ -119,6 +122,24 @@ def test_the_state_of_a_process_is_the_kernels(number, says):
         process.kill()
         process.communicate()
     assert hang.state(process.pid) == "its process has ended"
+
+
+@pytest.mark.parametrize(
+    ("does", "hears"), [("faulthandler.register(signal.SIGUSR1)", True), ("signal.SIGUSR1", False)]
+)
+def test_a_process_that_would_die_of_the_question_is_not_asked(does, hears):
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"import faulthandler, signal; {does}; print(flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None and process.stdout.read(1)
+        assert hang.listens(process.pid) is hears
+    finally:
+        process.kill()
+        process.communicate()
+    assert not hang.listens(process.pid)
 
 
 def test_the_frame_that_faulthandler_prints_last_is_read(tmp_path):
