@@ -95,9 +95,10 @@ OwnBackend = Annotated[
 ]
 
 
-def _choose(level: str) -> None:
+def _choose(level: str) -> str:
     if level:
         log.choose(level)
+    return level
 
 
 # The callback does it all: a verb takes the value and leaves it.

@@ -10,16 +10,17 @@ import typer
 
 from bundle import files
 from bundle.cli import options
+from bundle.cli.request import Machines, Request, spread
 from bundle.environment import image
 from bundle.environment.image import BuildInfo
 from bundle.errors import ExitCode
-from bundle.launch import Start, outcomes
+from bundle.launch import outcomes
 from bundle.launch.command import Launch, command
 from bundle.launch.rendezvous import LOOPBACK, Rendezvous
 from bundle.launch.starters import DEFAULT_PORT
 from bundle.planning import Plan, Problem, plan_for, to_json, to_text
 from bundle.planning.inputs import input_problems
-from bundle.recipe import Recipe, load
+from bundle.recipe import Recipe
 from bundle.runs.directory import RunDirectory
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -28,37 +29,28 @@ _PLANS_ONLY = {"hardware", "record", "job", "as_json", "nodes"}
 
 
 @app.command()
+@spread
 def plan(
     context: typer.Context,
     recipe: options.Recipe,
-    overrides: options.Overrides = None,
-    run_directory: options.RunDirectory = None,
+    request: Request,
+    machines: Machines,
     fresh: options.Fresh = False,
-    resume: options.Resume = False,
-    start_from: options.From = None,
-    weights_only: options.WeightsOnly = False,
-    backend: options.Backend = "",
-    mcore: options.Mcore = "",
-    allow_drift: options.AllowDrift = None,
-    devices_per_node: options.DevicesPerNode = None,
-    nodes: options.Nodes = None,
-    hardware: options.Hardware = "",
     record: options.ImageRecord = None,
     job: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the job to this file, for `train --job FILE`.")
     ] = None,
     as_json: options.JSON = False,
-    log_level: options.LogLevel = "",
 ) -> None:
     """Plan a job: layout, memory, patches, traps, environment, command; ends with what would stop it."""
-    asked = load(recipe, overrides or ())
-    directory = run_directory or asked.run_directory
+    asked = request.load(recipe)
+    directory = request.directory(asked)
     of = image.named(record) if record else None
-    elsewhere = bool(hardware or of)
-    start = Start(fresh=fresh, resume=resume, origin=start_from, weights_only=weights_only)
+    elsewhere = bool(machines.hardware or of)
+    start = request.start(fresh=fresh)
     begins = None if elsewhere else RunDirectory(directory).beginning(asked, start)
     beside = () if begins is None else tuple(input_problems(asked, directory, begins))
-    made = planned(context, asked, of, beside, begins.described if begins else "")
+    made = planned(asked, request, machines, of, beside, begins.described if begins else "")
     run = starts = ""
     if made.code is ExitCode.OK:
         if job:
@@ -70,7 +62,7 @@ def plan(
             words = ["train", f"--job={job}"]
         else:
             # A machine was named that has another backend than a command there would take.
-            chosen = ["--backend", made.hardware.backend] if hardware and not backend else []
+            chosen = ["--backend", made.hardware.backend] if machines.hardware and not request.backend else []
             words = ["train", *options.words_of(context, _PLANS_ONLY), *chosen]
         run, starts = _run(made, words, told=bool(job)), _starts(made, words, directory)
     if as_json:
@@ -81,22 +73,22 @@ def plan(
 
 
 def planned(
-    context: typer.Context,
     recipe: Recipe,
+    request: Request,
+    machines: Machines,
     record: BuildInfo | None,
     beside: Sequence[Problem] = (),
     weights: str = "",
 ) -> Plan:
-    """The plan of a recipe by the options that `plan` and `launch` have in common, as they were given."""
-    said = context.params
+    """The plan of a recipe for the machines that are asked for; `record`: of the image that they run."""
     return plan_for(
         recipe,
-        backend=said["backend"] or None,
-        named=said["hardware"] or None,
-        mcore=said["mcore"] or (record.megatron if record else ""),
-        allow_drift=said["allow_drift"] or (),
-        nodes=said["nodes"],
-        per_node=said["devices_per_node"],
+        backend=request.backend or None,
+        named=machines.hardware or None,
+        mcore=request.mcore or (record.megatron if record else ""),
+        allow_drift=request.allow_drift or (),
+        nodes=machines.nodes,
+        per_node=request.devices_per_node,
         others=record,
         beside=beside,
         weights=weights,

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from bundle.cli import may_fail, options
+from bundle.cli.request import Request, spread
 from bundle.environment import hardware, image, machine, packages
 from bundle.environment.ascend import cann
 from bundle.environment.doctor import package_findings
@@ -26,7 +27,7 @@ from bundle.planning import Problem, hardware_problem, plan_for, recipe_problem
 from bundle.planning.inputs import input_problems
 from bundle.planning.plan import refuse
 from bundle.planning.problems import devices_problems
-from bundle.recipe import Recipe, load
+from bundle.recipe import Recipe
 from bundle.runs.directory import RunDirectory, newest_checkpoint
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -37,19 +38,12 @@ _BESIDE_JOB = _OF_NODE | {"job", "mcore", "wait", "log_level"}
 
 
 @app.command()
+@spread
 def train(
     context: typer.Context,
+    request: Request,
     recipe: options.Recipe = "",
-    overrides: options.Overrides = None,
-    run_directory: options.RunDirectory = None,
     fresh: options.Fresh = False,
-    resume: options.Resume = False,
-    start_from: options.From = None,
-    weights_only: options.WeightsOnly = False,
-    backend: options.Backend = "",
-    mcore: options.Mcore = "",
-    allow_drift: options.AllowDrift = None,
-    devices_per_node: options.DevicesPerNode = None,
     job: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Instead of a recipe, what `plan --job` wrote.")
     ] = None,
@@ -65,15 +59,14 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print a command for each node that starts its ranks, and stop.")
     ] = False,
-    log_level: options.LogLevel = "",
 ) -> None:
     """Train a recipe: pre-training or SFT. A stopped run goes on where its last checkpoint is."""
     if bool(recipe) is (job is not None):
         raise UsageError("say what to train: a recipe, or --job FILE, and not both")
     if not dry_run:
         may_fail()  # the run directory has it all
-    if mcore:
-        _import_from(mcore)
+    if request.mcore:
+        _import_from(request.mcore)
 
     def here(planned_nodes: int) -> Rendezvous:
         return discover(
@@ -89,21 +82,20 @@ def train(
             _be_a_rank(where, lambda: job_file.decided(told), told, wait)
         _check(told, where)
     else:
-        asked = load(recipe, overrides or ())
+        asked = request.load(recipe)
         where = here(asked.devices.nodes)
-        start = Start(fresh=fresh, resume=resume, origin=start_from, weights_only=weights_only)
-        directory = run_directory or asked.run_directory
+        start, directory = request.start(fresh=fresh), request.directory(asked)
 
         def decide() -> Job:
             made = plan_for(
                 asked,
-                backend=backend or None,
-                allow_drift=allow_drift or (),
+                backend=request.backend or None,
+                allow_drift=request.allow_drift or (),
                 nodes=where.nodes,
-                per_node=where.per_node or devices_per_node,
+                per_node=where.per_node or request.devices_per_node,
                 beside=[
                     *_files(asked, directory, start),
-                    *_starter(devices_per_node or asked.devices.per_node, where),
+                    *_starter(request.devices_per_node or asked.devices.per_node, where),
                     *(() if dry_run else _packages()),
                 ],
             )

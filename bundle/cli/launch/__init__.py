@@ -1,0 +1,51 @@
+"""`mcore-bundle launch`: hands a job to a cluster when it has been checked, and says what became of it.
+
+A module for what each target wants to know; what they have in common is `submission`.
+"""
+
+from typing import Annotated
+
+import typer
+
+from bundle.cli.launch.docker import docker
+from bundle.cli.launch.kubernetes import kubernetes
+from bundle.cli.launch.slurm import slurm
+from bundle.cli.launch.submission import Handle, found
+from bundle.cli.request import spread
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False, no_args_is_help=True)
+for target in (slurm, docker, kubernetes):
+    app.command()(spread(target))
+
+
+@app.command()
+def status(handle: Handle) -> None:
+    """How a job is: its state, and why it waits."""
+    target, name = found(handle)
+    now = target.state(name)
+    print(handle, now.name, *([] if now.reason in ("", "None") else [f"({now.reason})"]))
+
+
+@app.command()
+def logs(
+    handle: Handle,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the job has ended.")] = False,
+) -> None:
+    """What a job wrote; under Slurm, the number before a line is that of its node."""
+    target, name = found(handle)
+    for text in target.follow(name) if follow else [target.written(name)]:
+        print(text, end="", flush=True)
+
+
+@app.command()
+def stop(handle: Handle) -> None:
+    """Have a job save and end; one that waits does not begin."""
+    target, name = found(handle)
+    target.stop(name)
+
+
+@app.command()
+def wait(handle: Handle) -> None:
+    """Wait until a job has ended, and end with its code."""
+    target, name = found(handle)
+    raise typer.Exit(target.wait(name))

@@ -1,0 +1,63 @@
+"""`mcore-bundle launch docker`: the options that only docker has."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bundle.cli import options
+from bundle.cli.launch.submission import Detach, decided_here, read_record, submitted
+from bundle.cli.request import Machines, Request
+from bundle.targets import docker as engine
+
+
+def docker(
+    recipe: options.Recipe,
+    request: Request,
+    machines: Machines,
+    container_image: Annotated[str, typer.Option("--image", help="What it runs in.")],
+    node_rank: Annotated[int, typer.Option(min=0, help="Which of several machines this one is.")] = 0,
+    rendezvous: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where several meet: node 0.")] = "",
+    record: options.RunsIn = "",
+    mounts: Annotated[
+        list[str] | None,
+        typer.Option("--mount", metavar="SRC[:DST[:ro]]", help="What it sees, beside here and the run."),
+    ] = None,
+    variables: Annotated[
+        list[str] | None,
+        typer.Option("--env", metavar="NAME", help="A variable of here that it gets: HF_TOKEN, ..."),
+    ] = None,
+    user: Annotated[
+        str, typer.Option(metavar="UID:GID", help="Who it is; without it, we, in the group of our images.")
+    ] = "",
+    shared_memory: Annotated[str, typer.Option(metavar="SIZE", help="Size of /dev/shm.")] = "64g",
+    rdma: Annotated[
+        bool, typer.Option("--rdma", help="Give it the RDMA devices, and memory pinned.")
+    ] = False,
+    grace: Annotated[
+        int, typer.Option(min=1, metavar="SECONDS", help="From being told to save to the end.")
+    ] = 300,
+    restarts: options.Restarts = 0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print a command for each node, and stop.")
+    ] = False,
+    detach: Detach = False,
+) -> None:
+    """Run a job in a container of this machine; shows what it writes and ends as it does."""
+    job = decided_here(recipe, request, machines, read_record(container_image, record))
+    wanted = engine.Options(
+        image=container_image,
+        mounts=tuple(mounts or ()),
+        environment=tuple(variables or ()),
+        user=user or f"{os.getuid()}:0",
+        shared_memory=shared_memory,
+        rdma=rdma,
+        restarts=restarts,
+        grace_seconds=grace,
+    )
+    if dry_run:
+        print(engine.dry_run(job, wanted, Path.cwd(), rendezvous), end="")
+        return
+    name = engine.submit(job, wanted, Path.cwd(), node_rank, rendezvous)
+    submitted(f"docker:{name}", detach=detach)

@@ -1,0 +1,48 @@
+"""`mcore-bundle launch slurm`: the options that only Slurm has."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bundle.cli import options
+from bundle.cli.launch.submission import Detach, decided_here, read_record, submitted
+from bundle.cli.request import Machines, Request
+from bundle.targets import slurm as scheduler
+
+
+def slurm(
+    recipe: options.Recipe,
+    request: Request,
+    machines: Machines,
+    record: options.RunsIn = "",
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="OPTION[=VALUE]", help="Of sbatch: partition=gpu, account=us, time=4:00:00, ..."
+        ),
+    ] = None,
+    container_image: Annotated[
+        str, typer.Option("--image", help="What it runs in; without it, this very environment.")
+    ] = "",
+    container: Annotated[
+        str,
+        typer.Option(
+            callback=options.one_of(scheduler.CONTAINERS), help=f"One of {', '.join(scheduler.CONTAINERS)}."
+        ),
+    ] = scheduler.CONTAINERS[0],
+    mounts: Annotated[
+        list[str] | None,
+        typer.Option("--mount", metavar="SRC[:DST]", help="What a container sees, beside here and the run."),
+    ] = None,
+    restarts: options.Restarts = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch script, and stop.")] = False,
+    detach: Detach = False,
+) -> None:
+    """Run a job under Slurm, one task a node; shows what it writes and ends as it does."""
+    job = decided_here(recipe, request, machines, read_record(container_image, record))
+    wanted = scheduler.Options(tuple(sbatch or ()), container_image, container, tuple(mounts or ()), restarts)
+    if dry_run:
+        print(scheduler.script(job, wanted, Path.cwd()), end="")
+        return
+    submitted(f"slurm:{scheduler.submit(job, wanted, Path.cwd())}", detach=detach)

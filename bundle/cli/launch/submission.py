@@ -1,0 +1,109 @@
+"""What every target of `launch` has in common: a job is decided, handed over, and asked about by handle."""
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Protocol
+
+import typer
+
+from bundle.cli import may_fail
+from bundle.cli.plan import planned
+from bundle.cli.request import Machines, Request
+from bundle.environment import image
+from bundle.environment.image import BuildInfo
+from bundle.errors import UsageError, shown
+from bundle.launch.job import Job, of_plan
+from bundle.recipe import Recipe
+from bundle.targets import docker, slurm
+
+_NOT_OURS = "none"
+Handle = Annotated[str, typer.Argument(help="What `launch` printed: slurm:NUMBER, docker:CONTAINER.")]
+Detach = Annotated[bool, typer.Option("--detach", "-d", help="Print the handle of the job, and stop.")]
+
+
+class State(Protocol):
+    """What is said of a job: its state, why it is so, its exit code once it has ended."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def code(self) -> int | None: ...
+
+
+class Target(Protocol):
+    """What has been given a job, and is asked about it by the name that it gave it."""
+
+    def state(self, name: str) -> State: ...
+    def written(self, name: str) -> str: ...
+    def follow(self, name: str) -> Iterator[str]: ...
+    def wait(self, name: str) -> int: ...
+    def stop(self, name: str) -> None: ...
+
+
+# By the first part of a handle, with what its second part looks like.
+_TARGETS: dict[str, tuple[Target, str]] = {
+    "slurm": (slurm, r"[0-9]+"),
+    "docker": (docker, r"[a-zA-Z0-9][a-zA-Z0-9_.-]*"),
+}
+
+
+def read_record(runs_in: str, said: str) -> BuildInfo | None:
+    """What is in the image that a job runs in. Raises UsageError where nobody says."""
+    if runs_in and not said:
+        raise UsageError(
+            f"--image {shown(runs_in)}: say what is in it with --image-record FILE, which"
+            " `docker run IMAGE doctor --json > FILE` writes, or with --image-record none"
+        )
+    if said and not runs_in:
+        raise UsageError(f"--image-record {shown(said)}: say what it is of with --image, or leave it out")
+    return image.named(Path(said)) if said not in ("", _NOT_OURS) else None
+
+
+def decided(recipe: str, request: Request, machines: Machines, record: BuildInfo | None) -> Job:
+    """The job that a recipe is on such a cluster. Raises with everything that stands against it."""
+    return _of(request.load(recipe), request, machines, record)
+
+
+def decided_here(recipe: str, request: Request, machines: Machines, record: BuildInfo | None) -> Job:
+    """As above, for whoever sees the paths of this machine: they are of the working directory."""
+    asked = request.load(recipe)
+    origin = request.start_from
+    here = replace(
+        request,
+        run_directory=request.directory(asked).absolute(),
+        start_from=origin and origin.absolute(),
+    )
+    return _of(asked, here, machines, record)
+
+
+def submitted(handle: str, *, detach: bool) -> None:
+    """Says what the job is called; shows what it writes and ends as it does, unless it is left alone."""
+    if detach:
+        print(handle)
+        return
+    print(f"{handle}: `mcore-bundle launch stop {handle}` has it save and end", file=sys.stderr)
+    may_fail()  # the job's log has it all
+    target, name = found(handle)
+    for text in target.follow(name):
+        print(text, end="", flush=True)
+    raise typer.Exit(target.wait(name))
+
+
+def found(handle: str) -> tuple[Target, str]:
+    """Who has a job, and what it is called there. Raises UsageError for what is no handle."""
+    kind, _, name = handle.partition(":")
+    target, pattern = _TARGETS.get(kind, (slurm, ""))
+    if kind not in _TARGETS or not re.fullmatch(pattern, name, re.ASCII):
+        raise UsageError(f"{shown(handle)}: no handle of a job, such as slurm:1234")
+    return target, name
+
+
+def _of(recipe: Recipe, request: Request, machines: Machines, record: BuildInfo | None) -> Job:
+    made = planned(recipe, request, machines, record)
+    made.refuse()
+    return of_plan(made, request.directory(recipe), start=request.start(), record=record)

@@ -1,0 +1,75 @@
+"""What a job is asked for with: the options that the verbs which plan one have in common, in one list."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from bundle.cli import options
+from bundle.launch import Start
+from bundle.recipe import Recipe, load
+
+
+@dataclass(frozen=True)
+class Request:
+    """A job as it is asked for: what is changed of its recipe, how it begins, and what it runs with."""
+
+    overrides: options.Overrides = None
+    run_directory: options.RunDirectory = None
+    resume: options.Resume = False
+    start_from: options.From = None
+    weights_only: options.WeightsOnly = False
+    backend: options.Backend = ""
+    mcore: options.Mcore = ""
+    allow_drift: options.AllowDrift = None
+    devices_per_node: options.DevicesPerNode = None
+    log_level: options.LogLevel = ""
+
+    def load(self, recipe: str) -> Recipe:
+        """The recipe of that name or file, with what is said of its keys."""
+        return load(recipe, self.overrides or ())
+
+    def directory(self, recipe: Recipe) -> Path:
+        """Where the run lives."""
+        return self.run_directory or recipe.run_directory
+
+    def start(self, *, fresh: bool = False) -> Start:
+        """What the run begins with."""
+        return Start(fresh=fresh, resume=self.resume, origin=self.start_from, weights_only=self.weights_only)
+
+
+@dataclass(frozen=True)
+class Machines:
+    """What a job will run on, where that is not this machine."""
+
+    nodes: options.Nodes = None
+    hardware: options.Hardware = ""
+
+
+def spread(verb: Callable[..., None]) -> Callable[..., None]:
+    """The verb for typer: a parameter that is one of the above becomes an option for each of its fields."""
+    own = inspect.signature(verb)
+    groups: dict[str, Any] = {
+        name: parameter.annotation
+        for name, parameter in own.parameters.items()
+        if parameter.annotation in (Request, Machines)
+    }
+    flat: list[inspect.Parameter] = []
+    for name, parameter in own.parameters.items():
+        group = groups.get(name)
+        flat += inspect.signature(group).parameters.values() if group else [parameter]
+
+    @functools.wraps(verb)
+    def spread_out(**said: Any) -> None:
+        made = {
+            name: group(**{field.name: said.pop(field.name) for field in fields(group)})
+            for name, group in groups.items()
+        }
+        verb(**said, **made)
+
+    by_name = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in flat]
+    spread_out.__signature__ = own.replace(parameters=by_name)  # type: ignore[attr-defined]
+    spread_out.__annotations__ = {parameter.name: parameter.annotation for parameter in by_name}
+    return spread_out
