@@ -7,6 +7,7 @@ right the published one. `{a,b}` are several that ours is made of, in that order
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 _MODEL = {
     "embedding.word_embeddings": "{decoder}embed_tokens",
@@ -59,6 +60,7 @@ class Names:
     """What a family calls the modules of a decoder layer and, if it publishes any, of its MTP layers.
 
     `decoder` stands before the names of all that is the decoder's, `vision` before those of the tower's.
+    `config` is what published configs say and transformers' own may leave out; servers (SGLang) read it.
     """
 
     architecture: str  # what configs name in `architectures`: the class of transformers, or of the repository
@@ -66,6 +68,7 @@ class Names:
     mtp: MTPNames | None = None
     decoder: str = "model."
     vision: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
 
     def of_model(self, module: str) -> str:
         """The published name of a module outside all layers."""
@@ -109,6 +112,7 @@ _MIMO_MTP = MTPNames(
     },
     hidden_first=True,
 )
+_NOAUX_TC = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
 NAMES: dict[str, Names] = {
     "llama": Names("LlamaForCausalLM"),
@@ -118,9 +122,13 @@ NAMES: dict[str, Names] = {
     "mimo": Names("MiMoForCausalLM", mtp=_MIMO_MTP),
     "qwen3": Names("Qwen3ForCausalLM"),
     "qwen3_moe": Names("Qwen3MoeForCausalLM"),
-    "deepseek_v2": Names("DeepseekV2ForCausalLM", _LAYER | _LATENT),
-    "deepseek_v3": Names("DeepseekV3ForCausalLM", _LAYER | _LATENT, _DEEPSEEK_MTP),
-    "kimi_k2": Names("DeepseekV3ForCausalLM", _LAYER | _LATENT, _DEEPSEEK_MTP),
+    "deepseek_v2": Names(
+        "DeepseekV2ForCausalLM",
+        _LAYER | _LATENT,
+        config={"moe_layer_freq": 1, "scoring_func": "softmax", "topk_method": "greedy"},
+    ),
+    "deepseek_v3": Names("DeepseekV3ForCausalLM", _LAYER | _LATENT, _DEEPSEEK_MTP, config=_NOAUX_TC),
+    "kimi_k2": Names("DeepseekV3ForCausalLM", _LAYER | _LATENT, _DEEPSEEK_MTP, config=_NOAUX_TC),
     "glm4_moe": Names("Glm4MoeForCausalLM", mtp=_DEEPSEEK_MTP),
     "qwen2_5_vl": Names("Qwen2_5_VLForConditionalGeneration", vision="visual."),
 }

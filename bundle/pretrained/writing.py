@@ -142,13 +142,14 @@ def write_index(directory: Path, of: Mapping[str, Sequence[Stored]]) -> None:
 
 def write_config(directory: Path, model: Published, numbers: Numbers) -> None:
     """The config as it was published, in the words that it had, of the model as it was trained."""
-    architecture, config = model.architecture, dict(model.config)
+    architecture = model.architecture
+    names = NAMES[architecture.model_type]
+    config = {**names.config, **model.config}
     config.pop("quantization_config", None)  # loaders would look for scales
     if numbers == "fp8":
         config["quantization_config"] = _quantization(Tensors(architecture))
     key = "dtype" if "dtype" in config else "torch_dtype"  # transformers 5 and 4
     config[key] = _DTYPES[numbers]
-    names = NAMES[architecture.model_type]
     config.setdefault("architectures", [names.architecture])
     if names.mtp is not None:
         config["num_nextn_predict_layers"] = architecture.mtp_layers

@@ -113,6 +113,26 @@ def test_the_config_is_as_it_was_published_but_for_what_changed(tmp_path):
     assert (said["dtype"], said["architectures"], "torch_dtype" in said) == ("float32", ["Mine"], False)
 
 
+@pytest.mark.parametrize(
+    ("family", "chosen"),
+    [("deepseek_v3", ("sigmoid", "noaux_tc")), ("deepseek_v2", ("softmax", "greedy"))],
+)
+def test_servers_find_what_published_configs_say_and_transformers_leaves_out(tmp_path, family, chosen):
+    """SGLang 0.5.16 reads these of the config and knows no default: seen on a GPU."""
+    write(tmp_path, family)
+    place = tmp_path / "config.json"
+    left_out = ("moe_layer_freq", "scoring_func") + (("topk_method",) if family == "deepseek_v3" else ())
+    kept = {key: value for key, value in json.loads(place.read_text()).items() if key not in left_out}
+    place.write_text(json.dumps(kept))
+    (tmp_path / "out").mkdir()
+    written_config(tmp_path, recipe(tmp_path), "bf16")
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert said["moe_layer_freq"] == 1 and (said["scoring_func"], said["topk_method"]) == chosen
+    place.write_text(json.dumps(kept | {"moe_layer_freq": 2}))
+    written_config(tmp_path, recipe(tmp_path), "bf16")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["moe_layer_freq"] == 2
+
+
 def test_what_belongs_to_a_model_comes_along_and_its_weights_do_not(tmp_path):
     one, two, out = (tmp_path / name for name in ("one", "two", "out"))
     for directory in (one, two, out):
