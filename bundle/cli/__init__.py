@@ -20,7 +20,7 @@ from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, JobFailed, Us
 # verb -> what it does; the module is bundle.cli.<verb>, which holds a typer app named `app`.
 VERBS: dict[str, str] = {
     "train": "Train a recipe on this machine, or on several.",
-    "launch": "Hand a job to Slurm, Kubernetes or docker, and ask what became of it.",
+    "launch": "Hand a job to this machine, docker, Slurm or Kubernetes, and ask what became of it.",
     "recipes": "The job files that come with the package: list them, show one, their JSON schema.",
     "plan": "All that a job will be, before it starts, and what stands against it.",
     "check": "What the data of a job comes to: counts, epochs, and samples with their loss masks.",

@@ -5,6 +5,7 @@ none of it: it is data, checked before anything happens, and names code only tha
 """
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -30,6 +31,7 @@ from bundle.files import json_digest
 from bundle.launch import FilePath, Start, outcomes
 from bundle.launch.command import WAIT_SECONDS, Launch
 from bundle.launch.rendezvous import Rendezvous
+from bundle.launch.starters import host_and_port
 from bundle.patches import plan, subject
 from bundle.patches.plan import PatchPlan, survey
 from bundle.planning import Plan, to_json
@@ -119,7 +121,29 @@ class Job:
 _FILE = TypeAdapter(Job)
 
 
-def launch(job: Job, where: Rendezvous, wait: int = WAIT_SECONDS) -> Launch:
+def unmet(job: Job, rendezvous: str) -> list[str]:
+    """What is wrong with where the nodes of a job shall meet, "HOST:PORT"; empty where one is alone."""
+    if rendezvous and host_and_port(rendezvous) is None:
+        return [f"--rendezvous {shown(rendezvous)}: HOST:PORT"]
+    if job.nodes > 1 and not rendezvous:
+        return [f"{job.nodes} nodes: say where they meet, --rendezvous HOST:PORT, and --node-rank on each"]
+    return []
+
+
+def words(
+    job: Job, file: Path, node_rank: int = 0, rendezvous: str = "", restarts: int = 0
+) -> tuple[str, ...]:
+    """What `mcore-bundle` is told on one node of a job, to execute it from a file.
+
+    Without a `rendezvous`, whoever starts the nodes tells them which they are and where they meet.
+    """
+    said = ["train", f"--job={file}", *([f"--restarts={restarts}"] if restarts else [])]
+    if job.nodes > 1 and rendezvous:
+        said += [f"--nodes={job.nodes}", f"--node-rank={node_rank}", f"--rendezvous={rendezvous}"]
+    return tuple(said)
+
+
+def launch(job: Job, where: Rendezvous, wait: int = WAIT_SECONDS, python: str = sys.executable) -> Launch:
     """What starts one node's ranks, which execute the copy of the job in the log folder of this launch.
 
     A copy of their own: the next launch, or that of another node, may be of another job.
@@ -133,6 +157,7 @@ def launch(job: Job, where: Rendezvous, wait: int = WAIT_SECONDS) -> Launch:
         environment=job.environment,
         files={NAME: job.text()},
         wait=wait,
+        python=python,
     )
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from bundle.environment import machine
 from bundle.environment.hardware import memory_kills
 from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, JobFailed
-from bundle.launch import nodes, outcomes, verdict
+from bundle.launch import nodes, outcomes, output, verdict
 from bundle.launch.command import Launch, command
 from bundle.launch.evidence import KernelLog, gathered
 from bundle.launch.hang import Hung
@@ -86,6 +86,7 @@ class Waiting:
 def run(launch: Launch, inherited: Mapping[str, str]) -> None:
     """Starts this node's ranks and returns when all ended well.
 
+    Of several nodes, each line that a rank prints is shown behind [node/rank].
     SIGTERM, SIGHUP and Ctrl-C have the ranks save and end with 75; the second of them ends all at once. While
     the other nodes are not there yet, the first ends this one. Raises Ended with the code and the cause.
     """
@@ -109,11 +110,14 @@ def run(launch: Launch, inherited: Mapping[str, str]) -> None:
                 env=torchrun.environment(inherited) | {outcomes.DIRECTORY: str(folder)},
                 stdin=subprocess.DEVNULL,
                 # The agent itself writes only to stderr; what is left of stdout is the first rank's.
+                stdout=subprocess.PIPE if launch.rendezvous.nodes > 1 else None,
                 stderr=log,
                 start_new_session=True,
                 preexec_fn=_bind_to(os.getpid(), folder),
             )
             stopped = passed_on.enter_context(_signals(agent, folder, waiting))
+        node = launch.rendezvous.node_rank
+        passed_on.enter_context(output.labelled(agent.stdout, output.label(node, node * launch.per_node)))
         status, overdue = _watch(agent, folder, waiting)
         ending = judge(
             gathered(

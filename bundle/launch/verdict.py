@@ -12,7 +12,7 @@ from typing import Any
 
 from bundle import files
 from bundle.errors import ExitCode
-from bundle.launch import causes, hang, outcomes
+from bundle.launch import causes, hang, outcomes, output
 from bundle.launch.causes import SECONDARY, Action, Kind
 from bundle.launch.evidence import Evidence
 from bundle.launch.outcomes import Outcome
@@ -259,7 +259,7 @@ def _silent(of: Evidence, outcome: Outcome, first: re.Match[str] | None) -> Verd
         cause, kind = (_SHORT_OF_MEMORY, Kind.HOST_MEMORY) if of.memory_kills else (_KILLED, Kind.KILLED)
         return _of_rank(of, outcome, kind, Action.RESTART, cause, evidence=seen, details=where)
     said = _quiet(of.logs[outcome.local_rank].end) if outcome.local_rank in of.logs else ""
-    shown = (*where, *_tail(said, _name(outcome)))
+    shown = (*where, *_tail(said, output.label(of.node_rank, outcome.rank)))
     if hit := causes.found(causes.RANK, said):
         seen = (*seen, f"{_name(outcome)}'s log: {hit.line}")
         return _of_rank(of, outcome, hit.rule.kind, hit.rule.action, hit.says, evidence=seen, details=shown)
@@ -272,7 +272,7 @@ def _silent(of: Evidence, outcome: Outcome, first: re.Match[str] | None) -> Verd
 
 def _not_started(of: Evidence) -> Verdict:
     """What torchrun says where it started no rank."""
-    shown = _tail(_quiet(of.agent), "torchrun")
+    shown = _tail(_quiet(of.agent), "[torchrun]")
     if hit := causes.found(causes.AGENT, of.agent):
         said, rule = (f"torchrun: {hit.line}",), hit.rule
         return _said(
@@ -310,6 +310,6 @@ def _quiet(text: str) -> str:
     return _WARNING.sub("", text)
 
 
-def _tail(text: str, name: str) -> tuple[str, ...]:
+def _tail(text: str, before: str) -> tuple[str, ...]:
     lines = text.rstrip().splitlines()[-_TAIL_LINES:]
-    return tuple(f"[{name}] {line}" for line in lines)
+    return tuple(f"{before} {line}" for line in lines)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from bundle import files
 from bundle.errors import LaunchUnavailable, UsageError, shown
 from bundle.files import json_digest
+from bundle.launch import job as job_file
 from bundle.launch.command import Command
 from bundle.launch.job import NAME, Job
 from bundle.targets.client import asked
@@ -95,13 +96,10 @@ def command(job: Job, options: Options, workdir: Path, node_rank: int = 0, rende
     paths = (workdir, job.directory.absolute())
     wrong = list(options.violations())
     wrong += [f"{shown(str(p))}: docker reads : as its own" for p in dict.fromkeys(paths) if ":" in str(p)]
-    if job.nodes > 1 and not rendezvous:
-        wrong.append(
-            f"{job.nodes} nodes: say where they meet, --rendezvous HOST:PORT, and --node-rank on each"
-        )
+    wrong += job_file.unmet(job, rendezvous)
     if wrong:
         raise UsageError("no command of docker can be written", wrong)
-    words = [
+    words = (
         *("docker", "run", "--detach"),
         f"--name={named(job, node_rank)}",
         f"--label={_LABEL}={json_digest(job.dump())}",
@@ -120,12 +118,9 @@ def command(job: Job, options: Options, workdir: Path, node_rank: int = 0, rende
         f"--workdir={workdir}",
         *(f"--env={name}" for name in options.environment),
         options.image,
-        *("train", f"--job={placed(job) / NAME}"),
-        *([f"--restarts={options.restarts}"] if options.restarts else []),
-    ]
-    if job.nodes > 1:
-        words += [f"--nodes={job.nodes}", f"--node-rank={node_rank}", f"--rendezvous={rendezvous}"]
-    return Command(tuple(words))
+        *job_file.words(job, placed(job) / NAME, node_rank, rendezvous, options.restarts),
+    )
+    return Command(words)
 
 
 def dry_run(job: Job, options: Options, workdir: Path, rendezvous: str = "") -> str:

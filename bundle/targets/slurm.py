@@ -19,8 +19,10 @@ from typing import NamedTuple
 from bundle import files
 from bundle.errors import ExitCode, LaunchUnavailable, UsageError, shown
 from bundle.files import json_digest
+from bundle.launch import job as job_file
 from bundle.launch.job import NAME, Job
 from bundle.targets.client import asked
+from bundle.targets.growing import grown
 
 _log = logging.getLogger(__name__)
 
@@ -124,13 +126,13 @@ def script(job: Job, options: Options, workdir: Path) -> str:
     theirs = dict(_named(option) for option in options.sbatch)
     directives = "\n".join(f"#SBATCH {_option(name, value)}" for name, value in (ours | theirs).items())
     # Tasks that are left alone end by themselves, with a code that says why; ended by Slurm, with none.
-    step = ["srun", "--label", "--cpu-bind=none", "--kill-on-bad-exit=0", *_inside(job, options, workdir)]
-    again = [f"--restarts={options.restarts}"] if options.restarts else []
+    step = ["srun", "--cpu-bind=none", "--kill-on-bad-exit=0", *_inside(job, options, workdir)]
+    words = job_file.words(job, where / NAME, restarts=options.restarts)
     stopped, ended = (shlex.quote(f"{where}/{what}-") for what in ("stopped", "ended"))
     return f"""#!/bin/bash
 {directives}
 # Written by `mcore-bundle launch slurm`; what every node executes is {NAME} beside it.
-{shlex.join([*step, "train", f"--job={where / NAME}", *again])}
+{shlex.join([*step, *words])}
 code=$?
 # Told to save, by its time limit or for another job: it goes on from its checkpoint, unless it was to stop.
 if [ $code -eq {ExitCode.PREEMPTED.value} ] && [ ! -e {stopped}"$SLURM_JOB_ID" ]; then
@@ -197,15 +199,7 @@ def written(number: str) -> str:
 
 def follow(number: str, seconds: float = LOOK_SECONDS) -> Iterator[str]:
     """What a job writes, as it comes, until it has ended; a job that is requeued has not."""
-    read = 0
-    for now in _looked_at(number, seconds):
-        if now.output is not None and files.is_file(now.output):
-            with now.output.open("rb") as file:
-                file.seek(read)
-                new = file.read()
-            read += len(new)
-            if new:
-                yield new.decode("utf-8", errors="replace")
+    yield from grown(now.output for now in _looked_at(number, seconds))
 
 
 def wait(number: str, seconds: float = LOOK_SECONDS) -> int:

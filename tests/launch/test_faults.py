@@ -121,4 +121,7 @@ def test_nodes_meet_at_a_name_that_is_known_20_seconds_late(tmp_path, monkeypatc
         time.sleep(20)
         with hosts.open("a") as file:
             file.write("127.0.0.1 late.example\n")
-        assert [finish(each, 0, SECONDS)[0] for each in started] == ["rank 2 of 4 []\n", "rank 0 of 4 []\n"]
+        assert [finish(each, 0, SECONDS)[0] for each in started] == [
+            "[1/2] rank 2 of 4 []\n",
+            "[0/0] rank 0 of 4 []\n",
+        ]

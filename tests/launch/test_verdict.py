@@ -221,8 +221,8 @@ def test_the_log_of_a_rank_without_a_word_is_shown_without_warnings():
     found = judged(outcome(1, None), logs={1: log(LOG)}, agent=death(1, -11))
     assert found.text().splitlines() == [
         "rank 1's log: stderr.log",
-        "[rank 1] what the rank printed",
-        "[rank 1] Fatal Python error: Segmentation fault",
+        "[0/1] what the rank printed",
+        "[0/1] Fatal Python error: Segmentation fault",
         f"rank 1: killed by SIGSEGV; {AGAIN}",
     ]
 

@@ -62,7 +62,7 @@ def test_two_nodes_train_what_one_trains_and_the_launch_ends_as_they_do(bundle, 
     ended = bundle("launch", "slurm", *RECIPE, "--nodes=2", "--devices-per-node=1")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "step 6/6" in ended.stdout
-    assert any(line.startswith("0: ") for line in ended.stdout.splitlines())
+    assert any(line.startswith("[0/0] ") for line in ended.stdout.splitlines())
     executed = json.loads((tmp_path / "runs/demo/job.json").read_text())
     assert (executed["nodes"], executed["per_node"]) == (2, 1)
     handle = ended.stderr.partition(": ")[0]

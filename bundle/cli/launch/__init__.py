@@ -9,12 +9,13 @@ import typer
 
 from bundle.cli.launch.docker import docker
 from bundle.cli.launch.kubernetes import kubernetes
+from bundle.cli.launch.local import local
 from bundle.cli.launch.slurm import slurm
 from bundle.cli.launch.submission import Handle, found
 from bundle.cli.request import spread
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False, no_args_is_help=True)
-for target in (slurm, docker, kubernetes):
+for target in (local, docker, slurm, kubernetes):
     app.command()(spread(target))
 
 
@@ -31,7 +32,7 @@ def logs(
     handle: Handle,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the job has ended.")] = False,
 ) -> None:
-    """What a job wrote; under Slurm, the number before a line is that of its node."""
+    """What a job wrote; a line of a rank of several nodes begins with [node/rank]."""
     target, name = found(handle)
     for text in target.follow(name) if follow else [target.written(name)]:
         print(text, end="", flush=True)

@@ -7,7 +7,14 @@ from typing import Annotated
 import typer
 
 from bundle.cli import options
-from bundle.cli.launch.submission import Detach, decided_here, read_record, submitted
+from bundle.cli.launch.submission import (
+    Detach,
+    NodeRank,
+    Rendezvous,
+    decided_here,
+    read_record,
+    submitted,
+)
 from bundle.cli.request import Machines, Request
 from bundle.targets import docker as engine
 
@@ -17,8 +24,8 @@ def docker(
     request: Request,
     machines: Machines,
     container_image: Annotated[str, typer.Option("--image", help="What it runs in.")],
-    node_rank: Annotated[int, typer.Option(min=0, help="Which of several machines this one is.")] = 0,
-    rendezvous: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where several meet: node 0.")] = "",
+    node_rank: NodeRank = 0,
+    rendezvous: Rendezvous = "",
     record: options.RunsIn = "",
     mounts: Annotated[
         list[str] | None,

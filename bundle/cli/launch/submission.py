@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Protocol
@@ -16,12 +16,19 @@ from bundle.environment import image
 from bundle.environment.image import BuildInfo
 from bundle.errors import UsageError, shown
 from bundle.launch.job import Job, of_plan
+from bundle.planning import Problem
+from bundle.planning.inputs import input_problems
 from bundle.recipe import Recipe
-from bundle.targets import docker, slurm
+from bundle.runs.directory import RunDirectory
+from bundle.targets import docker, local, slurm
 
 _NOT_OURS = "none"
-Handle = Annotated[str, typer.Argument(help="What `launch` printed: slurm:NUMBER, docker:CONTAINER.")]
+Handle = Annotated[
+    str, typer.Argument(help="What `launch` printed: local:FOLDER, slurm:NUMBER, docker:CONTAINER.")
+]
 Detach = Annotated[bool, typer.Option("--detach", "-d", help="Print the handle of the job, and stop.")]
+NodeRank = Annotated[int, typer.Option(min=0, help="Which of several machines this one is.")]
+Rendezvous = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where several meet: node 0.")]
 
 
 class State(Protocol):
@@ -47,6 +54,7 @@ class Target(Protocol):
 
 # By the first part of a handle, with what its second part looks like.
 _TARGETS: dict[str, tuple[Target, str]] = {
+    "local": (local, r"/[^\x00-\x1f\x7f]*"),
     "slurm": (slurm, r"[0-9]+"),
     "docker": (docker, r"[a-zA-Z0-9][a-zA-Z0-9_.-]*"),
 }
@@ -69,16 +77,20 @@ def decided(recipe: str, request: Request, machines: Machines, record: BuildInfo
     return _of(request.load(recipe), request, machines, record)
 
 
-def decided_here(recipe: str, request: Request, machines: Machines, record: BuildInfo | None) -> Job:
-    """As above, for whoever sees the paths of this machine: they are of the working directory."""
+def decided_here(
+    recipe: str, request: Request, machines: Machines, record: BuildInfo | None, *, looks: bool = False
+) -> Job:
+    """As above, for whoever sees the paths of this machine: they are of the working directory.
+
+    What lies there speaks against the job, too, where it `looks` at it: it is what the nodes will find.
+    """
     asked = request.load(recipe)
-    origin = request.start_from
-    here = replace(
-        request,
-        run_directory=request.directory(asked).absolute(),
-        start_from=origin and origin.absolute(),
-    )
-    return _of(asked, here, machines, record)
+    directory, origin = request.directory(asked).absolute(), request.start_from
+    here = replace(request, run_directory=directory, start_from=origin and origin.absolute())
+    if not looks:
+        return _of(asked, here, machines, record)
+    begins = RunDirectory(directory).beginning(asked, here.start())
+    return _of(asked, here, machines, record, list(input_problems(asked, directory, begins)))
 
 
 def submitted(handle: str, *, detach: bool) -> None:
@@ -103,7 +115,13 @@ def found(handle: str) -> tuple[Target, str]:
     return target, name
 
 
-def _of(recipe: Recipe, request: Request, machines: Machines, record: BuildInfo | None) -> Job:
-    made = planned(recipe, request, machines, record)
+def _of(
+    recipe: Recipe,
+    request: Request,
+    machines: Machines,
+    record: BuildInfo | None,
+    beside: Sequence[Problem] = (),
+) -> Job:
+    made = planned(recipe, request, machines, record, beside)
     made.refuse()
     return of_plan(made, request.directory(recipe), start=request.start(), record=record)

@@ -11,7 +11,7 @@
 #SBATCH --signal=TERM@180
 #SBATCH --gpus-per-node=8
 # Written by `mcore-bundle launch slurm`; what every node executes is job.json beside it.
-srun --label --cpu-bind=none --kill-on-bad-exit=0 '--container-image=registry.example:5000#us/bundle:1' --container-mounts=/work:/work,/runs/demo:/runs/demo,/data:/data,/models:/m:ro --container-workdir=/work --no-container-mount-home -- mcore-bundle train --job=/runs/demo/logs/slurm-DIGEST/job.json
+srun --cpu-bind=none --kill-on-bad-exit=0 '--container-image=registry.example:5000#us/bundle:1' --container-mounts=/work:/work,/runs/demo:/runs/demo,/data:/data,/models:/m:ro --container-workdir=/work --no-container-mount-home -- mcore-bundle train --job=/runs/demo/logs/slurm-DIGEST/job.json
 code=$?
 # Told to save, by its time limit or for another job: it goes on from its checkpoint, unless it was to stop.
 if [ $code -eq 75 ] && [ ! -e /runs/demo/logs/slurm-DIGEST/stopped-"$SLURM_JOB_ID" ]; then

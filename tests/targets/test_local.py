@@ -1,0 +1,153 @@
+"""A node of a job on this machine: its command, and what is asked of it by the name of its folder."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bundle.errors import LaunchUnavailable, UsageError
+from bundle.launch.job import Job
+from bundle.targets import local
+from bundle.targets.local import Options
+from tests.launch.launched import ROOT
+from tests.targets.test_docker import decided
+from tests.training.test_interruption import TINY
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "options"),
+    [
+        ("cuda", ("cuda", "h200", 2, 8), Options(3, python="/venv/bin/python")),
+        ("ascend", ("ascend", "a3", 1, 4), Options(mcore="/src/Megatron-LM", python="/venv/bin/python")),
+        ("cpu", ("cpu", "cpu", 1, 2), Options(python="/venv/bin/python")),
+    ],
+)
+def test_the_commands_are_the_golden_ones(name, machine, options):
+    job = decided(*machine)
+    found = local.dry_run(job, options, "node0:29500" if job.nodes > 1 else "")
+    assert found.replace(" --", " \\\n  --") == (GOLDEN / f"local-{name}.sh").read_text()
+
+
+def test_several_nodes_are_told_where_they_meet():
+    job = decided("cuda", "h200", 2, 8)
+    for wrong, said in (("", "2 nodes: say where they meet"), ("node0", "--rendezvous 'node0': HOST:PORT")):
+        with pytest.raises(UsageError, match=said):
+            local.command(job, Options(), Path("/runs"), 1, wrong)
+
+
+@pytest.fixture
+def job(tmp_path) -> Job:
+    return replace(decided("cpu", "cpu", 1, 2), directory=tmp_path / "it's $HOME")
+
+
+@pytest.fixture
+def node(tmp_path) -> Callable[[str], Options]:
+    """Options by which a node does what a shell script says, in the place of Python."""
+
+    def does(script: str) -> Options:
+        program = tmp_path / "a 'python'"
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        return Options(python=str(program))
+
+    return does
+
+
+def until(condition: Callable[[], object], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_what_a_node_is_told_and_writes_and_the_code_that_it_ends_with(job, node, tmp_path):
+    name = local.submit(job, node('echo "$@"; echo "in $PWD" >&2; exit 6'), tmp_path)
+    said = "".join(local.follow(name))
+    assert said == f"-m bundle train --job={name}/job.json\nin {tmp_path}\n" == local.written(name)
+    assert json.loads(Path(name, "job.json").read_text()) == job.dump()
+    assert local.state(name) == local.State("FAILED", "code 6", 6)
+    assert local.wait(name) == 6
+    local.stop(name)  # of what has ended: nothing
+    again = local.submit(job, node("exit 0"), tmp_path)
+    assert again != name
+    assert local.wait(again) == 0 and local.state(again) == local.State("COMPLETED", "", 0)
+
+
+def test_a_node_that_is_told_to_stop_says_how_it_ended(job, node, tmp_path):
+    name = local.submit(
+        job, node('trap "echo saved; exit 75" TERM; echo up; while :; do sleep 0.1; done'), tmp_path
+    )
+    until(lambda: "up" in local.written(name))
+    assert local.state(name) == local.State("RUNNING", "", None)
+    local.stop(name)
+    assert local.wait(name) == 75
+    assert local.written(name).splitlines()[-1] == "saved"
+
+
+def test_a_node_that_was_killed_with_all_that_belongs_to_it_is_lost(job, node, tmp_path):
+    name = local.submit(job, node("exec sleep 60"), tmp_path)
+    group = int(Path(name, "group").read_text().split()[0])
+    os.killpg(group, signal.SIGKILL)
+    until(lambda: local.state(name).name == "LOST")
+    assert local.wait(name) == 5
+
+
+def test_a_node_outlives_a_shell_that_is_killed_and_is_still_stopped(job, node, tmp_path):
+    name = local.submit(job, node('trap "exit 75" TERM; echo up; while :; do sleep 0.1; done'), tmp_path)
+    until(lambda: "up" in local.written(name))
+    os.kill(int(Path(name, "group").read_text().split()[0]), signal.SIGKILL)
+    assert local.state(name).name == "RUNNING"
+    local.stop(name)
+    until(lambda: local.state(name).name == "LOST")
+
+
+def test_a_node_of_another_machine_is_not_stopped_here(job, node, tmp_path):
+    name = local.submit(job, node('trap "exit 75" TERM; while :; do sleep 0.1; done'), tmp_path)
+    group = Path(name, "group")
+    said = group.read_text()
+    group.write_text(f"{said.split()[0]} elsewhere")
+    with pytest.raises(LaunchUnavailable, match="runs on elsewhere; stop it there"):
+        local.stop(name)
+    group.write_text(said)
+    local.stop(name)
+    local.wait(name)
+
+
+def test_where_nothing_was_launched_it_is_said(tmp_path):
+    for asked in (local.state, local.wait, local.written, local.stop):
+        with pytest.raises(LaunchUnavailable, match="no job was launched there"):
+            asked(str(tmp_path))
+
+
+@pytest.mark.world
+def test_a_launch_shows_what_its_job_writes_and_ends_as_it_does(tmp_path):
+    pytest.importorskip("megatron.core")
+
+    def bundle(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "bundle", "launch", *words]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900, check=False
+        )
+
+    recipe = ("local", "demo", *(f"--set={override}" for override in TINY))
+    ended = bundle(*recipe)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "finished: loss" in ended.stdout
+    handle = ended.stderr.partition(": ")[0]
+    assert handle == f"local:{tmp_path}/runs/demo/logs/local-1"
+    assert bundle("status", handle).stdout == f"{handle} COMPLETED\n"
+    refused = bundle(*recipe, "--detach")
+    assert refused.returncode == 2 and "this run is finished" in refused.stderr
+    missing = bundle(*recipe, "--run-directory=other", "--set=data.path=[nowhere.txt]")
+    assert missing.returncode == 2 and "nowhere.txt" in missing.stderr
+    assert not (tmp_path / "other").exists()
