@@ -185,7 +185,7 @@ CHECKS: dict[str, Check] = {  # by the patch's id
     "router-replay": measured("experts:replay", Gap(0.1), agreement=0.0),  # of the tokens go elsewhere
     "router-replay-by-layer": measured("experts:replay", Gap(0.1), agreement=0.0),
     "native-replay-recompute": measured("experts:native_recompute", Gap(1e-2), agreement=0.0),
-    "cpu-mla-without-te-linear": measured(
+    "mla-without-te-linear": measured(
         "gradients:latent_attention",
         Raises("TypeError", "isinstance() arg 2 must be a type"),  # to 0.16
         Raises("ValueError", "Unsupported linear_q_down_proj"),
@@ -193,8 +193,8 @@ CHECKS: dict[str, Check] = {  # by the patch's id
         agreement=1e-4,
     ),
     "cpu-moe-splits-on-host": measured("experts:over_ranks", Raises("TypeError", "all_to_all"), world=2),
-    "cpu-router-without-te-gemm": measured("experts:router_in_fp32", Raises("NameError", "te_general_gemm")),
-    "cpu-optimizer-without-fp8-quantize": measured(
+    "router-without-te-gemm": measured("experts:router_in_fp32", Raises("NameError", "te_general_gemm")),
+    "optimizer-without-fp8-quantize": measured(
         "gradients:optimizer_step", Raises("RuntimeError", "Invalid Transformer Engine version")
     ),
     "per-token-loss-context-parallel": measured("gradients:per_token", Gap(0.5), world=2),  # twice as large

@@ -59,7 +59,7 @@ PRESENT: dict[str, Criterion] = {
         _lacks(_LATENT, r"elif (not thd_packed_seq|packed_seq_params is None) or self\.config\.context_par"),
     ),
     "mla-thd-value-padding": _lacks(_LATENT, r"F\.pad\("),
-    "cpu-mla-without-te-linear": _has(_LATENT, r"not in \[[^]]*\bTELinear\b", r" in \[\s*TELinear"),
+    "mla-without-te-linear": _has(_LATENT, r"not in \[[^]]*\bTELinear\b", r" in \[\s*TELinear"),
     "mtp-context-parallel-roll": _has(_PREDICTION, r"def roll_tensor\(tensor, shifts=-1, dims=-1\):"),
     "mtp-packed-roll-boundaries": _all(
         _has(_PREDICTION, r"def _roll_tensor_packed_seq\("),
@@ -107,11 +107,11 @@ PRESENT: dict[str, Criterion] = {
     ),
     "restricted-unpickle": _has(f"{_CHECKPOINT}.strategies.common", r"weights_only=False"),
     "cpu-moe-splits-on-host": _always,
-    "cpu-router-without-te-gemm": _all(
+    "router-without-te-gemm": _all(
         _has(f"{_MOE}.moe_utils", r"te_general_gemm is not None"),
         _lacks(f"{_MOE}.moe_utils", r"te_general_gemm,?\s*\) = \(None|te_general_gemm = None"),
     ),
-    "cpu-optimizer-without-fp8-quantize": _has(
+    "optimizer-without-fp8-quantize": _has(
         "fp8_utils", r"def _quantize_param_shard_impl\([^)]*\)[^:]*:\s*raise RuntimeError"
     ),
     "moe-tensor-without-expert-parallel": _lacks("tensor_parallel.layers", "use_expert_pgs"),

@@ -25,7 +25,7 @@ def ids(found: Audit) -> set[str]:
 def test_what_is_of_local_layers_alone_or_an_improvement_is_no_defect_of_a_job():
     local = (("cpu",), ("cpu", "ascend"))
     none = {e.id for e in ENTRIES if e.backends in local or (isinstance(e, Patch) and e.opt_in)}
-    assert {"cpu-moe-splits-on-host", "cpu-mla-without-te-linear", "recompute-reclaim"} <= none
+    assert {"cpu-moe-splits-on-host", "mla-without-te-linear", "recompute-reclaim"} <= none
     for version in ("0.12.3", "0.16.1", "0.19.2"):
         assert not none & ids(audited(version))
 

@@ -55,7 +55,7 @@ def test_our_jobs_are_patched_beside_mindspeed_and_what_another_framework_has_of
         {
             decision.id: decision.action
             for decision in survey(of, load_table(), beside, backend="ascend", vouched=vouched).decisions
-        }["cpu-mla-without-te-linear"]
+        }["mla-without-te-linear"]
         for vouched in (None, ())
     ]
     assert actions == [Action.APPLY, Action.OWNED]

@@ -133,9 +133,9 @@ CASES: list[tuple[str, str, str, Sequence[Edit] | None, Presence]] = [
         U,
     ),
     ("mla-thd-value-padding", "0.18.2", MLA, [("value = F.pad(value,", "value = wider(value,")], P),
-    ("cpu-mla-without-te-linear", "0.16.1", MLA, [(LIST, "is TELinear:")], U),
-    ("cpu-mla-without-te-linear", "0.16.1", MLA, [(LIST, "in (TELinear,):")], U),
-    ("cpu-mla-without-te-linear", "0.16.1", MLA, [(LIST, "in WHOLE:")], U),
+    ("mla-without-te-linear", "0.16.1", MLA, [(LIST, "is TELinear:")], U),
+    ("mla-without-te-linear", "0.16.1", MLA, [(LIST, "in (TELinear,):")], U),
+    ("mla-without-te-linear", "0.16.1", MLA, [(LIST, "in WHOLE:")], U),
     # recomputation
     ("mtp-packed-full-recompute", "0.16.1", MTP, [(CHECKPOINT, "run, 0, *filter(torch.is_tensor, args)")], A),
     ("mtp-packed-full-recompute", "0.16.1", MTP, [(CHECKPOINT, "forward_func, True, *everything")], U),
@@ -153,13 +153,13 @@ CASES: list[tuple[str, str, str, Sequence[Edit] | None, Presence]] = [
     # experts
     ("cpu-moe-splits-on-host", "0.16.1", MOE, [("tensor.is_cuda", "tensor.device.type != 'cpu'")], U),
     (
-        "cpu-router-without-te-gemm",
+        "router-without-te-gemm",
         "0.16.1",
         MOE,
         [("HAVE_TE = False", "HAVE_TE, te_general_gemm = False, None")],
         A,
     ),
-    ("cpu-router-without-te-gemm", "0.16.1", MOE, None, U),
+    ("router-without-te-gemm", "0.16.1", MOE, None, U),
     (
         "router-replay",
         "0.12.3",
@@ -211,7 +211,7 @@ CASES: list[tuple[str, str, str, Sequence[Edit] | None, Presence]] = [
         P,
     ),
     (
-        "cpu-optimizer-without-fp8-quantize",
+        "optimizer-without-fp8-quantize",
         "0.13.1",
         "fp8_utils",
         [("len(model_params) == 0", "not model_params")],
@@ -310,7 +310,7 @@ def test_a_spelling(
 def test_a_module_behind_import_star_is_read_where_it_is(release: Release, tmp_path):
     """MLA moved to another file that is imported whole, in one step and in two."""
     source = (release("0.16.1") / "megatron/core/transformer/multi_latent_attention.py").read_text()
-    entry = ENTRIES["cpu-mla-without-te-linear"]
+    entry = ENTRIES["mla-without-te-linear"]
     for steps in (1, 2):
         front = "from .impl import *\n" if steps == 1 else "from .middle import *\n"
         definitions = edited(release("0.16.1"), {})

@@ -310,7 +310,7 @@ PATCHES = (
         defect=_taken_for_a_share,
     ),
     Patch(
-        id="cpu-optimizer-without-fp8-quantize",
+        id="optimizer-without-fp8-quantize",
         replacements=(called(f"{_FP8}:quantize_param_shard", "gradients:quantize_only_what_there_is"),),
         why="Every step ends in an error without Transformer Engine, although no parameter is FP8.",
         silent=False,

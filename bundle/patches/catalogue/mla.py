@@ -174,7 +174,7 @@ PATCHES = (
         defect=_value_width,
     ),
     Patch(
-        id="cpu-mla-without-te-linear",
+        id="mla-without-te-linear",
         replacements=(called(_TE_LINEAR, "mla:duplicated_linear", exclusive=True),),
         why=(
             "Without Transformer Engine the down projections can only be column parallel, whose gather drops "

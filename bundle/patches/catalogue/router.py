@@ -133,7 +133,7 @@ PATCHES = (
         defect=_numpy_from_cuda_only,
     ),
     Patch(
-        id="cpu-router-without-te-gemm",
+        id="router-without-te-gemm",
         replacements=(called(_GEMM, "moe:without_te_gemm", exclusive=True),),
         why="NameError without Transformer Engine when the router computes in another type than the model.",
         silent=False,
