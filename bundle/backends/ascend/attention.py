@@ -4,11 +4,10 @@ First what one call is told about which keys a query sees (mask, mode, boundarie
 """
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,6 +19,7 @@ from bundle.capabilities import AttentionKernel
 from bundle.capabilities.ascend import ASCEND
 from bundle.errors import JobFailed, UsageError
 from bundle.mcore.packed import on_host
+from bundle.sequences.packing import Ints
 
 DEFAULT_MODE, ALL_MODE, CAUSAL_MODE = 0, 1, 3
 """sparse_mode: no mask; the whole [b, 1, s, s] counts; causal, where the queries are the last of the keys.
@@ -61,7 +61,7 @@ class Rows:
     keys: int
     device: torch.device
     batch: int = 1
-    boundaries: tuple[Sequence[int], Sequence[int]] | None = None
+    boundaries: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
 
 def kernel_inputs(mask: Tensor | None, rows: Rows, *, causal: bool) -> KernelInputs:
@@ -72,19 +72,21 @@ def kernel_inputs(mask: Tensor | None, rows: Rows, *, causal: bool) -> KernelInp
     caller, and takes it for [queries, keys] where the batch happens to have as many rows as queries.
     """
     if rows.boundaries is None:
-        _refuse([*_mask_mistakes(mask, rows), *_blind(causal, [rows.queries], [rows.keys])])
+        _refuse([*_mask_mistakes(mask, rows), *_blind(causal, *np.array([[rows.queries], [rows.keys]]))])
         if mask is None:
             return _without_mask(causal, rows.device)
         hidden = mask | _future(rows) if causal else mask
         return KernelInputs(hidden, ALL_MODE, inner_precise=BLIND_ROWS)
-    queries, keys = rows.boundaries
     _refuse([*_packed_mask_mistakes(mask), *_boundary_mistakes(rows, causal)])
-    # The operator counts ends, without megatron's 0 at the beginning.
-    return replace(
-        _without_mask(causal, rows.device),
-        actual_seq_qlen=tuple(queries[1:]),
-        actual_seq_kvlen=tuple(keys[1:]),
-    )
+    return _packed(rows, causal)
+
+
+@functools.lru_cache(maxsize=16)  # made once for a micro-batch, and not once for every layer
+def _packed(rows: Rows, causal: bool) -> KernelInputs:
+    """The operator counts ends, without megatron's 0 at the beginning."""
+    queries, keys = rows.boundaries or ((), ())
+    whole = _without_mask(causal, rows.device)
+    return replace(whole, actual_seq_qlen=queries[1:], actual_seq_kvlen=keys[1:])
 
 
 @functools.cache
@@ -128,14 +130,17 @@ def _packed_mask_mistakes(mask: Tensor | None) -> list[str]:
     ]
 
 
+@functools.lru_cache(maxsize=16)
 def _boundary_mistakes(rows: Rows, causal: bool) -> list[str]:
-    wrong, lengths = [], []
+    wrong: list[str] = []
+    lengths: list[Ints] = []
     for name, ends, total in zip(
         ("query", "key"), rows.boundaries or (), (rows.queries, rows.keys), strict=True
     ):
-        lengths.append([end - start for start, end in pairwise(ends)])
+        bounds = np.asarray(ends, np.int64)
+        lengths.append(bounds[1:] - bounds[:-1])
         shown = f"the {name} boundaries [{', '.join(map(str, ends[:8]))}{', ...' * (len(ends) > 8)}]"
-        if len(ends) < 2 or ends[0] != 0 or min(lengths[-1]) < 0:
+        if len(ends) < 2 or ends[0] != 0 or lengths[-1].min() < 0:
             wrong.append(f"{shown} must begin with 0 and never fall: ends of sequences, not their lengths")
         elif ends[-1] != total:
             wrong.append(f"{shown} do not end at the {total} rows: padding must be a sequence too")
@@ -146,9 +151,12 @@ def _boundary_mistakes(rows: Rows, causal: bool) -> list[str]:
     return wrong or _blind(causal, *lengths)
 
 
-def _blind(causal: bool, queries: Sequence[int], keys: Sequence[int]) -> list[str]:
-    pairs = [(q, k) for q, k in zip(queries, keys, strict=True) if q and (q > k if causal else not k)]
-    return [f"{q} queries of a sequence with {k} keys: some of them see nothing" for q, k in pairs[:1]]
+def _blind(causal: bool, queries: Ints, keys: Ints) -> list[str]:
+    blind = (queries > keys) if causal else (keys == 0)
+    first = np.flatnonzero(blind & (queries > 0))[:1]
+    return [
+        f"{queries[i]} queries of a sequence with {keys[i]} keys: some of them see nothing" for i in first
+    ]
 
 
 def _shown(mask: Tensor) -> str:

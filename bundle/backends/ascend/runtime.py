@@ -7,11 +7,12 @@ import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from bundle.backends import local
+from bundle.backends import devices, local
 from bundle.backends.ascend.attention import CoreAttention
 from bundle.backends.ascend.layers import Norm
 from bundle.capabilities.ascend import ASCEND
-from bundle.errors import EnvironmentUnfit, UsageError
+from bundle.environment.ascend import VISIBLE
+from bundle.errors import UsageError
 from bundle.mcore import gpt
 from bundle.recipe import Recipe
 
@@ -22,15 +23,8 @@ class AscendRuntime:
     collectives = ASCEND.collectives
 
     def device(self, local_rank: int) -> torch.device:
-        """The NPU with this rank's number among the visible ones, made current: megatron builds on that."""
-        visible = torch.npu.device_count()
-        if local_rank >= visible:
-            raise EnvironmentUnfit(
-                f"local rank {local_rank} has no NPU: {visible} visible; start at most {visible} ranks on"
-                " this node (devices.per_node), or show more of them (ASCEND_RT_VISIBLE_DEVICES)"
-            )
-        torch.npu.set_device(local_rank)
-        return torch.device(ASCEND.device, local_rank)
+        """The NPU of this rank, made current."""
+        return devices.of_rank(ASCEND.device, local_rank, noun="NPU", visible=VISIBLE)
 
     def megatron(self) -> AbstractContextManager[None]:
         """The context in which megatron is called: nothing is needed here."""

@@ -6,7 +6,6 @@ A call is a list of blocks, which rows of a rank meet which keys, computed one b
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -102,7 +101,7 @@ def _lengths(queries: Tensor, keys: Tensor | None) -> tuple[int, ...]:
             f"packed queries end at {ends} and packed keys at {keys.tolist()}: the cpu's core attention takes"
             " self-attention only"
         )
-    return tuple(end - start for start, end in pairwise(ends))
+    return tuple(np.diff(ends).tolist())
 
 
 def hidden_keys(mask: Tensor, layout: Layout, group: dist.ProcessGroup | None) -> Tensor:

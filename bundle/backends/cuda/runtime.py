@@ -10,7 +10,9 @@ from megatron.core.enums import Fp8Recipe
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from bundle.backends import devices
 from bundle.capabilities.cuda import CUDA
+from bundle.environment.nvidia import VISIBLE
 from bundle.errors import EnvironmentUnfit, UsageError
 from bundle.mcore import accepts, gpt
 from bundle.recipe import Recipe
@@ -23,15 +25,8 @@ class CudaRuntime:
     collectives = CUDA.collectives
 
     def device(self, local_rank: int) -> torch.device:
-        """The GPU with this rank's number among the visible ones, made current: megatron builds on that."""
-        visible = torch.cuda.device_count()
-        if local_rank >= visible:
-            raise EnvironmentUnfit(
-                f"local rank {local_rank} has no GPU: {visible} visible; start at most {visible} ranks on"
-                " this node (devices.per_node), or show more of them (CUDA_VISIBLE_DEVICES)"
-            )
-        torch.cuda.set_device(local_rank)
-        return torch.device(CUDA.device, local_rank)
+        """The GPU of this rank, made current."""
+        return devices.of_rank(CUDA.device, local_rank, noun="GPU", visible=VISIBLE)
 
     def megatron(self) -> AbstractContextManager[None]:
         """The context in which megatron is called: nothing is needed here."""
