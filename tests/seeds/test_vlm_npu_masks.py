@@ -2,7 +2,7 @@
 
 verl #5904 (2026-04-08) gave None, #5942 took that back, #5945 gave it again for bshd; since #7372 thd models
 get [b, s] on NPUs too. MindSpeed (core_r0.16.0) hands every mask on, and a call's mode stays for the next.
-All on the real megatron-core; the operator is emulated.
+All on the real megatron-core and transformers' tower of Qwen2.5-VL; the operator is emulated.
 """
 
 import json
@@ -12,6 +12,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def seen(core):
+    pytest.importorskip("transformers")
     return json.loads(core.world.run("tests.seeds.vision", 1)[0].splitlines()[-1])
 
 

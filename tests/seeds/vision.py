@@ -1,4 +1,4 @@
-"""A vision-language model around megatron's GPTModel, fed as upstream feeds it on NPUs and as we do.
+"""Qwen2.5-VL with transformers' tower, fed as upstream feeds such models on NPUs and as we do.
 
 python -m tests.seeds.vision prints what happened by case as JSON: the error, or what reached the kernel.
 """
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,18 +16,55 @@ from torch import Tensor
 from bundle.capabilities.ascend import ASCEND
 from bundle.errors import BundleError
 from bundle.planning import plan_for
+from bundle.recipe import Recipe, from_mapping
 from bundle.recipe.alignment import Alignment
+from bundle.sequences.images import Images
 from bundle.sequences.packing import Packing, masks
 from bundle.training.worker import patched_runtime
 from tests import world
 from tests.backends.ascend.contract import registered
-from tests.backends.cpu.smoke import recipe
 from tests.seeds.mindspeed import Attention as MindSpeedAttention
+from tests.vision.cases import CASES, IMAGE
 
 LENGTHS, LONGEST = (9, 4, 6), 9
-FIRST_IMAGE = 250
-TOKENS = torch.randint(0, 200, (sum(LENGTHS),), generator=torch.Generator().manual_seed(3))
-TOKENS[[2, 3, 10, 14]] = torch.arange(FIRST_IMAGE, FIRST_IMAGE + 4)
+# An image of two tokens in the first sequence, of one in each of the others; 2 x 2 patches are a token.
+GRIDS = np.asarray([[1, 2, 4], [1, 2, 2], [1, 2, 2]])
+_SEED = torch.Generator().manual_seed(3)
+TOKENS = torch.randint(0, IMAGE, (sum(LENGTHS),), generator=_SEED)
+TOKENS[[2, 3, 10, 14]] = IMAGE
+PIXELS = torch.randn(int(GRIDS.prod(1).sum()), CASES[0].vision.patch_values, generator=_SEED)
+
+
+def job() -> Recipe:
+    """Random weights; what its data would be says nothing here."""
+    data = {"source": "jsonl", "path": ["none"], "sequence_length": LONGEST}
+    return from_mapping(
+        {
+            "name": "seen",
+            "task": "sft",
+            "backend": "cpu",
+            "model": {"config": CASES[0].config, "dtype": "fp32"},
+            "data": data | {"tokenizer": "hf:none", "template": "chat"},
+            "train": {"steps": 1, "global_batch_size": 1},
+            "optimizer": {"warmup_steps": 0},
+        }
+    )
+
+
+def images(which: slice = slice(None)) -> Images:
+    """Those of some of the sequences, in whole rows."""
+    patches = np.append(0, GRIDS.prod(1).cumsum())
+    parts = np.append(0, np.cumsum(LENGTHS))
+    first, last, _ = which.indices(len(LENGTHS))
+    lengths = LENGTHS[first:last]
+    of = Images.of(
+        PIXELS[patches[first] : patches[last]],
+        GRIDS[which],
+        TOKENS[parts[first] : parts[last]].numpy(),
+        np.asarray(lengths),
+        CASES[0].vision,
+    )
+    return of.packed(Packing.of(lengths, Alignment("bshd")))
 
 
 class Vision:
@@ -34,24 +72,33 @@ class Vision:
 
     def __init__(self, language: torch.nn.Module) -> None:
         self.language = language
-        self.images = torch.randn(4, language.config.hidden_size, generator=torch.Generator().manual_seed(5))
 
     def __call__(
-        self, ids: Tensor, mask: Tensor | None, *, hands_on: bool, packing: Packing | None = None
+        self,
+        ids: Tensor,
+        mask: Tensor | None,
+        *,
+        hands_on: bool,
+        packing: Packing | None = None,
+        seen: Images | None = None,
     ) -> Tensor:
-        """Logits [b, s, v], or of its own pack [1, t, v]; `hands_on`: attention gets the mask as well."""
+        """Logits [b, s, v], or of its own pack [1, t, v]; `hands_on`: attention gets the mask as well.
+
+        `seen` are the images of these rows, None: of all sequences.
+        """
         from bundle.mcore.packed import packed_seq_params
 
-        embedded = self.language.embedding.word_embeddings(ids)
-        found = ids >= FIRST_IMAGE
+        seen = images() if seen is None else seen
+        embedded, positions = self.language.embedding.word_embeddings(ids), seen.positions
+        found = ids == IMAGE
         if mask is not None and mask.dim() == 2:
             found &= mask
-        embedded[found] = self.images[ids[found] - FIRST_IMAGE]
+        embedded[found] = self.language.vision(seen)
         if packing is not None:
-            ids, embedded = ids[mask].unsqueeze(0), embedded[mask].unsqueeze(0)
+            ids, embedded, positions = ids[mask][None], embedded[mask][None], positions[:, mask][:, None]
         logits: Tensor = self.language(
             ids,
-            torch.arange(ids.shape[1]).expand_as(ids),
+            positions,
             mask if hands_on else None,
             decoder_input=embedded.transpose(0, 1).contiguous(),
             packed_seq_params=None if packing is None else packed_seq_params(packing),
@@ -87,7 +134,9 @@ def upstream(make: Callable[[], Vision]) -> dict[str, str]:
 def ours(model: Vision, reached: list[dict[str, Any]]) -> dict[str, Any]:
     """What the model and the kernel were given in each layout, and how far real tokens are from those of each
     sequence alone."""
-    alone = torch.cat([model(ids[None], None, hands_on=True)[0] for ids in TOKENS.split(LENGTHS)])
+    each = (images(slice(number, number + 1)) for number in range(len(LENGTHS)))
+    rows = zip(TOKENS.split(LENGTHS), each, strict=True)
+    alone = torch.cat([model(ids[None], None, hands_on=True, seen=own)[0] for ids, own in rows])
     seen: dict[str, Any] = {}
     for layout in ("bshd", "thd"):
         packing = Packing.of(LENGTHS, Alignment(layout))
@@ -108,8 +157,8 @@ def ours(model: Vision, reached: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    job = recipe("dense")
-    runtime = patched_runtime(plan_for(job, backend="cpu").patch_plan, "cpu")
+    recipe = job()
+    runtime = patched_runtime(plan_for(recipe, backend="cpu").patch_plan, "cpu")
     from bundle.backends.ascend import attention
     from bundle.backends.cpu import runtime as specs
     from bundle.mcore import groups
@@ -119,12 +168,12 @@ def main() -> None:
     registered()
     world.join()
     with runtime.megatron(), torch.no_grad():
-        state = groups.initialize(job.parallel, seed=job.seed, timeout_seconds=60)
+        state = groups.initialize(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
 
         def make(core: type) -> Vision:
-            config = transformer_config(job, runtime.options(job))
+            config = transformer_config(recipe, runtime.options(recipe))
             with patch.object(specs, "CoreAttention", core):
-                return Vision(gpt.build(job, config, runtime, state)[0].eval())
+                return Vision(gpt.build(recipe, config, runtime, state)[0].eval())
 
         reached: list[dict[str, Any]] = []
         fused = attention.fused
