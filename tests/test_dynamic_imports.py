@@ -9,6 +9,7 @@ import pytest
 from bundle.cli import VERBS
 from bundle.environment import BACKENDS
 from bundle.patches.catalogue import PATCHES
+from bundle.verification.acceptance import COLLECTIVES, OPERATORS
 from bundle.verification.check import CHECKS
 
 PACKAGE = Path(importlib.util.find_spec("bundle").submodule_search_locations[0])  # type: ignore[union-attr,index]
@@ -24,6 +25,7 @@ NAMES = [
     *(f"bundle.backends.{backend}:prepare" for backend in BACKENDS),
     *sorted({replacement.wrapper for patch in PATCHES for replacement in patch.replacements}),
     *sorted({check.measurement for check in CHECKS.values()}),
+    *sorted({COLLECTIVES, *(operator.measurement for each in OPERATORS.values() for operator in each)}),
 ]
 
 

@@ -27,7 +27,8 @@ _INTRODUCTION = """\
 
 Made from `bundle/environment/compatibility.json` by `python -m tools.compatibility page`; a test compares. A
 row is what a command ran in; nothing stands here because it ought to work. Where it names no commit it is
-what the linked page says, on the day when that was written.
+what the linked page says, on the day when that was written. Where no hardware is named there was none: the
+vendor's libraries were stand-ins.
 
 ```console
 $ mcore-bundle resolve --mcore 0.16 --backend cuda
@@ -46,21 +47,22 @@ What `docker-bake.json` pins and no row above has beside its megatron-core was n
 _ADDING = """\
 ## Adding to it
 
-Each of these commands writes down what it ran in; the first and the second only where nothing failed, the
-last two on a machine with the devices:
+Each of these commands writes down what it ran in, where nothing failed; the last three on a machine with the
+devices:
 
 ```sh
 make matrix                                         # .cache/records/matrix.json
 make npu-contract                                   # .cache/records/npu.json
+mcore-bundle doctor --acceptance --json > acceptance.json
 mcore-bundle patches verify --json > verify.json
 python -m benchmarks.gpu --results DIRECTORY        # DIRECTORY/combination.json
 ```
 
-`add` puts them into the table, where a row of the same command and versions makes way for the new one; commit
-table and page:
+`add` puts them into the table, where a row of the same command and versions makes way for the new one; what
+emulated devices did is no hardware, whatever the file says of it. Commit table and page:
 
 ```sh
-python -m tools.compatibility add .cache/records/*.json verify.json DIRECTORY/combination.json
+python -m tools.compatibility add .cache/records/*.json acceptance.json verify.json DIRECTORY/combination.json
 python -m tools.compatibility page > docs/compatibility.md
 ```
 """
@@ -95,7 +97,13 @@ def recorded(file: Path) -> list[Combination]:
         rows = document.get("combinations") or [document["combination"]]
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise UsageError(f"{file}: no record of a run: {error!r}") from None
-    return list(compatibility.parse(json.dumps(_document(rows, ())), str(file)).combinations)
+    if rows == [None]:
+        raise UsageError(f"{file}: what it tells of failed, or has proven nothing: it is not taken in")
+    found = list(compatibility.parse(json.dumps(_document(rows, ())), str(file)).combinations)
+    if document.get("emulated") and any(row.hardware for row in found):
+        named = ", ".join(sorted({row.hardware for row in found if row.hardware}))
+        raise UsageError(f"{file}: it ran on emulated devices, which are no {named}: it is not taken in")
+    return found
 
 
 def write(file: Path, rows: Iterable[Combination], definition: Definition) -> None:
@@ -133,7 +141,7 @@ def markdown(of: Table) -> str:
         "torch",
         "Python",
         "beside them",
-        "where",
+        "hardware",
         "proven",
     )
     rows = []
@@ -141,9 +149,9 @@ def markdown(of: Table) -> str:
         beside = [f"{name} {version}" for name, version in row.packages.items() if name not in core]
         where = f"[{row.source}](../{row.source})" if row.source else row.commit[:7]
         ran = ", ".join(filter(None, (f"`{row.command}`", str(row.date), where)))
-        proven = f"{'; '.join(row.proven)} ({ran})"
+        proven = f"{'' if row.hardware else 'emulated: '}{'; '.join(row.proven)} ({ran})"
         versions = (row.packages.get(name, "-") for name in core)
-        rows.append((row.backend, *versions, ", ".join(beside) or "-", row.device, proven))
+        rows.append((row.backend, *versions, ", ".join(beside) or "-", row.hardware, proven))
     images = (
         (f"`{image.stack}`", ", ".join(f"{name} {version}" for name, version in image.packages.items()),
          ", ".join(image.unproven) or "nothing")

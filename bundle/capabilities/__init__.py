@@ -141,6 +141,14 @@ class Operator(NamedTuple):
     why: str
 
 
+class Emulated(NamedTuple):
+    """A device that tests have a stand-in for: what is known of it holds for versions of one package."""
+
+    package: str
+    device: str  # in words
+    unseen: str  # what no stand-in shows
+
+
 class Capabilities(NamedTuple):
     """Everything that the rest of the bundle may know about a backend without torch."""
 
@@ -157,7 +165,7 @@ class Capabilities(NamedTuple):
     peaks: tuple[Peak, ...] = ()  # of the devices whose rate somebody read
     operators: tuple[Operator, ...] = ()
     without_fp8: str = ""  # why no scaling is offered, where there is none
-    caution: str = ""  # what must be known before a job relies on it
+    emulated: Emulated | None = None  # where it was tested on what stands in for the device
 
     def kernel(self, name: str) -> AttentionKernel:
         """The attention kernel of that name; `auto`: the one that is taken where nobody chooses."""

@@ -4,6 +4,7 @@ from bundle.capabilities import (
     AttentionKernel,
     Capabilities,
     Choice,
+    Emulated,
     LayerTraits,
     Mask,
     Operator,
@@ -78,8 +79,7 @@ ASCEND = Capabilities(
             "the model would hand it on to the kernel, which takes no [b, s]; padding stands at the end",
         ),
     ),
-    caution="trained on emulated NPUs only (torch-npu 2.13.0): kernels, HCCL, memory and speed have met no"
-    " NPU",
+    emulated=Emulated("torch-npu", "NPU", "kernels, HCCL, memory and speed"),
     environment=(
         connections("megatron's own check, which MindSpeed keeps"),
         Variable(

@@ -1,6 +1,8 @@
 """`mcore-bundle doctor`: can this machine run a job, and if not, why and what to do."""
 
 import json
+import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +12,8 @@ import typer
 from bundle.cli import options
 from bundle.environment import image, interpreters, machine, nodes, packages
 from bundle.environment.doctor import examine
-from bundle.environment.machine import Finding, Level
+from bundle.environment.machine import Finding, Hardware, Level
+from bundle.environment.packages import Stack
 from bundle.errors import ExitCode, UsageError
 from bundle.patches import hook
 
@@ -29,6 +32,12 @@ def doctor(
     compare: Annotated[
         bool, typer.Option("--compare", help="Say in what nodes differ, instead of examining this one.")
     ] = False,
+    acceptance: Annotated[
+        bool,
+        typer.Option(
+            "--acceptance", help="Then compute, exchange, train and prove here: minutes. docs/ascend.md."
+        ),
+    ] = False,
     backend: options.OwnBackend = "auto",
     as_json: options.JSON = False,
     log_level: options.LogLevel = "",
@@ -36,14 +45,18 @@ def doctor(
     """Examine the machine and the installed packages; ends with 3 if something must be fixed first."""
     if compare is not bool(reports):
         raise UsageError("reports of nodes and --compare go together: doctor --compare A.json B.json ...")
-    if reports and "backend" in options.said(context):
-        raise UsageError("--compare looks at files, not at this machine: leave out --backend")
+    if reports and (more := options.said(context) & {"backend", "acceptance"}):
+        named = " and ".join(f"--{name}" for name in sorted(more))
+        raise UsageError(f"--compare looks at files, not at this machine: leave out {named}")
     if reports:
         _compare(reports, as_json)
         return
     installed = packages.detect()
     found, findings = examine(machine.local(), installed, backend)
     findings = (*findings, *hook.findings(hook.found(interpreters.own_sites())))
+    if acceptance and found is not None:
+        _accept(found, installed, findings, as_json)
+        return
     if as_json:
         built = image.own()
         report = {
@@ -58,6 +71,22 @@ def doctor(
         print("\n".join(map(line, findings)))
     if any(finding.level is Level.FAIL for finding in findings):
         raise typer.Exit(int(ExitCode.ENVIRONMENT_UNFIT))
+
+
+def _accept(hardware: Hardware, installed: Stack, findings: Sequence[Finding], as_json: bool) -> None:
+    """Prints what each part came to; ends with 3 where one failed, whose runs it leaves behind."""
+    from bundle.verification.acceptance import accept, document
+
+    runs, parts = Path(tempfile.mkdtemp(prefix="mcore-bundle-acceptance-")), []
+    for part in accept(hardware, findings, runs):
+        parts.append(part)
+        if not as_json:
+            print(line(part.finding(runs)), flush=True)
+    if as_json:
+        print(json.dumps(document(hardware, installed, parts), indent=2))
+    if any(part.found.wrong for part in parts):
+        raise typer.Exit(int(ExitCode.ENVIRONMENT_UNFIT))
+    shutil.rmtree(runs)
 
 
 def _compare(paths: Sequence[Path], as_json: bool) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 from packaging.version import Version
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from bundle import files
 from bundle.environment import BACKENDS, image, search
@@ -22,6 +22,12 @@ FILE = Path(__file__).with_name("compatibility.json")
 PYTHON = "python"  # its place among the packages
 EMULATED = "emulated"  # the device where an accelerator's libraries are stand-ins
 _CORE = "megatron-core"
+
+
+def emulated(device: str) -> bool:
+    """Whether a device says of itself that it is none."""
+    return EMULATED in device.lower()
+
 
 Number = Annotated[str, Field(pattern=r"^[0-9][0-9A-Za-z.!+]{0,63}$")]
 Line = Annotated[str, Field(min_length=1, max_length=4000, pattern=r"^[^\n\r]+$")]
@@ -49,6 +55,18 @@ class Combination(_Entry):
     source: str = ""  # the page that says so, where no file of the command is left
     notes: dict[str, Line] = {}  # package -> what whoever installs it must know
 
+    @field_validator("device")
+    @classmethod
+    def _is_one(cls, device: str) -> str:
+        if emulated(device) and device != EMULATED:
+            raise ValueError(f"a device that is called emulated is no hardware: say {EMULATED}")
+        return device
+
+    @property
+    def hardware(self) -> str:
+        """The name of the device that it ran on; empty where that was emulated."""
+        return "" if self.device == EMULATED else self.device
+
 
 class Pinned(_Entry):
     """Versions that an image pins, and those pairs with its megatron-core that no combination has."""
@@ -65,6 +83,10 @@ class Table(BaseModel):
     schema_: Literal[1] = Field(alias="schema")
     combinations: Annotated[tuple[Combination, ...], Field(strict=False)]
     images: Annotated[tuple[Pinned, ...], Field(strict=False)]
+
+    def images_of(self, backend: str) -> Iterator[Pinned]:
+        """What the images of a backend pin."""
+        return (image for image in self.images if image.backend == backend)
 
     def proves(self, backend: str, package: str, version: str, core: str) -> bool:
         """Whether a package was seen beside a megatron-core on a backend; of Python the minor counts."""
@@ -123,7 +145,7 @@ def resolve(table: Table, backend: str, core: str = "") -> Answer:
 
     here = [seen for seen in table.combinations if seen.backend == backend]
     best = sorted(filter(asked, here), key=_merit, reverse=True)
-    images = tuple(image for image in table.images if image.backend == backend and asked(image))
+    images = tuple(filter(asked, table.images_of(backend)))
     if best:
         also = tuple(seen for seen in best[1:] if seen.packages == best[0].packages)
         return Answer(best[0], also=also, images=images)
@@ -132,17 +154,27 @@ def resolve(table: Table, backend: str, core: str = "") -> Answer:
     return Answer(None, nearest=(*_one_each(near), *_one_each(elsewhere)), images=images)
 
 
+def versions_met(table: Table, backend: str, package: str, *, hardware: bool) -> dict[str, Combination]:
+    """Versions of a package that ran on a backend's devices, or on emulated ones: each with its last run."""
+    met = (seen for seen in table.combinations if seen.backend == backend and package in seen.packages)
+    found = (seen for seen in met if bool(seen.hardware) is hardware)
+    return {seen.packages[package]: seen for seen in sorted(found, key=lambda seen: seen.date)}
+
+
 def observed(
     stack: Stack, backend: str, device: str, proven: Iterable[str], command: str, *, core: str | None = None
 ) -> Combination:
-    """What runs now, in this interpreter and with these packages; `core`: with another megatron-core."""
+    """What runs now, in this interpreter and with these packages; `core`: with another megatron-core.
+
+    `device`: its name; of one that is called emulated nothing else is kept.
+    """
     found = {package.name: package.version for package in stack.packages() if package.version}
     own = {_CORE: core} if core else {}
     return Combination.model_validate(
         {
             "backend": backend,
             "packages": {**found, **own, PYTHON: image.python_version()},
-            "device": device,
+            "device": EMULATED if emulated(device) else device,
             "proven": tuple(proven),
             "command": command,
             "date": datetime.date.today(),
@@ -152,7 +184,7 @@ def observed(
 
 
 def _merit(seen: Combination) -> tuple[tuple[int, ...], bool, datetime.date]:
-    return _release(seen), seen.device != EMULATED, seen.date
+    return _release(seen), bool(seen.hardware), seen.date
 
 
 def _release(entry: _Entry) -> tuple[int, ...]:

@@ -155,7 +155,15 @@ def plan_for(
     features = with_kernel(recipe.features, kernel)
     target, decided = _megatron(features, hardware, mcore, allow_drift, others)
     made = plan_on(
-        recipe, hardware, target, decided, nodes=nodes, per_node=per_node, notes=notes, beside=beside
+        recipe,
+        hardware,
+        target,
+        decided,
+        nodes=nodes,
+        per_node=per_node,
+        notes=notes,
+        beside=beside,
+        installed=others or packages.detect(),
     )
     return made._replace(weights=weights, allow_drift=tuple(allow_drift))
 
@@ -170,10 +178,12 @@ def plan_on(
     per_node: int | None = None,
     notes: Sequence[str] = (),
     beside: Sequence[Problem] = (),
+    installed: Packages | None = None,
 ) -> Plan:
     """The plan for a machine and a megatron-core that are known, with every problem in it.
 
-    `nodes` and `per_node` override the recipe, `beside` are problems that somebody else found.
+    `nodes` and `per_node` override the recipe, `beside` are problems that somebody else found, `installed`
+    are the packages there, where they are known.
     """
     can, code = capabilities.of(hardware.backend), MegatronCode(target.release, decided.subject.root)
     nodes = nodes or recipe.devices.nodes
@@ -181,7 +191,11 @@ def plan_on(
     world = nodes * per_node
     layout = rank_layout(recipe, world) if can_lay_out(recipe, world) else None
     stages = () if layout is None else estimates(recipe, layout, can.layers, code)
-    own = (memory_note(stages, hardware.device_memory), _caution(can), _triton(can, target, decided))
+    own = (
+        memory_note(stages, hardware.device_memory),
+        _caution(can, installed),
+        _triton(can, target, decided),
+    )
     problems = (
         *beside,
         *map(recipe_problem, recipe.layout_violations(world)),
@@ -209,8 +223,31 @@ def plan_on(
     )
 
 
-def _caution(can: Capabilities) -> str:
-    return f"{can.backend}: {can.caution}" if can.caution else ""
+def _caution(can: Capabilities, here: Packages | None) -> str:
+    """What a device of this backend has met, and in which versions: another one is not covered by them."""
+    if can.emulated is None:
+        return ""
+    from bundle.environment import compatibility  # a table that few plans ask
+
+    package, device, unseen = can.emulated
+    table = compatibility.load()
+    accepted, emulated = (
+        compatibility.versions_met(table, can.backend, package, hardware=real) for real in (True, False)
+    )
+    said = "; ".join(
+        f"accepted on {seen.hardware} with {package} {version} and megatron-core"
+        f" {seen.version('megatron-core')}, {seen.date}"
+        for version, seen in accepted.items()
+    )
+    only = f"trained on emulated {device}s only ({package} {', '.join(emulated)})"
+    said = said or f"{only}: {unseen} have met no {device}"
+    installed = here.package(package) if here else None
+    where, versions = "here it is", {installed.version} if installed else set()
+    if installed is None:
+        where, versions = "images have", {image.version(package) for image in table.images_of(can.backend)}
+    others = sorted(version for version in versions if version and version not in (accepted or emulated))
+    more = f"; {where} {package} {', '.join(others)}, which has met nothing" if others else ""
+    return f"{can.backend}: {said}{more}"
 
 
 def _triton(can: Capabilities, target: Target, decided: Survey) -> str:

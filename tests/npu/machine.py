@@ -1,7 +1,7 @@
 """The command mcore-bundle on a machine that has emulated NPUs: python -m tests.npu.machine VERB...
 
 What the verbs look at is a recorded Atlas A2 whose devices are called emulated; ranks that it starts are
-those of `python -m bundle`, in this environment (tests.npu.child.emulated).
+those of `python -m bundle`, in this environment (tests.npu.child.emulated), and verbs this command again.
 """
 
 import os
@@ -12,6 +12,7 @@ from unittest.mock import patch
 from bundle.cli import main
 from bundle.environment import hardware, machine
 from bundle.environment.machine import Fact, Machine
+from bundle.verification import acceptance
 from tests.environment.machines import recorded
 
 
@@ -28,5 +29,9 @@ def local() -> Machine:
 
 
 if __name__ == "__main__":
-    with patch.object(machine, "local", local), patch.object(hardware, "local", local):
+    with (
+        patch.object(machine, "local", local),
+        patch.object(hardware, "local", local),
+        patch.object(acceptance, "PROGRAM", "tests.npu.machine"),
+    ):
         main()

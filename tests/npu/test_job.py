@@ -18,7 +18,7 @@ SMALL = ("train.steps=2", "train.micro_batch_size=1", "train.global_batch_size=4
          "train.log_interval=1", "optimizer.warmup_steps=0")  # fmt: skip
 
 
-def command(folder, *words, npus=True, **variables):
+def command(folder, *words, npus=True, timeout=1800, **variables):
     """How `mcore-bundle` ended on a machine with emulated NPUs, of which two are visible, or on the cpu."""
     environ = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}
     if npus:
@@ -29,7 +29,7 @@ def command(folder, *words, npus=True, **variables):
         env=environ | {"PYTHONPATH": environ.get("PYTHONPATH") or str(Path.cwd())} | variables,
         capture_output=True,
         text=True,
-        timeout=1800,
+        timeout=timeout,
     )
 
 

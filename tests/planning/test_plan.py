@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from bundle.capabilities.ascend import ASCEND
 from bundle.capabilities.cuda import CUDA
+from bundle.environment import compatibility
 from bundle.environment.hardware import detect, preset
 from bundle.errors import EnvironmentUnfit, ExitCode, UsageError
 from bundle.patches import Action, Decision, Presence
@@ -16,6 +16,7 @@ from bundle.planning.plan import machine
 from bundle.planning.problems import SHARED_EMBEDDING
 from bundle.recipe import load
 from tests.environment.machines import recorded
+from tests.environment.trees import install, stack_of
 from tests.planning import jobs
 from tests.planning.jobs import DEEPSEEK, QWEN3, job
 
@@ -91,11 +92,44 @@ def test_a_batch_that_does_not_divide_hides_neither_stages_nor_memory():
     assert counted in to_text(fits, "run", "starts") and counted not in to_text(made, "", "")
 
 
-def test_a_plan_for_ascend_says_that_it_was_trained_on_emulated_npus_only():
+def of_ascend(made):
+    (note,) = [note for note in made.notes if note.startswith("ascend: ")]
+    return note
+
+
+def test_a_plan_for_ascend_says_that_it_was_trained_on_emulated_npus_only_and_with_which_torch_npu():
     made = plan(job(QWEN3), preset("a3"), per_node=4)
-    assert f"ascend: {ASCEND.caution}" in made.notes and not made.problems
-    assert "trained on emulated NPUs only" in to_text(made, "run", "starts")
+    assert not made.problems and of_ascend(made) in to_text(made, "run", "starts")
+    pinned = {image.packages.get("torch-npu") for image in compatibility.load().images} - {None}
+    said = (
+        "ascend: trained on emulated NPUs only (torch-npu 2.13.0): kernels, HCCL, memory and speed have met"
+    )
+    assert of_ascend(made).startswith(f"{said} no NPU; images have torch-npu ")
+    assert all(version in of_ascend(made) for version in pinned) and pinned
     assert not any("emulated" in note for note in plan(job(QWEN3), preset("h200")).notes)
+
+
+@pytest.mark.parametrize(
+    ("version", "end"),
+    [("2.13.0", "have met no NPU"), ("2.12.0", "; here it is torch-npu 2.12.0, which has met nothing")],
+)
+def test_what_was_emulated_covers_no_other_torch_npu(tmp_path, version, end):
+    install(tmp_path, "torch-npu", version)
+    made = plan(job(QWEN3), preset("a3"), per_node=4, installed=stack_of(tmp_path))
+    assert of_ascend(made).endswith(end)
+
+
+def test_what_an_acceptance_has_seen_takes_the_place_of_what_was_emulated(monkeypatch):
+    table = compatibility.load()
+    (emulated,) = [seen for seen in table.combinations if seen.backend == "ascend"]
+    seen = emulated.model_copy(
+        update={"device": "910B3", "packages": emulated.packages | {"torch-npu": "2.10.0"}}
+    )
+    with_it = table.model_copy(update={"combinations": (*table.combinations, seen)})
+    monkeypatch.setattr(compatibility, "load", lambda: with_it)
+    note = of_ascend(plan(job(QWEN3), preset("a3"), per_node=4))
+    assert note.startswith("ascend: accepted on 910B3 with torch-npu 2.10.0 and megatron-core 0.16.1, 2026-")
+    assert "emulated" not in note and note.endswith("which has met nothing")
 
 
 @pytest.mark.parametrize(

@@ -78,3 +78,37 @@ def test_what_runs_have_written_is_added_and_a_newer_row_takes_the_place(tmp_pat
     with pytest.raises(UsageError, match="no record of a run"):
         tool.add([second])
     assert (tmp_path / "table.json").read_text() == before
+
+
+def test_what_was_emulated_is_no_hardware(tmp_path):
+    row = {
+        "backend": "ascend",
+        "packages": {"megatron-core": "0.16.1", "torch-npu": "2.13.0", "python": "3.11.7"},
+        "proven": ["five steps"],
+        "command": "mcore-bundle doctor --acceptance --backend ascend",
+        "date": "2026-11-22",
+    }
+    file = tmp_path / "acceptance.json"
+
+    def recorded(device, **document):
+        file.write_text(json.dumps({"combination": {**row, "device": device}, **document}))
+        return tool.recorded(file)
+
+    (taken,) = recorded("emulated", emulated=True)
+    assert taken.hardware == ""
+    line = next(
+        line
+        for line in tool.markdown(
+            compatibility.Table(schema=1, combinations=(taken,), images=())
+        ).splitlines()
+        if line.startswith("| ascend")
+    )
+    assert [cell.strip() for cell in line.split("|")][7] == "" and "emulated: five steps" in line
+    with pytest.raises(UsageError, match="it ran on emulated devices, which are no 910B3"):
+        recorded("910B3", emulated=True)
+    with pytest.raises(UsageError, match="is no table of combinations"):
+        recorded("910B2C (emulated)")
+    assert recorded("910B3", emulated=False)[0].hardware == "910B3"
+    file.write_text(json.dumps({"combination": None, "passed": False}))
+    with pytest.raises(UsageError, match="failed, or has proven nothing"):
+        tool.recorded(file)

@@ -1,4 +1,4 @@
-"""Measurements: one leaves a process behind, as megatron's writers of checkpoints do to 0.15; one waits."""
+"""Measurements: one leaves a process behind, as megatron's writers do to 0.15; others wait, or err."""
 
 import os
 import subprocess
@@ -6,6 +6,9 @@ import sys
 import time
 from pathlib import Path
 
+import torch.distributed as dist
+
+from bundle.verification.measurements import collectives
 from bundle.verification.numbers import Bench
 
 
@@ -24,3 +27,16 @@ def wait(bench: Bench) -> float:
     while not Path(os.environ["BUNDLE_TEST_WAITS_FOR"]).exists():
         time.sleep(0.02)
     return 0.0
+
+
+def wrong_sum(bench: Bench) -> float:
+    """The collectives, of which a sum puts one too many into the last place."""
+    right = dist.all_reduce
+
+    def wrong(x, *arguments):
+        right(x, *arguments)
+        if not arguments:
+            x[-1] += 1
+
+    dist.all_reduce = wrong
+    return collectives.exchanged(bench)

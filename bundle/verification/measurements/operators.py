@@ -1,0 +1,147 @@
+"""torch-npu's operators as the ascend backend calls them, against float64 on the cpu: values and gradients.
+
+Each in every type that a recipe can have; a distance is relative to the largest number of its tensor, and
+counted in the tolerance of its type: 1 is all that is allowed.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bundle.verification.numbers import Bench, gap, worst
+
+# Not read anywhere: a kernel that takes bf16's rounding for fp32's is caught, and so is a wrong mask.
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+# What a call is told: its layout, [queries' heads, keys' heads], [width of keys, of values], causal or not.
+_ATTENTION = (
+    ("rows", (4, 2), (64, 64), True),  # GQA
+    ("rows", (4, 4), (192, 128), True),  # latent attention
+    ("masked rows", (4, 2), (64, 64), True),
+    ("packed", (4, 2), (64, 64), True),
+    ("packed", (4, 4), (192, 128), True),
+    ("packed", (4, 4), (64, 64), False),  # a vision tower
+)
+_BATCH, _LENGTH = 2, 96
+_ENDS = (0, 5, 64, 64, 100)  # of packed sequences, one of which is empty
+
+
+def attention(bench: Bench) -> float:
+    """npu_fusion_attention in the calls that backends.ascend.attention makes, against softmax written out."""
+    return worst(
+        _attention_gap(bench.device, dtype, *case) / tolerance
+        for dtype, tolerance in TOLERANCES.items()
+        for case in _ATTENTION
+    )
+
+
+def rms_norm(bench: Bench) -> float:
+    """npu_rms_norm, against torch's own."""
+    from bundle.backends.ascend.operators import operator
+
+    return _worst_gap(
+        bench.device,
+        ((3, 5, 256), (256,)),
+        lambda x, weight: operator("npu_rms_norm")(x, weight, 1e-6)[0],
+        lambda x, weight: F.rms_norm(x, weight.shape, weight, 1e-6),
+    )
+
+
+def swiglu(bench: Bench) -> float:
+    """npu_swiglu, against torch's silu and product."""
+    from bundle.backends.ascend.operators import operator
+
+    def reference(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up
+
+    return _worst_gap(bench.device, ((3, 5, 256),), lambda x: operator("npu_swiglu")(x, -1), reference)
+
+
+def _worst_gap(
+    device: torch.device,
+    shapes: Sequence[tuple[int, ...]],
+    ours: Callable[..., Tensor],
+    reference: Callable[..., Tensor],
+) -> float:
+    """The largest distance of a function's value and gradients, in tolerances; `shapes` of its arguments."""
+    return worst(
+        _gap(device, dtype, shapes, ours, reference) / tolerance for dtype, tolerance in TOLERANCES.items()
+    )
+
+
+def _gap(
+    device: torch.device,
+    dtype: torch.dtype,
+    shapes: Sequence[tuple[int, ...]],
+    ours: Callable[..., Tensor],
+    reference: Callable[..., Tensor],
+) -> float:
+    generator = torch.Generator().manual_seed(7)
+    given = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    seen = []
+    for function, place, kind in ((ours, device, dtype), (reference, "cpu", torch.float64)):
+        inputs = [x.to(place, kind).requires_grad_() for x in given]
+        out = function(*inputs)
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(8)).to(dtype)
+        gradients = torch.autograd.grad(out, inputs, weight.to(place, kind))
+        found = (out.detach(), *gradients)
+        seen.append({str(number): x.cpu().double() for number, x in enumerate(found)})
+    return gap(*seen)
+
+
+def _attention_gap(
+    device: torch.device,
+    dtype: torch.dtype,
+    layout: str,
+    heads: tuple[int, int],
+    widths: tuple[int, int],
+    causal: bool,
+) -> float:
+    from bundle.backends.ascend.attention import Rows, fused, kernel_inputs
+
+    packed = layout == "packed"
+    leading = (_ENDS[-1],) if packed else (_LENGTH, _BATCH)
+    queries, keys = heads
+    wide, narrow = widths
+    shapes = [(*leading, *shape) for shape in ((queries, wide), (keys, wide), (keys, narrow))]
+    scale, mask = wide**-0.5, None
+    if layout == "masked rows":  # in the second row the first tokens are hidden, and see themselves
+        mask = torch.zeros(_BATCH, 1, _LENGTH, _LENGTH, dtype=torch.bool)
+        mask[1, :, :, :7] = True
+        mask[1, :, range(7), range(7)] = False
+
+    def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        boundaries = (_ENDS, _ENDS) if packed else None
+        rows = Rows(leading[0], leading[0], device, 1 if packed else _BATCH, boundaries)
+        inputs = kernel_inputs(None if mask is None else mask.to(device), rows, causal=causal)
+        if not packed:
+            query, key, value = (x.flatten(2) for x in (query, key, value))
+        out = fused(query, key, value, inputs, heads=queries, scale=scale, dropout=0.0)
+        return out if packed else out.unflatten(-1, (queries, -1))
+
+    def reference(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if packed:
+            parts = [
+                _softmax([x[begin:end, None] for x in (query, key, value)], scale, causal, None)[:, 0]
+                for begin, end in pairwise(_ENDS)
+            ]
+            return torch.cat(parts)
+        return _softmax((query, key, value), scale, causal, mask)
+
+    return _gap(device, dtype, shapes, ours, reference)
+
+
+def _softmax(inputs: Sequence[Tensor], scale: float, causal: bool, mask: Tensor | None) -> Tensor:
+    """[s, b, n, dv] of query, key and value [s, b, heads, d], every score written out; `mask` True hides."""
+    query, key, value = inputs
+    key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], 2) for x in (key, value))
+    scores = torch.einsum("qbnd,kbnd->bnqk", query, key) * scale
+    hidden = torch.zeros(scores.shape[-2:], dtype=torch.bool)
+    if causal:
+        hidden = torch.ones_like(hidden).triu(1)
+    if mask is not None:
+        hidden = hidden | mask
+    return torch.einsum("bnqk,kbnd->qbnd", scores.masked_fill(hidden, float("-inf")).softmax(-1), value)

@@ -1,0 +1,32 @@
+"""The acceptance of emulated NPUs: every part passes, and the file says that they are none."""
+
+import json
+
+import pytest
+
+from bundle.errors import UsageError
+from tests.npu.test_job import command, folder  # noqa: F401  (a fixture)
+from tools import compatibility
+
+pytestmark = pytest.mark.npu
+
+
+def test_emulated_npus_are_accepted_as_emulated(folder):  # noqa: F811
+    ended = command(folder, "doctor", "--acceptance", "--json", "--backend", "ascend", timeout=7200)
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    file = folder / "acceptance.json"
+    file.write_text(ended.stdout)
+    told = json.loads(ended.stdout)
+    assert told["emulated"] and told["device"] == "910B2C (emulated)"
+    assert {part["name"]: part["status"] for part in told["parts"]} == dict.fromkeys(
+        (
+            "environment", "operator flash", "operator rms_norm", "operator swiglu", "collectives",
+            "five steps in fp32", "five steps in bf16", "checkpoint", "two ranks", "patches",
+        ),
+        "passed",
+    )  # fmt: skip
+    (row,) = compatibility.recorded(file)
+    assert row.hardware == ""
+    file.write_text(json.dumps(told | {"combination": told["combination"] | {"device": "910B3"}}))
+    with pytest.raises(UsageError, match="emulated devices, which are no 910B3"):
+        compatibility.recorded(file)

@@ -1,0 +1,93 @@
+"""What an acceptance says of a device: nothing that it has not seen, and of emulated ones that they are."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from bundle import capabilities
+from bundle.environment import BACKENDS, packages
+from bundle.environment.hardware import detect, preset
+from bundle.environment.machine import fail, ok
+from bundle.preflight import Found
+from bundle.verification import acceptance
+from bundle.verification.acceptance import Part, accept, document
+from tests.environment.machines import recorded
+
+PASSED = (Part("environment", Found()), Part("collectives", Found(said="hccl adds up int8")))
+CPU = detect("cpu", recorded("cgroup-v1"))
+
+
+def test_every_operator_and_kernel_that_a_backend_may_call_is_measured():
+    for backend in BACKENDS:
+        can = capabilities.of(backend)
+        ours = [operator.name for operator in acceptance.OPERATORS.get(backend, ())]
+        wanted = [can.auto_attention.value, *(one.name for one in can.operators)] if can.operators else []
+        assert ours == wanted
+        assert can.collectives in acceptance.REDUCED
+
+
+def test_what_no_part_was_refused_is_proven_on_the_device():
+    here = preset("a2")
+    told = document(here, packages.detect(), PASSED)
+    assert told["passed"] and not told["emulated"] and told["device"] == here.devices[0].name
+    seen = told["combination"]
+    assert seen["device"] == here.devices[0].name
+    assert seen["proven"] == ["environment", "collectives: hccl adds up int8"]
+    assert seen["command"] == "mcore-bundle doctor --acceptance --backend ascend"
+
+
+def test_what_was_skipped_is_not_proven_and_what_failed_leaves_no_combination():
+    skipped = document(CPU, packages.detect(), [*PASSED, Part("two ranks", Found(skipped="one device"))])
+    assert skipped["passed"] and "two ranks" not in str(skipped["combination"]["proven"])
+    assert [part["status"] for part in skipped["parts"]] == ["passed", "passed", "skipped"]
+    failed = document(CPU, packages.detect(), [*PASSED, Part("checkpoint", Found(wrong="lost"))])
+    assert not failed["passed"] and failed["combination"] is None
+    assert failed["parts"][-1]["cause"] == "lost"
+
+
+def test_a_device_that_is_called_emulated_is_none():
+    here = preset("a2")
+    devices = tuple(
+        type(device)(**vars(device) | {"name": f"{device.name} (emulated)"}) for device in here.devices
+    )
+    told = document(here._replace(devices=devices), packages.detect(), PASSED)
+    assert told["emulated"] and told["combination"]["device"] == "emulated"
+
+
+def test_an_unfit_environment_is_all_that_is_looked_at(tmp_path: Path):
+    parts = list(
+        accept(CPU, [ok("torch", "there"), fail("megatron-core", "not there", "install it")], tmp_path)
+    )
+    assert [(part.name, part.found.wrong) for part in parts] == [("environment", "megatron-core: not there")]
+
+
+@pytest.mark.parametrize(
+    ("loss", "wrong"),
+    [
+        (2.0, ""),
+        (2.0001, ""),
+        (2.003, "a loss is 0.0015 from the cpu's, and 0.001 is allowed"),
+        (math.nan, "a loss is nan from the cpu's, and 0.001 is allowed"),
+    ],
+)
+def test_losses_are_as_near_as_is_said(loss, wrong):
+    found = acceptance.judged(
+        {1: {"loss": 5.0}, 2: {"loss": loss}}, {1: {"loss": 5.0}, 2: {"loss": 2.0}}, 1e-3, "the cpu's"
+    )
+    assert found.wrong == wrong and set(found.measured) == {"relative distance"}
+
+
+def test_losses_of_other_steps_are_no_answer():
+    assert acceptance.judged({1: {"loss": 5.0}}, {1: {"loss": 5.0}, 2: {"loss": 2.0}}, 1.0, "the cpu's").wrong
+    assert acceptance.judged({1: {"mtp": 5.0}}, {1: {"loss": 5.0}}, 1.0, "the cpu's").wrong
+
+
+@pytest.mark.world
+def test_two_ranks_exchange_every_type_and_a_wrong_sum_is_named(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("megatron.core")
+    found = acceptance.collectives("cpu", 2)
+    assert found.status == "passed" and "gloo adds up int8" in found.said
+    monkeypatch.setattr(acceptance, "COLLECTIVES", "tests.verification.leaving:wrong_sum")
+    assert "all_reduce of int8: [3, 7] instead of [3, 6]" in acceptance.collectives("cpu", 2).wrong
+    assert acceptance.collectives("cpu", 1).skipped == "takes two devices"
