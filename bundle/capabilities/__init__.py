@@ -1,4 +1,4 @@
-"""What an accelerator can, as data with reasons: layers, attention kernels, FP8, masks, environment.
+"""What an accelerator can, as data with reasons: layers, kernels, FP8, masks, environment, its names.
 
 Everything that may be known about a backend without torch; `backends` holds what needs it.
 """
@@ -97,6 +97,15 @@ class Peak(NamedTuple):
     source: str
 
 
+class Resource(NamedTuple):
+    """What schedulers call a device, unless a cluster has its own name for it."""
+
+    kubernetes: str  # the extended resource, as the vendor's device plugin registers it
+    slurm: str  # the option of sbatch that asks for N of them on a node, {} in the place of N
+    source: str
+    generations: frozenset[str] = frozenset()  # of the device; empty: all that no other one names
+
+
 class Variable(NamedTuple):
     """An environment variable of every rank, and why it has this value."""
 
@@ -162,6 +171,7 @@ class Capabilities(NamedTuple):
     masks: tuple[Mask, ...]
     environment: tuple[Variable, ...]
     preferred: tuple[Preference, ...] = ()
+    resources: tuple[Resource, ...] = ()  # none where a device is nothing that a scheduler counts
     peaks: tuple[Peak, ...] = ()  # of the devices whose rate somebody read
     operators: tuple[Operator, ...] = ()
     without_fp8: str = ""  # why no scaling is offered, where there is none
@@ -229,6 +239,11 @@ class Capabilities(NamedTuple):
     def peak(self, device: str) -> Peak | None:
         """The highest rate of the device of that name; None where nobody read it."""
         return next((peak for peak in self.peaks if peak.device == device), None)
+
+    def resource(self, generation: str) -> Resource | None:
+        """What schedulers call a device of this generation, "" where nobody knows it; None: not at all."""
+        named = (each for each in self.resources if generation in each.generations)
+        return next(named, next((each for each in self.resources if not each.generations), None))
 
     def variables(self, features: frozenset[str]) -> tuple[Variable, ...]:
         """The environment of a rank of a job with these features."""

@@ -8,9 +8,12 @@ from bundle.capabilities import (
     LayerTraits,
     Mask,
     Operator,
+    Resource,
     Variable,
     connections,
 )
+
+_PLUGIN = "MindCluster's ascend-device-plugin, which has one name for A1, A2 and A3; a cluster names its gres"
 
 ASCEND = Capabilities(
     backend="ascend",
@@ -80,6 +83,10 @@ ASCEND = Capabilities(
         ),
     ),
     emulated=Emulated("torch-npu", "NPU", "kernels, HCCL, memory and speed"),
+    resources=(
+        Resource("huawei.com/Ascend910", "gres=npu:{}", _PLUGIN),
+        Resource("huawei.com/npu", "gres=npu:{}", _PLUGIN, frozenset({"a5"})),
+    ),
     environment=(
         connections("megatron's own check, which MindSpeed keeps"),
         Variable(

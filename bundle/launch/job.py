@@ -69,6 +69,7 @@ class Job:
     backend: str = Field(pattern=f"^({'|'.join(BACKENDS)})$")
     nodes: int = Field(ge=1, le=MOST_RANKS)
     per_node: int = Field(ge=1, le=MOST_PER_NODE)
+    generation: Text = ""  # of the devices that it was planned for, as capabilities know them; "": not known
     environment: dict[Text, Text]  # that the ranks are started with
     attention: str = Field(pattern="^(auto|flash|fused|unfused)$")  # the kernel that the plan says
     megatron: Text  # the version that it was planned for
@@ -131,10 +132,11 @@ def unmet(job: Job, rendezvous: str) -> list[str]:
 
 
 def words(
-    job: Job, file: Path, node_rank: int = 0, rendezvous: str = "", restarts: int = 0
+    job: Job, file: Path, node_rank: int | str = 0, rendezvous: str = "", restarts: int = 0
 ) -> tuple[str, ...]:
     """What `mcore-bundle` is told on one node of a job, to execute it from a file.
 
+    A `node_rank` that is text is what somebody puts the number in the place of.
     Without a `rendezvous`, whoever starts the nodes tells them which they are and where they meet.
     """
     said = ["train", f"--job={file}", *([f"--restarts={restarts}"] if restarts else [])]
@@ -170,6 +172,7 @@ def of_plan(of: Plan, directory: Path, *, start: Start | None = None, record: Bu
         backend=of.hardware.backend,
         nodes=of.nodes,
         per_node=of.per_node,
+        generation=of.hardware.generation.value or "",
         environment=of.variables,
         attention=of.attention.value,
         megatron=of.target.version,

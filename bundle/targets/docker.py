@@ -16,6 +16,7 @@ from typing import NamedTuple
 from bundle import files
 from bundle.errors import LaunchUnavailable, UsageError, shown
 from bundle.files import json_digest
+from bundle.launch import grace
 from bundle.launch import job as job_file
 from bundle.launch.command import Command
 from bundle.launch.job import NAME, Job
@@ -54,7 +55,7 @@ class Options:
     shared_memory: str = "64g"
     rdma: bool = False
     restarts: int = 0
-    grace_seconds: int = 300
+    grace_seconds: int | None = None  # None: as long as the job's checkpoint takes
 
     def violations(self) -> Iterator[str]:
         """All that docker would not take, or would take for something else."""
@@ -108,7 +109,7 @@ def command(job: Job, options: Options, workdir: Path, node_rank: int = 0, rende
         *("--read-only", "--tmpfs=/tmp:exec,mode=1777", f"--tmpfs={HOME}:exec,mode=1777"),
         *("--cap-drop=ALL", "--security-opt=no-new-privileges"),
         f"--shm-size={options.shared_memory}",
-        f"--stop-timeout={options.grace_seconds}",
+        f"--stop-timeout={options.grace_seconds or grace.seconds(job)}",
         # Nodes reach each other on any port. One node alone reaches out, and nobody it.
         *(["--network=host"] if job.nodes > 1 else []),
         *_devices(job),

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from bundle import files
+from bundle import capabilities, files
 from bundle.errors import ExitCode, LaunchUnavailable, UsageError, shown
 from bundle.files import json_digest
+from bundle.launch import grace
 from bundle.launch import job as job_file
 from bundle.launch.job import NAME, Job
 from bundle.targets.client import asked
@@ -28,11 +29,9 @@ _log = logging.getLogger(__name__)
 
 CONTAINERS = ("pyxis", "apptainer")
 SCRIPT = "job.sh"
-# How long before its time limit a job is told to save.
-GRACE_SECONDS = 180
 # How often a job is looked at, and for how long a controller may be away meanwhile.
 LOOK_SECONDS, PATIENCE_SECONDS = 2.0, 600
-_DEVICES = {"cuda": "gpus-per-node={}", "ascend": "gres=npu:{}", "cpu": ""}
+_LONGEST_GRACE = 65535  # that sbatch takes before a time limit
 _OPTION = re.compile(r"[a-z][a-z-]*(=.*)?")
 _IMAGE = re.compile(r"(?P<host>[^/#]+\.[^/#]+|[^/#]+:[0-9]+|localhost)/(?P<name>.+)")
 # What the job decides; another number would start something else than what was checked.
@@ -119,10 +118,10 @@ def script(job: Job, options: Options, workdir: Path) -> str:
         "output": f"{where}/slurm-%j.log",
         "open-mode": "append",
         "requeue": "",
-        "signal": f"TERM@{GRACE_SECONDS}",
+        "signal": f"TERM@{min(grace.seconds(job), _LONGEST_GRACE)}",
     }
-    if devices := _DEVICES[job.backend].format(job.per_node):
-        ours |= dict([_named(devices)])
+    if resource := capabilities.of(job.backend).resource(job.generation):
+        ours |= dict([_named(resource.slurm.format(job.per_node))])
     theirs = dict(_named(option) for option in options.sbatch)
     directives = "\n".join(f"#SBATCH {_option(name, value)}" for name, value in (ours | theirs).items())
     # Tasks that are left alone end by themselves, with a code that says why; ended by Slurm, with none.

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from bundle import capabilities
 from bundle.capabilities import Capabilities
 from bundle.capabilities.ascend import ASCEND
 from bundle.capabilities.cpu import CPU
@@ -108,3 +109,21 @@ def test_variables_follow_the_features():
         for features in (frozenset(), frozenset({"rl", "moe"}))
     )
     assert rl - plain == {"NCCL_CUMEM_ENABLE"}
+
+
+@pytest.mark.parametrize(
+    ("backend", "generation", "kubernetes", "slurm"),
+    [
+        ("cuda", "9.0", "nvidia.com/gpu", "gpus-per-node={}"),
+        ("ascend", "a2", "huawei.com/Ascend910", "gres=npu:{}"),
+        ("ascend", "", "huawei.com/Ascend910", "gres=npu:{}"),
+        ("ascend", "a5", "huawei.com/npu", "gres=npu:{}"),
+    ],
+)
+def test_schedulers_have_a_name_for_a_device(backend, generation, kubernetes, slurm):
+    found = capabilities.of(backend).resource(generation)
+    assert found is not None and (found.kubernetes, found.slurm) == (kubernetes, slurm)
+
+
+def test_no_scheduler_counts_cpus_as_devices():
+    assert capabilities.of("cpu").resource("") is None

@@ -9,6 +9,7 @@ import typer
 from bundle.cli import options
 from bundle.cli.launch.submission import (
     Detach,
+    Grace,
     NodeRank,
     Rendezvous,
     decided_here,
@@ -42,9 +43,7 @@ def docker(
     rdma: Annotated[
         bool, typer.Option("--rdma", help="Give it the RDMA devices, and memory pinned.")
     ] = False,
-    grace: Annotated[
-        int, typer.Option(min=1, metavar="SECONDS", help="From being told to save to the end.")
-    ] = 300,
+    grace: Grace = None,
     restarts: options.Restarts = 0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print a command for each node, and stop.")

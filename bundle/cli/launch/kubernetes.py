@@ -5,9 +5,10 @@ from typing import Annotated
 import typer
 
 from bundle.cli import options
-from bundle.cli.launch.submission import decided, read_record
+from bundle.cli.launch.submission import Grace, decided, read_record
 from bundle.cli.request import Machines, Request
 from bundle.targets import kubernetes as objects
+from bundle.targets.kubernetes.options import Options
 
 
 def kubernetes(
@@ -22,10 +23,10 @@ def kubernetes(
     form: Annotated[
         str,
         typer.Option(
-            callback=options.one_of(objects.FORMS),
-            help="jobset starts all nodes again when one is lost; job ends, and needs nothing installed.",
+            callback=options.one_of(tuple(objects.FORMS)),
+            help="; ".join(f"{name} {form.what}" for name, form in objects.FORMS.items()) + ".",
         ),
-    ] = objects.FORMS[0],
+    ] = next(iter(objects.FORMS)),
     name: Annotated[str, typer.Option(help="Of the objects; without it, the recipe's.")] = "",
     namespace: Annotated[str, typer.Option(help="Where they are made; without it, where kubectl is.")] = "",
     mounts: Annotated[
@@ -38,27 +39,44 @@ def kubernetes(
             "--resource", metavar="NAME=QUANTITY", help="Of each node: memory=512Gi, cpu=64, rdma/ib=8, ..."
         ),
     ] = None,
+    device: Annotated[
+        str, typer.Option(metavar="NAME", help="What the cluster calls a device, if not as its vendor.")
+    ] = "",
+    selectors: Annotated[
+        list[str] | None,
+        typer.Option("--selector", metavar="KEY=VALUE", help="A label of the nodes that it runs on."),
+    ] = None,
+    groups: Annotated[
+        list[int] | None,
+        typer.Option("--group", min=0, metavar="GID", help="Of the pods: that of an NPU's device files."),
+    ] = None,
     shared_memory: Annotated[str, typer.Option(metavar="QUANTITY", help="Size of /dev/shm.")] = "64Gi",
     rdma: Annotated[bool, typer.Option("--rdma", help="Let the pods pin memory for a network card.")] = False,
     secret: Annotated[str, typer.Option(help="A Secret whose keys become variables.")] = "",
-    queue: Annotated[str, typer.Option(help="Of Kueue, which starts all pods or none.")] = "",
-    topology: Annotated[str, typer.Option(help="The level that Kueue keeps all pods within.")] = "",
+    queue: Annotated[str, typer.Option(help="Of Kueue or Volcano, which start all pods or none.")] = "",
+    topology: Annotated[
+        str, typer.Option(help="The level that Kueue keeps all pods within, the tier that Volcano does.")
+    ] = "",
     priority: Annotated[str, typer.Option(help="A PriorityClass.")] = "",
-    restarts: Annotated[int, typer.Option(min=0, help="How often a JobSet starts all nodes again.")] = 10,
-    grace: Annotated[
-        int, typer.Option(min=1, metavar="SECONDS", help="From being told to save to the end.")
-    ] = 300,
+    restarts: Annotated[int, typer.Option(min=0, help="How often all nodes are started again.")] = 10,
+    grace: Grace = None,
+    keep: Annotated[
+        int, typer.Option(min=0, metavar="SECONDS", help="How long the objects are kept after the end.")
+    ] = 7 * 24 * 3600,
 ) -> None:
     """Print the objects of a job, for `kubectl apply -f -`."""
     job = decided(recipe, request, machines, read_record(container_image, record))
-    wanted = objects.Options(
+    wanted = Options(
         image=container_image,
         claim=claim,
         name=name,
         form=form,
         namespace=namespace,
         mounts=tuple(mounts or ()),
+        device=device,
         resources=tuple(resources or ()),
+        selectors=tuple(selectors or ()),
+        groups=tuple(groups or ()),
         shared_memory=shared_memory,
         rdma=rdma,
         secret=secret,
@@ -67,5 +85,6 @@ def kubernetes(
         priority=priority,
         restarts=restarts,
         grace_seconds=grace,
+        keep_seconds=keep,
     )
     print(objects.documents(job, wanted), end="")

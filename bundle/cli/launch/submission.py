@@ -26,6 +26,12 @@ _NOT_OURS = "none"
 Handle = Annotated[
     str, typer.Argument(help="What `launch` printed: local:FOLDER, slurm:NUMBER, docker:CONTAINER.")
 ]
+Grace = Annotated[
+    int | None,
+    typer.Option(
+        min=1, metavar="SECONDS", help="From being told to save to the end, if not what that takes."
+    ),
+]
 Detach = Annotated[bool, typer.Option("--detach", "-d", help="Print the handle of the job, and stop.")]
 NodeRank = Annotated[int, typer.Option(min=0, help="Which of several machines this one is.")]
 Rendezvous = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where several meet: node 0.")]

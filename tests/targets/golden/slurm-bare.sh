@@ -8,7 +8,7 @@
 #SBATCH --output=/runs/demo/logs/slurm-DIGEST/slurm-%j.log
 #SBATCH --open-mode=append
 #SBATCH --requeue
-#SBATCH --signal=TERM@180
+#SBATCH --signal=TERM@300
 #SBATCH --gpus-per-node=8
 # Written by `mcore-bundle launch slurm`; what every node executes is job.json beside it.
 srun --cpu-bind=none --kill-on-bad-exit=0 -- /venv/bin/python -m bundle train --job=/runs/demo/logs/slurm-DIGEST/job.json

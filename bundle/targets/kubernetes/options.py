@@ -1,0 +1,72 @@
+"""What a cluster wants to know of a job that the job file does not say, and what no cluster would take."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from bundle.errors import shown
+
+_LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
+_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+_MOUNT = re.compile(rf"{_NAME.pattern}:/[\w@./-]*", re.ASCII)
+_QUALIFIED = r"([a-z0-9.-]+/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+_RESOURCE = re.compile(rf"{_QUALIFIED}=[0-9.]+[A-Za-z]*")
+_SELECTOR = re.compile(rf"{_QUALIFIED}=([A-Za-z0-9]([A-Za-z0-9._-]{{0,61}}[A-Za-z0-9])?)?")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the cluster wants to know, beside the job.
+
+    `claim` is the PersistentVolumeClaim that all pods see, where the run directory lies, and `mounts` are
+    further ones, "CLAIM:/data". `device` is what the cluster calls a device, where that is not its vendor's
+    name; `resources` are further ones of each pod, "rdma/ib=1" or "memory=512Gi", both requested and the most
+    it gets; `selectors` are labels of the nodes, "KEY=VALUE". The keys of `secret` become variables, `groups`
+    are further groups of the pods' user. `queue` and `topology` are those of who schedules the form.
+    """
+
+    image: str
+    claim: str
+    name: str = ""
+    form: str = "jobset"
+    namespace: str = ""
+    mounts: tuple[str, ...] = ()
+    device: str = ""
+    resources: tuple[str, ...] = ()
+    selectors: tuple[str, ...] = ()
+    groups: tuple[int, ...] = ()
+    shared_memory: str = "64Gi"
+    rdma: bool = False
+    secret: str = ""
+    queue: str = ""
+    topology: str = ""
+    priority: str = ""
+    restarts: int = 10
+    grace_seconds: int | None = None  # None: as long as the job's checkpoint takes
+    keep_seconds: int = 7 * 24 * 3600
+
+    def violations(self, name: str, nodes: int) -> Iterator[str]:
+        """All that no cluster would take."""
+        longest = f"{name}-node-0-{nodes - 1}-xxxxx"  # of a pod, with what its controller puts behind it
+        if not _LABEL.fullmatch(name) or len(longest) > 63:
+            most = 63 - len(longest) + len(name)
+            yield f"--name {shown(name)}: lower-case letters, digits and dashes, at most {most}"
+        if not self.image or not self.image.isprintable() or " " in self.image:
+            yield f"--image {shown(self.image)}: no name of an image"
+        named = {"claim": self.claim, "secret": self.secret, "namespace": self.namespace, "queue": self.queue}
+        for option, value in (named | {"priority": self.priority}).items():
+            if (value or option == "claim") and not _NAME.fullmatch(value):
+                yield f"--{option} {shown(value)}: no name of an object of Kubernetes"
+        if self.device and not re.fullmatch(_QUALIFIED, self.device):
+            yield f"--device {shown(self.device)}: no name of a resource, such as nvidia.com/gpu"
+        lists = (
+            ("mount", self.mounts, _MOUNT, "CLAIM:/PATH"),
+            ("resource", self.resources, _RESOURCE, "NAME=QUANTITY, such as memory=512Gi"),
+            ("selector", self.selectors, _SELECTOR, "KEY=VALUE, a label of nodes"),
+        )
+        for option, values, pattern, form in lists:
+            for value in values:
+                if not pattern.fullmatch(value):
+                    yield f"--{option} {shown(value)}: {form}"
+        if not _RESOURCE.fullmatch(f"memory={self.shared_memory}"):
+            yield f"--shared-memory {shown(self.shared_memory)}: a quantity, such as 64Gi"

@@ -1,0 +1,119 @@
+"""The pod of one node: what is alike in every form. Its container executes the job file of a ConfigMap."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bundle import capabilities
+from bundle.errors import ExitCode
+from bundle.launch import grace
+from bundle.launch import job as job_file
+from bundle.launch.job import NAME, Job
+from bundle.launch.starters import DEFAULT_PORT
+from bundle.targets.kubernetes.options import Options
+
+# Where an image of ours writes, and its user (images/README.md); where the pod finds the job file.
+HOME, USER, JOB = "/home/bundle", 10001, "/opt/job"
+# What a restart cannot mend: the recipe, the machine, a patch.
+NEVER = sorted(int(code) for code in (ExitCode.USAGE, ExitCode.ENVIRONMENT_UNFIT, ExitCode.PATCHES))
+CONTAINER = "node"
+
+
+class Workload(NamedTuple):
+    """What a form is rendered from: the job, what the cluster wants to know, what the objects are called."""
+
+    job: Job
+    options: Options
+    name: str
+    file: str  # the ConfigMap of the job file
+
+    def object(
+        self, api: str, kind: str, name: str = "", labels: dict[str, str] | None = None
+    ) -> dict[str, Any]:
+        """The beginning of an object."""
+        metadata: dict[str, Any] = {"name": name or self.name}
+        if self.options.namespace:
+            metadata["namespace"] = self.options.namespace
+        metadata["labels"] = self.labels | (labels or {})
+        return {"apiVersion": api, "kind": kind, "metadata": metadata}
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """What every object and every pod of the job is found by."""
+        return {"app.kubernetes.io/managed-by": "mcore-bundle", "app.kubernetes.io/instance": self.name}
+
+    @property
+    def queued(self) -> dict[str, str]:
+        """The label that hands a workload to Kueue, which holds back every object that has it."""
+        return {"kueue.x-k8s.io/queue-name": self.options.queue} if self.options.queue else {}
+
+    @property
+    def words(self) -> list[str]:
+        """What the container is told, where its environment says which node it is."""
+        return list(job_file.words(self.job, Path(JOB) / NAME))
+
+    def words_at(self, host: str, index: str) -> list[str]:
+        """What the container is told where nodes meet at `host`, and the variable `index` says its own."""
+        where = f"{host}:{DEFAULT_PORT}"
+        return list(job_file.words(self.job, Path(JOB) / NAME, f"$({index})", where))
+
+    @property
+    def resources(self) -> dict[str, Any]:
+        """What every pod asks for, and no more than that: pods that get more than they ask for go first."""
+        amounts = dict(each.split("=") for each in self.options.resources)
+        resource = capabilities.of(self.job.backend).resource(self.job.generation)
+        if resource is not None:
+            amounts = {self.options.device or resource.kubernetes: str(self.job.per_node)} | amounts
+        return {"limits": amounts, "requests": dict(amounts)}
+
+    def template(self, words: list[str], container: str = CONTAINER) -> dict[str, Any]:
+        """The template of the pods; in Kueue's words, of a pod set."""
+        metadata: dict[str, Any] = {"labels": dict(self.labels)}
+        return {"metadata": metadata, "spec": self._spec(words, container)}
+
+    def _spec(self, words: list[str], container: str) -> dict[str, Any]:
+        options = self.options
+        rights: dict[str, Any] = {"drop": ["ALL"]}
+        if options.rdma:
+            rights["add"] = ["IPC_LOCK"]  # memory that the network card writes to stays where it is
+        volumes: dict[str, tuple[str, dict[str, Any]]] = {
+            "job": (JOB, {"configMap": {"name": self.file}}),
+            "home": (HOME, {"persistentVolumeClaim": {"claimName": options.claim}}),
+            "shm": ("/dev/shm", {"emptyDir": {"medium": "Memory", "sizeLimit": options.shared_memory}}),
+            "tmp": ("/tmp", {"emptyDir": {}}),
+        }
+        for number, mount in enumerate(options.mounts):
+            claim, _, path = mount.partition(":")
+            volumes[f"mount-{number}"] = (path, {"persistentVolumeClaim": {"claimName": claim}})
+        the_container = {
+            "name": container,
+            "image": options.image,
+            "args": words,
+            "workingDir": HOME,
+            **({"envFrom": [{"secretRef": {"name": options.secret}}]} if options.secret else {}),
+            "resources": self.resources,
+            "securityContext": {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": rights,
+            },
+            "volumeMounts": [{"name": name, "mountPath": path} for name, (path, _) in volumes.items()],
+        }
+        selector = dict(each.split("=") for each in options.selectors)
+        return {
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": options.grace_seconds or grace.seconds(self.job),
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            **({"priorityClassName": options.priority} if options.priority else {}),
+            **({"nodeSelector": selector} if selector else {}),
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": USER,
+                "runAsGroup": 0,
+                "fsGroup": 0,
+                **({"supplementalGroups": list(options.groups)} if options.groups else {}),
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "containers": [the_container],
+            "volumes": [{"name": name} | source for name, (_, source) in volumes.items()],
+        }
