@@ -53,6 +53,10 @@ function "pin" {
   params = [stack, package]
   result = STACKS[stack].pins[package].version
 }
+function "source" {
+  params = [stack]
+  result = lookup(STACKS[stack], "source", "")
+}
 function "of" {
   params = [backend]
   result = [for name, stack in STACKS : name if stack.backend == backend]
@@ -166,8 +170,9 @@ target "ascend" {
   dockerfile = "images/ascend/Dockerfile"
   args = merge(args(dashed(replace(stack, "ascend", chip)), stack, chip), {
     TORCH_INDEX     = TORCH_INDEX
-    SOURCE          = "${SOURCES[STACKS[stack].source].archive}/${SOURCES[STACKS[stack].source].commit}.tar.gz"
-    SOURCE_CHECKSUM = SOURCES[STACKS[stack].source].checksum
+    MINDSPEED       = source(stack) == "" ? "none" : "source"
+    SOURCE          = source(stack) == "" ? "" : "${SOURCES[source(stack)].archive}/${SOURCES[source(stack)].commit}.tar.gz"
+    SOURCE_CHECKSUM = source(stack) == "" ? "" : SOURCES[source(stack)].checksum
   })
   labels     = labels(dashed(replace(stack, "ascend", chip)), stack, chip)
   tags       = tags(chip, stack, "")

@@ -193,9 +193,10 @@ def _devices(job: Job) -> Sequence[str]:
     """What the container gets of the machine's devices: as many as the job has ranks there."""
     if job.backend == "cuda":
         return [f"--gpus={job.per_node}"]
-    if job.backend == "ascend":
-        devices = (*(f"/dev/davinci{number}" for number in range(job.per_node)), *_DAVINCI)
-        return [f"--device={device}" for device in devices] + [
-            f"--volume={path}:{path}:ro" for path in _DRIVER
-        ]
-    return []
+    return npus(job.per_node) if job.backend == "ascend" else []
+
+
+def npus(count: int) -> list[str]:
+    """What a container needs of the host for so many NPUs: their nodes, and the driver's files; no more."""
+    devices = (*(f"/dev/davinci{number}" for number in range(count)), *_DAVINCI)
+    return [f"--device={device}" for device in devices] + [f"--volume={path}:{path}:ro" for path in _DRIVER]

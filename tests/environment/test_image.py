@@ -72,10 +72,10 @@ def test_an_image_that_is_not_what_was_defined_is_not_stamped(site, monkeypatch)
 
 
 def test_a_source_is_recorded_by_its_commit(site):
-    for name, pin in IMAGES.stacks["ascend-mcore0.12"].pins.items():
+    for name, pin in IMAGES.stacks["ascend-mcore0.15"].pins.items():
         install(site.parent / "npu", name, pin.version)
-    made = identity.stamp(IMAGES, "ascend-mcore0.12", stack_of(site.parent / "npu"))
-    assert made.sources["mindspeed-core-r0.12.1"].startswith("57a33053")
+    made = identity.stamp(IMAGES, "ascend-mcore0.15", stack_of(site.parent / "npu"))
+    assert made.sources["mindspeed-core-r0.15.3"].startswith("d0d5809d")
 
 
 def test_doctor_tells_every_drift(site, tmp_path):

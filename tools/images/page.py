@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from bundle.targets import docker
 from tools.images.definition import Definition, targets
 from tools.markdown import table
 
@@ -43,11 +44,22 @@ the stack `cpu`; only torch, whose build differs by machine, is taken there with
 ```
 docker run --rm IMAGE doctor
 docker run --rm --gpus all --shm-size 16g --ulimit memlock=-1 -v runs:/home/bundle IMAGE train demo
-docker run --rm --group-add "$(stat -c %g /dev/davinci0)" --device ... -v runs:/home/bundle IMAGE train demo
+docker run --rm --shm-size 16g --group-add "$(stat -c %g /dev/davinci0)" \\
+{npus}
+  -v runs:/home/bundle IMAGE train demo
 ```
 
 What every image promises: [images/README.md](../images/README.md). On Ascend the device nodes belong to a
 group of the host, which the user of the image is not in: `--group-add`, in Kubernetes `supplementalGroups`.
+The driver stays on the host, whose files the container is shown; `--privileged` is not needed. With Ascend's
+own container runtime `ASCEND_VISIBLE_DEVICES` takes the place of `--device` and of the driver's `--volume`.
+`launch docker` writes these lines itself.
+
+`ascend-a2` and `ascend-a3` train with every supported megatron-core, without MindSpeed: another release than
+theirs is the folder of its source, `train --mcore DIRECTORY`. For Atlas A5 give the base of its chip, in the
+same CANN and Python: `--set ascend-a3.args.BASE=quay.io/ascend/cann:TAG --set ascend-a3.args.BASE_DIGEST=`.
+The others have a MindSpeed as well, and the megatron-core that it is made for. There is none with its line
+for 0.12.1: that imports `megatron.training`, which no package of megatron-core has.
 
 ## An image knows itself
 
@@ -82,7 +94,7 @@ def markdown(definition: Definition) -> str:
         _INTRODUCTION,
         "## Targets\n",
         table(("target", "stack", "base", "torch", "megatron-core"), rows),
-        _CHANGING,
+        _CHANGING.format(npus=" \\\n".join(f"  {option}" for option in docker.npus(2)) + " \\"),
         "## Stacks\n",
     ]
     for name, stack in definition.stacks.items():

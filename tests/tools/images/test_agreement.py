@@ -31,11 +31,11 @@ def test_everything_follows():
 
 
 def test_one_version_is_named_everywhere_it_must_follow(root):
-    change(root, "STACKS", "ascend-mcore0.12", "pins", "torch-npu", "version", value="2.7.1.post9")
+    change(root, "STACKS", "ascend-mcore0.15", "pins", "torch-npu", "version", value="2.7.1.post9")
     told = found(root)
-    assert sum("images/locks/ascend-mcore0.12." in line for line in told) == 2
+    assert sum("images/locks/ascend-mcore0.15." in line for line in told) == 2
     assert sum("docs/images.md" in line for line in told) == 1
-    assert sum(line.startswith(("ascend-a2-mcore0-12:", "ascend-a3-mcore0-12:")) for line in told) == 2
+    assert sum(line.startswith(("ascend-a2-mcore0-15:", "ascend-a3-mcore0-15:")) for line in told) == 2
     assert len(told) == 5
 
 

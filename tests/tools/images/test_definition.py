@@ -18,7 +18,8 @@ IMAGES = definition.load(ROOT)
 def test_every_backend_has_its_stacks():
     names = {target.name for target in targets(IMAGES)}
     assert {"cpu", "cuda-mcore0-16", "cuda-mcore0-19"} <= names
-    assert {f"ascend-{chip}-mcore0-{minor}" for chip in ("a2", "a3") for minor in (12, 15, 16)} <= names
+    for chip in ("a2", "a3"):
+        assert {f"ascend-{chip}", f"ascend-{chip}-mcore0-15", f"ascend-{chip}-mcore0-16"} <= names
     assert len(names) == len(targets(IMAGES))
 
 
@@ -27,6 +28,11 @@ def test_every_stack_has_a_reviewed_megatron():
     assert {stack.pins["megatron-core"].version for stack in IMAGES.stacks.values()} <= set(reviewed)
     newest = IMAGES.stacks["cuda-mcore0.19"].pins["megatron-core"].version
     assert newest == reviewed[-1]
+
+
+def test_an_ascend_image_needs_no_mindspeed_and_is_locked_with_what_every_megatron_imports():
+    assert IMAGES.stacks["ascend"].source is None
+    assert "triton-ascend" in IMAGES.stacks["ascend"].pins
 
 
 def test_no_image_has_two_accelerators():
@@ -47,7 +53,7 @@ def test_all_violations_at_once(tmp_path):
 
 def test_names_must_resolve(tmp_path):
     root = copied(tmp_path / "copy")
-    change(root, "STACKS", "ascend-mcore0.12", "source", value="mindspore")
+    change(root, "STACKS", "ascend-mcore0.15", "source", value="mindspore")
     with pytest.raises(UsageError, match="mindspore"):
         definition.load(root)
 
