@@ -34,9 +34,7 @@ def doctor(
     ] = False,
     acceptance: Annotated[
         bool,
-        typer.Option(
-            "--acceptance", help="Then compute, exchange, train and prove here: minutes. docs/ascend.md."
-        ),
+        typer.Option("--acceptance", help="Then compute, exchange, train and prove here, half an hour."),
     ] = False,
     backend: options.OwnBackend = "auto",
     as_json: options.JSON = False,

@@ -26,6 +26,7 @@ from bundle.verification import Order, decide, everything, observed
 
 COMMAND = "mcore-bundle doctor --acceptance"
 PROGRAM = "bundle"  # what `python -m` runs for a verb
+PATCHES: tuple[str, ...] = ()  # that are verified; without any, all that apply
 # Types that collectives of two ranks add up: of HCCL what torch-npu's ProcessGroupHCCL takes on A2 and A3.
 _ADDED = ("int8", "int32", "int64", "float16", "bfloat16", "float32")
 REDUCED = {"gloo": _ADDED, "nccl": _ADDED, "hccl": (*_ADDED, "int16")}
@@ -267,7 +268,7 @@ def judged(seen: Losses, expected: Losses, most: float, whose: str) -> Found:
 
 def _patches(backend: str) -> Found:
     """What `patches verify` says."""
-    code, said, last = _verb(["patches", "verify", "--json", "--backend", backend], {})
+    code, said, last = _verb(["patches", "verify", *PATCHES, "--json", "--backend", backend], {})
     try:
         rows = json.loads(said)["results"]
     except (ValueError, KeyError):

@@ -1,7 +1,8 @@
 """The command mcore-bundle on a machine that has emulated NPUs: python -m tests.npu.machine VERB...
 
 What the verbs look at is a recorded Atlas A2 whose devices are called emulated; ranks that it starts are
-those of `python -m bundle`, in this environment (tests.npu.child.emulated), and verbs this command again.
+those of `python -m bundle`, in this environment (tests.npu.child.emulated), and verbs this command again. Of
+the patches an acceptance verifies one here: each is two processes for every rank.
 """
 
 import os
@@ -33,5 +34,6 @@ if __name__ == "__main__":
         patch.object(machine, "local", local),
         patch.object(hardware, "local", local),
         patch.object(acceptance, "PROGRAM", "tests.npu.machine"),
+        patch.object(acceptance, "PATCHES", ("mla-without-te-linear",)),
     ):
         main()
