@@ -40,6 +40,17 @@ Restarts = Annotated[
         help="Start ranks again where that may mend what broke: N times without a new checkpoint between.",
     ),
 ]
+Spares = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        metavar="N",
+        help="Machines beyond --nodes: one takes the place of a machine that is lost or bad.",
+    ),
+]
+NodeRank = Annotated[int | None, typer.Option(help="Which of them this one is, from 0.")]
+Rendezvous = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where they meet: node 0.")]
+Wait = Annotated[int, typer.Option(min=1, metavar="SECONDS", help="How long a node waits for the others.")]
 ImageRecord = Annotated[
     Path | None,
     typer.Option(

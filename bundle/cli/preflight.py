@@ -1,6 +1,7 @@
 """`mcore-bundle preflight`: whether this node can do what a job will ask of it, found out by doing it."""
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,9 @@ from bundle import preflight as probing
 from bundle.cli import options
 from bundle.cli.doctor import line
 from bundle.environment import hardware
-from bundle.errors import ExitCode
+from bundle.errors import ExitCode, UsageError
+from bundle.launch import command
+from bundle.launch.rendezvous import discover
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -25,16 +28,24 @@ def preflight(
     devices_per_node: Annotated[
         int | None, typer.Option(min=1, help="Devices that have to be here; without it, those that are.")
     ] = None,
+    nodes: Annotated[int | None, typer.Option(help="Machines to ask together; start it on each.")] = None,
+    node_rank: options.NodeRank = None,
+    rendezvous: options.Rendezvous = None,
+    wait: options.Wait = command.WAIT_SECONDS,
     as_json: options.JSON = False,
     log_level: options.LogLevel = "",
 ) -> None:
-    """Have this node compute, write and read, alone; ends with 3 if it should be left out."""
+    """Have this node compute, write and read, and send to others; ends with 3 if it should be left out."""
     here = hardware.detect(backend)
-    every = list(probing.probes(here, directory.absolute(), quick=quick, devices=devices_per_node))
-    found = probing.judged(probing.run(every, probing.QUICK_SECONDS if quick else probing.SECONDS))
+    where = discover(os.environ, nodes=nodes, node_rank=node_rank, endpoint=rendezvous)
+    if where.is_rank:
+        raise UsageError(f"{where.reason}: start preflight once on each node")
+    asked = probing.Asked(here, directory.absolute(), where, quick=quick, devices=devices_per_node, wait=wait)
     if as_json:
-        print(json.dumps(probing.report(here.backend, found), indent=2))
+        print(json.dumps(probing.report(here.backend, asked.found, asked.nodes), indent=2))
     else:
-        print("\n".join(map(line, probing.findings(found))))
-    if any(each.wrong for each in found.values()):
+        print("\n".join(map(line, probing.findings(asked.found))))
+        for name, why in asked.nodes if where.nodes > 1 else ():
+            print(f"{name}: {why or 'passes'}")
+    if asked.own:
         raise typer.Exit(int(ExitCode.ENVIRONMENT_UNFIT))

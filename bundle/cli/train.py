@@ -16,12 +16,13 @@ from bundle.environment.ascend import cann
 from bundle.environment.doctor import package_findings
 from bundle.environment.machine import Level
 from bundle.environment.packages import parse_version
-from bundle.errors import UsageError
+from bundle.errors import EnvironmentUnfit, UsageError
 from bundle.launch import Start, command, process
 from bundle.launch import job as job_file
 from bundle.launch.job import Job
 from bundle.launch.rendezvous import Rendezvous, discover
 from bundle.launch.restarts import repeated
+from bundle.launch.spares import Spares
 from bundle.patches import subject
 from bundle.planning import Problem, hardware_problem, plan_for, recipe_problem
 from bundle.planning.inputs import input_problems
@@ -32,7 +33,7 @@ from bundle.runs.directory import RunDirectory, newest_checkpoint
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 # Which node this is, which its ranks learn from whoever starts them.
-_OF_NODE = {"nodes", "node_rank", "rendezvous", "dry_run", "restarts"}
+_OF_NODE = {"nodes", "node_rank", "rendezvous", "dry_run", "restarts", "spares", "preflight"}
 # What may be said beside --job: who we are and what is installed here, not what is done.
 _BESIDE_JOB = _OF_NODE | {"job", "mcore", "wait", "log_level"}
 
@@ -48,14 +49,14 @@ def train(
         Path | None, typer.Option(metavar="FILE", help="Instead of a recipe, what `plan --job` wrote.")
     ] = None,
     nodes: Annotated[int | None, typer.Option(help="Machines that run this job; start it on each.")] = None,
-    node_rank: Annotated[int | None, typer.Option(help="Which of them this one is, from 0.")] = None,
-    rendezvous: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Where they meet: node 0.")
-    ] = None,
-    wait: Annotated[
-        int, typer.Option(min=1, metavar="SECONDS", help="How long a node waits for the others.")
-    ] = command.WAIT_SECONDS,
+    node_rank: options.NodeRank = None,
+    rendezvous: options.Rendezvous = None,
+    wait: options.Wait = command.WAIT_SECONDS,
     restarts: options.Restarts = 0,
+    spares: options.Spares = 0,
+    preflight: Annotated[
+        bool, typer.Option("--preflight", help="First have every node do what the job will ask of it.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print a command for each node that starts its ranks, and stop.")
     ] = False,
@@ -69,8 +70,15 @@ def train(
         _import_from(request.mcore)
 
     def here(planned_nodes: int) -> Rendezvous:
-        return discover(
-            os.environ, nodes=nodes, node_rank=node_rank, endpoint=rendezvous, planned=planned_nodes
+        return _among(
+            spares,
+            discover(
+                os.environ,
+                nodes=nodes and nodes + spares,
+                node_rank=node_rank,
+                endpoint=rendezvous,
+                planned=planned_nodes + spares,
+            ),
         )
 
     if job is not None:
@@ -80,7 +88,7 @@ def train(
         where = here(told.nodes)
         if where.is_rank:
             _be_a_rank(where, lambda: job_file.decided(told), told, wait)
-        _check(told, where)
+        _check(told, where, where.nodes - spares)
     else:
         asked = request.load(recipe)
         where = here(asked.devices.nodes)
@@ -91,7 +99,7 @@ def train(
                 asked,
                 backend=request.backend or None,
                 allow_drift=request.allow_drift or (),
-                nodes=where.nodes,
+                nodes=where.nodes - spares,
                 per_node=where.per_node or request.devices_per_node,
                 beside=[
                     *_files(asked, directory, start),
@@ -108,7 +116,8 @@ def train(
     if dry_run:
         # As anybody may start it: of the job file that we would give to the ranks there is none yet.
         words = ("train", *options.words_of(context, _OF_NODE))
-        every = (job_file.launch(told, where._replace(node_rank=node), wait) for node in range(where.nodes))
+        first = where._replace(nodes=told.nodes)
+        every = (job_file.launch(told, first._replace(node_rank=node), wait) for node in range(told.nodes))
         launches = [replace(launch, arguments=words, files={}) for launch in every]
         print(command.dry_run(launches, os.environ), end="")
         return
@@ -117,20 +126,57 @@ def train(
     if goes_on and run.finished(told.recipe):
         print(run.nothing_left())
         return
-    _run(told, run, where, wait, restarts)
+    unfit = _unfit(told, run, where, wait, spares) if preflight else ""
+    _run(told, run, where, wait, restarts, spares, unfit)
 
 
-def _run(told: Job, run: RunDirectory, where: Rendezvous, wait: int, restarts: int) -> None:
+def _unfit(told: Job, run: RunDirectory, where: Rendezvous, wait: int, spares: int) -> str:
+    """What preflight has against this node, where the job may do without it.
+
+    Raises EnvironmentUnfit with all that it has against any node, where the job needs all of them.
+    """
+    from bundle.preflight import Asked
+
+    run.logs.mkdir(parents=True, exist_ok=True)
+    on = hardware.detect(told.backend)
+    asked = Asked(on, run.logs, where, quick=True, devices=told.per_node, wait=wait)
+    own, failing = asked.own, [f"{name}: {why}" for name, why in asked.nodes if why]
+    if failing and not spares:
+        raise EnvironmentUnfit("preflight: nodes are not fit to run this job", failing)
+    return f"preflight: {own}" if own else ""
+
+
+def _run(
+    told: Job, run: RunDirectory, where: Rendezvous, wait: int, restarts: int, spares: int, unfit: str
+) -> None:
     """Runs the ranks of this node, and again where that may mend what broke them."""
     before = run.begun()
 
-    def start() -> None:
+    def start(where: Rendezvous, continues: bool, alive: Callable[[], None]) -> None:
         # What has begun anew goes on with that.
-        anew = told.start.fresh and run.begun() == before
+        anew = told.start.fresh and run.begun() == before and not continues
         job = replace(told, start=told.start.model_copy(update={"fresh": anew}))
-        process.run(job_file.launch(job, where, wait), os.environ)
+        process.run(job_file.launch(job, where, wait), os.environ, alive)
 
-    repeated(start, restarts, lambda: newest_checkpoint(told.directory))
+    def kept() -> object:
+        return newest_checkpoint(told.directory)
+
+    if spares:
+        Spares(where, spares, run.logs, wait=wait, most=restarts).run(start, kept, unfit)
+    else:
+        repeated(lambda: start(where, False, lambda: None), restarts, kept)
+
+
+def _among(spares: int, where: Rendezvous) -> Rendezvous:
+    """Where this process stands among all nodes, of which `spares` are beyond what the job needs.
+
+    Raises UsageError where none is left, and where a rank is told of them.
+    """
+    if spares and where.is_rank:
+        raise UsageError(f"--spares: {where.reason}, and only who starts ranks can start them elsewhere")
+    if where.nodes <= spares:
+        raise UsageError(f"--spares {spares}: {where.source} says {where.nodes} nodes, so that none is left")
+    return where
 
 
 def _import_from(mcore: str) -> None:
@@ -160,10 +206,10 @@ def _be_a_rank(where: Rendezvous, decide: Callable[[], Job], told: Job | None, w
     raise typer.Exit(int(work(where, decide, told, wait)))
 
 
-def _check(told: Job, where: Rendezvous) -> None:
+def _check(told: Job, where: Rendezvous, nodes: int) -> None:
     """Raises with everything that keeps this node from executing a job file."""
-    if where.nodes != told.nodes:
-        raise UsageError(f"the job is for {told.nodes} nodes, and {where.source} says {where.nodes}")
+    if nodes != told.nodes:
+        raise UsageError(f"the job is for {told.nodes} nodes, and {where.source} says {nodes}")
     on = hardware.detect(told.backend)
     refuse(
         told.recipe,

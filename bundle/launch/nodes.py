@@ -6,31 +6,36 @@ node whose ranks only lost their connections waits there for the word of another
 
 import json
 import time
-from collections.abc import Mapping
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from bundle import files
 from bundle.errors import ExitCode
 from bundle.launch.causes import Action, Kind
-from bundle.launch.verdict import Verdict, strength
+from bundle.launch.verdict import Verdict, parse, strength
 
 # That a node has to say how it ended, after one that has ended: its ranks may take their time to notice.
 WORD_SECONDS = 20.0
 _LOOK_SECONDS = 0.5
 
 
-def agreed(own: Verdict, world: Path | None, seconds: float = WORD_SECONDS) -> Verdict:
+def agreed(
+    own: Verdict,
+    world: Path | None,
+    seconds: float = WORD_SECONDS,
+    alive: Callable[[], None] = lambda: None,
+) -> Verdict:
     """The verdict of all nodes, as far as they say it within `seconds`; leaves this node's word for them.
 
-    Raises JobFailed where nothing can be written.
+    Calls `alive` every now and then. Raises JobFailed where nothing can be written.
     """
     if world is None or own.nodes == 1:
         return own
     files.write_json(world / f"node-{own.node_rank}.verdict.json", own.dump())
     deadline = time.monotonic() + seconds
     while _undecided(own):
+        alive()
         said, names = _said(world), _names(world)
         joined = joint(own, said, names, over=time.monotonic() > deadline)
         if joined is not None:
@@ -55,18 +60,25 @@ def joint(
         return None
     if not silent:
         return first
-    lost = ", ".join(names[rank] for rank in silent)
+    them = "it" if len(silent) == 1 else "them"
+    word = f"no word from {them} within {WORD_SECONDS:.0f} s after the others ended"
     return replace(
-        own,
-        code=ExitCode.JOB_FAILED,
-        kind=Kind.LOST_NODE,
-        cause=f"lost, and all that ran there: no word from {'it' if len(silent) == 1 else 'them'} within"
-        f" {WORD_SECONDS:.0f} s after the others ended",
-        action=Action.RESTART_WITHOUT,
-        rank=None,
-        node=lost,
+        lost([names[rank] for rank in silent], word),
         node_rank=silent[0],
+        nodes=own.nodes,
         evidence=(f"{own.node}: {own.sentence}",),
+    )
+
+
+def lost(names: Sequence[str], word: str) -> Verdict:
+    """The verdict on nodes that are lost; `word` is by what that is known."""
+    return Verdict(
+        ExitCode.JOB_FAILED,
+        Kind.LOST_NODE,
+        f"lost, and all that ran there: {word}",
+        Action.RESTART_WITHOUT,
+        node=", ".join(names),
+        nodes=2,  # at least: who says so is another
     )
 
 
@@ -76,7 +88,8 @@ def _undecided(verdict: Verdict) -> bool:
 
 
 def _said(world: Path) -> dict[int, Verdict]:
-    return {_rank(path): _read(path) for path in sorted(world.glob("node-*.verdict.json"), key=_rank)}
+    paths = sorted(world.glob("node-*.verdict.json"), key=_rank)
+    return {_rank(path): parse(json.loads(path.read_text(encoding="utf-8"))) for path in paths}
 
 
 def _names(world: Path) -> dict[int, str]:
@@ -86,10 +99,3 @@ def _names(world: Path) -> dict[int, str]:
 
 def _rank(path: Path) -> int:
     return int(path.name.removeprefix("node-").partition(".")[0])
-
-
-def _read(path: Path) -> Verdict:
-    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    kept = {each.name: values[each.name] for each in fields(Verdict)}
-    kept |= {"code": ExitCode(kept["code"]), "kind": Kind(kept["kind"]), "action": Action(kept["action"])}
-    return Verdict(**kept | {name: tuple(kept[name]) for name in ("evidence", "details")})

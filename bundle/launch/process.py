@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from bundle.environment import machine
 from bundle.environment.hardware import memory_kills
@@ -83,8 +84,8 @@ class Waiting:
         )
 
 
-def run(launch: Launch, inherited: Mapping[str, str]) -> None:
-    """Starts this node's ranks and returns when all ended well.
+def run(launch: Launch, inherited: Mapping[str, str], alive: Callable[[], None] = lambda: None) -> None:
+    """Starts this node's ranks and returns when all ended well; calls `alive` every now and then until then.
 
     Of several nodes, each line that a rank prints is shown behind [node/rank].
     SIGTERM, SIGHUP and Ctrl-C have the ranks save and end with 75; the second of them ends all at once. While
@@ -118,7 +119,7 @@ def run(launch: Launch, inherited: Mapping[str, str]) -> None:
             stopped = passed_on.enter_context(_signals(agent, folder, waiting))
         node = launch.rendezvous.node_rank
         passed_on.enter_context(output.labelled(agent.stdout, output.label(node, node * launch.per_node)))
-        status, overdue = _watch(agent, folder, waiting)
+        status, overdue = _watch(agent, folder, waiting, alive)
         ending = judge(
             gathered(
                 folder,
@@ -133,7 +134,7 @@ def run(launch: Launch, inherited: Mapping[str, str]) -> None:
             )
         )
     try:
-        ending = nodes.agreed(ending, outcomes.world(folder))
+        ending = nodes.agreed(ending, outcomes.world(folder), alive=alive)
         verdict.write(folder, ending)
     except JobFailed as error:  # a full disk must not hide how the launch ended
         _log.warning("cannot write the verdict: %s", error)
@@ -167,7 +168,9 @@ def _bind_to(parent: int, folder: Path) -> Callable[[], None]:
     return bind
 
 
-def _watch(agent: subprocess.Popen[bytes], folder: Path, waiting: Waiting) -> tuple[int, bool]:
+def _watch(
+    agent: subprocess.Popen[bytes], folder: Path, waiting: Waiting, alive: Callable[[], None]
+) -> tuple[int, bool]:
     """The agent's status, and whether it is of our doing: ranks that outlive a failure too long are killed.
 
     An agent that has waited too long for the other nodes is killed as well.
@@ -180,6 +183,7 @@ def _watch(agent: subprocess.Popen[bytes], folder: Path, waiting: Waiting) -> tu
             return agent.wait(timeout=_LOOK_SECONDS), overdue
         except subprocess.TimeoutExpired:
             ranks = outcomes.read(folder)
+        alive()
         waiting.look()
         if waiting.too_long:
             agent.kill()
@@ -234,14 +238,21 @@ def _signals(agent: subprocess.Popen[bytes], folder: Path, waiting: Waiting) -> 
             _request(folder)
             _log.info("asked to stop: saves after this step, and ends; asked again, it ends at once")
 
+    with hearing(stop):
+        yield stopped
+
+
+@contextmanager
+def hearing(handler: Callable[[int, Any], object]) -> Iterator[None]:
+    """Has `handler` called for each signal inside by which this process is asked to stop."""
     # Started by nohup, or in the background of a shell script, we are not to hear of it.
     heard = [number for number in _HEARD if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, stop) for number in heard}
+    before = {number: signal.signal(number, handler) for number in heard}
     try:
-        yield stopped
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 def _request(folder: Path) -> None:

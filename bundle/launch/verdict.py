@@ -5,7 +5,7 @@ Rules and no model: a pure function of what was gathered. One JSON and one sente
 
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,13 @@ class Verdict:
 def write(folder: Path, of: Verdict) -> None:
     """Puts a verdict into the log folder of its launch. Raises JobFailed where nothing can be written."""
     files.write_json(folder / NAME, of.dump())
+
+
+def parse(values: Mapping[str, Any]) -> Verdict:
+    """The verdict that `Verdict.dump` made these JSON values of."""
+    kept = {each.name: values[each.name] for each in fields(Verdict)}
+    kept |= {"code": ExitCode(kept["code"]), "kind": Kind(kept["kind"]), "action": Action(kept["action"])}
+    return Verdict(**kept | {name: tuple(kept[name]) for name in ("evidence", "details")})
 
 
 def judge(of: Evidence) -> Verdict:

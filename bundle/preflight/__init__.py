@@ -9,6 +9,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,12 +21,17 @@ from typing import Any
 from bundle import capabilities
 from bundle.environment.machine import Finding, Hardware, fail, ok, spoken
 from bundle.launch.outcomes import node_name
+from bundle.launch.rendezvous import Rendezvous
+from bundle.preflight import nodes
 
 # That the probes of devices may take together, torch's import included, and then the others.
 SECONDS, QUICK_SECONDS = 300.0, 28.0
+# That measuring links may take, once all nodes are there.
+LINK_SECONDS, QUICK_LINK_SECONDS = 120.0, 25.0
+_STARTING_SECONDS = 60.0  # beyond those, for imports and for saying what came of it
 # A device that is slower than this share of its neighbours holds them all up.
 SLOWEST = 0.9
-DEVICE, DISK = "bundle.preflight.device", "bundle.preflight.disk"
+DEVICE, DISK, LINKS = (f"bundle.preflight.{name}" for name in ("device", "disk", "links"))
 HOST, KERNEL, RDMA, VERSIONS = (f"bundle.preflight.{name}" for name in ("host", "kernel", "rdma", "versions"))
 _DISK, _QUICK_DISK = 1 << 30, 1 << 26  # bytes that are written and read
 _LEAST_SHARED = 1 << 28  # what NCCL and gloo need of /dev/shm, and loaders
@@ -39,6 +45,7 @@ class Found:
     """What a probe found: what it measured, by name and unit, and what is wrong, if anything.
 
     `skipped` is why nothing can be said here, `said` what else there is to say, `seconds` what it took.
+    `nodes`: the names of nodes that were asked together and what is wrong with each, by their number.
     """
 
     measured: Mapping[str, float] = field(default_factory=dict)
@@ -46,6 +53,7 @@ class Found:
     skipped: str = ""
     said: str = ""
     seconds: float = 0.0
+    nodes: Mapping[int, tuple[str, str]] = field(default_factory=dict)
 
     @property
     def status(self) -> str:
@@ -101,6 +109,74 @@ def run(every: Sequence[Probe], seconds: float) -> dict[Probe, Found]:
     return found
 
 
+class Asked:
+    """What all probes of this node found, and what nodes that were asked together came to.
+
+    `found` as `judged` has it; `own` is what is wrong with this node; `nodes` are the names of all, and what
+    is wrong with each. Of several, node 0 leaves lists of those that pass and those that fail in `directory`.
+    """
+
+    def __init__(
+        self,
+        hardware: Hardware,
+        directory: Path,
+        where: Rendezvous,
+        *,
+        quick: bool,
+        devices: int | None,
+        wait: float,
+    ) -> None:
+        """Asks this node alone and then, each doing this, all of `where`. Raises JobFailed for the lists."""
+        every = list(probes(hardware, directory, quick=quick, devices=devices))
+        alone = judged(run(every, QUICK_SECONDS if quick else SECONDS))
+        links = together(hardware, where, alone, quick=quick, devices=devices, wait=wait)
+        self.found = {**alone, **links}
+        self.own = "; ".join(
+            f"{probe.subject}: {each.wrong}" for probe, each in self.found.items() if each.wrong
+        )
+        said = next((each.nodes for each in links.values() if each.nodes), {})
+        self.nodes = list(said.values()) or [(node_name(), self.own)]
+        if where.nodes > 1 and where.node_rank == 0 and said:
+            nodes.write(directory / nodes.FOLDER, self.nodes)
+
+
+def together(
+    hardware: Hardware,
+    where: Rendezvous,
+    alone: Mapping[Probe, Found],
+    *,
+    quick: bool,
+    devices: int | None = None,
+    wait: float,
+) -> dict[Probe, Found]:
+    """What the links of this node's devices carry, and of all nodes of `where`, of which each calls this.
+
+    `alone` is what was found before: a node that fails alone is measured with nobody, and says why. For nodes
+    that have yet to come it waits for `wait` seconds. Nothing where there is one device.
+    """
+    per_node = devices or max(1, len(hardware.devices))
+    if where.nodes * per_node == 1:
+        return {}
+    unfit = "; ".join(f"{probe.subject}: {each.wrong}" for probe, each in alone.items() if each.wrong)
+    seconds = QUICK_LINK_SECONDS if quick else LINK_SECONDS
+    fix = "look at cables, switches and the driver's log; leave the node out until then"
+    with tempfile.TemporaryDirectory() as folder:
+        of_devices = nodes.places(
+            capabilities.of(hardware.backend).device,
+            per_node,
+            where,
+            Path(folder) / "store",
+            unfit=unfit,
+            wait=wait,
+            seconds=seconds,
+            quick=quick,
+        )
+        every = [Probe(f"links of device {of.local_rank}", LINKS, (of.word,), fix) for of in of_devices]
+        limit = wait + 3 * seconds + _STARTING_SECONDS
+        with ThreadPoolExecutor(len(every)) as at_once:
+            return dict(zip(every, at_once.map(lambda probe: _asked(probe, limit), every), strict=True))
+
+
 def judged(found: Mapping[Probe, Found]) -> dict[Probe, Found]:
     """The same, where a device that is slower than its neighbours is wrong as well."""
     speeds = [each.measured[_SPEED] for each in found.values() if _SPEED in each.measured]
@@ -126,13 +202,16 @@ def findings(found: Mapping[Probe, Found]) -> Iterator[Finding]:
             yield ok(probe.subject, ", ".join([*told, *([each.said] if each.said else [])]))
 
 
-def report(backend: str, found: Mapping[Probe, Found]) -> dict[str, Any]:
-    """What a node's probes came to, as JSON can hold it."""
+def report(
+    backend: str, found: Mapping[Probe, Found], came_to: Sequence[tuple[str, str]] = ()
+) -> dict[str, Any]:
+    """What a node's probes came to, as JSON can hold it; `came_to` is what is wrong with each node."""
     return {
         "schema": 1,
         "node": node_name(),
         "backend": backend,
         "passed": not any(each.wrong for each in found.values()),
+        "nodes": [{"node": name, "passed": not why, "cause": why} for name, why in came_to],
         "probes": [
             {
                 "name": probe.subject,
@@ -169,7 +248,9 @@ def _asked(probe: Probe, seconds: float) -> Found:
     lines = [line for line in spoken(said).splitlines() if line.strip()]
     told = [line.removeprefix(_MARK) for line in lines if line.startswith(_MARK)]
     if told:
-        return replace(Found(**json.loads(told[-1])), seconds=took)
+        values = json.loads(told[-1])
+        by_number = {int(number): (name, why) for number, (name, why) in values["nodes"].items()}
+        return replace(Found(**values), nodes=by_number, seconds=took)
     code = process.returncode
     name = signal.Signals(-code).name if code < 0 else f"code {code}"
     return Found(wrong=f"its probe ended with {name}: {(lines or ['nothing said'])[-1][:300]}", seconds=took)

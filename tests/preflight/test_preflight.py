@@ -142,6 +142,7 @@ def test_this_node_is_fit(tmp_path):
         "bundle",
         "preflight",
         "--backend=cpu",
+        "--devices-per-node=2",
         "--directory",
         str(tmp_path),
         "--json",
@@ -151,6 +152,10 @@ def test_this_node_is_fit(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     told = {each["name"]: each for each in json.loads(done.stdout)["probes"]}
     assert told["device 0"]["measured"]["TFLOP/s"] > 0
+    for local, other in ((0, 1), (1, 0)):
+        measured = told[f"links of device {local}"]["measured"]
+        units = {f"GB/s from device {other}", f"us from device {other}", "GB/s all-reduce", "GB/s all-to-all"}
+        assert set(measured) == units and all(value > 0 for value in measured.values())
     assert {"disk", "shared memory", "host memory", "kernel log", "rdma", "versions"} < set(told)
     assert all(each["seconds"] > 0 and each["status"] != "failed" for each in told.values())
 

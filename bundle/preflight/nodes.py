@@ -1,0 +1,180 @@
+"""Several nodes asked together: where they meet, what their links came to, which of them pass.
+
+A node that found something wrong with itself says so and is measured with nobody.
+"""
+
+import json
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bundle import files
+from bundle.launch.outcomes import node_name
+from bundle.launch.rendezvous import Rendezvous
+
+# A node whose best link carries less than this share of what is usual holds up every collective.
+SLOWEST = 0.5
+FOLDER = "preflight"
+PASSING, FAILING = "passing.txt", "failing.txt"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one device's process stands: `kind` is torch's name of the device, `address` of node 0.
+
+    One node alone meets in the file `address`. `unfit` is what the node has found wrong with itself; `wait`
+    the seconds that nodes have to come, `seconds` those that measuring may take.
+    """
+
+    kind: str
+    local_rank: int
+    per_node: int
+    nodes: int
+    node_rank: int
+    address: str
+    port: int
+    unfit: str
+    wait: float
+    seconds: float
+    quick: bool
+    name: str
+
+    @classmethod
+    def parse(cls, word: str) -> "Place":
+        """What `word` made."""
+        return cls(**json.loads(word))
+
+    @property
+    def word(self) -> str:
+        """All of it as one word of a command line."""
+        return json.dumps(asdict(self))
+
+
+def places(
+    kind: str,
+    per_node: int,
+    where: Rendezvous,
+    file: Path,
+    *,
+    unfit: str,
+    wait: float,
+    seconds: float,
+    quick: bool,
+) -> Iterator[Place]:
+    """The processes of this node; `file` is where they meet if there is no other node."""
+    alone = where.nodes == 1
+    for local_rank in range(per_node):
+        yield Place(
+            kind=kind,
+            local_rank=local_rank,
+            per_node=per_node,
+            nodes=where.nodes,
+            node_rank=where.node_rank,
+            address=str(file) if alone else where.address,
+            port=0 if alone else where.port or 0,
+            unfit=unfit,
+            wait=wait,
+            seconds=seconds,
+            quick=quick,
+            name=node_name(),
+        )
+
+
+class Link(NamedTuple):
+    """What came over a link: GB/s of large messages, and the microseconds of an exchange of small ones."""
+
+    source: int  # a rank among those that were measured
+    target: int
+    bandwidth: float
+    latency: float
+
+
+class Report(NamedTuple):
+    """What one process measured: of what reached its device; `waits_for`: the rank that never sent anything.
+
+    `stage` is what it was at when its time was over; empty where it came to the end.
+    """
+
+    links: tuple[Link, ...] = ()
+    stage: str = ""
+    waits_for: int | None = None
+
+
+def parsed(values: Sequence[Any]) -> Report:
+    """The report that these JSON values were made of."""
+    links, stage, waits_for = values
+    return Report(tuple(Link(*each) for each in links), stage, waits_for)
+
+
+def judged(reports: Mapping[int, Report], taking_part: Sequence[int], per_node: int) -> dict[int, str]:
+    """What is wrong with nodes, by their number; `reports` are by rank, node by node of `taking_part`."""
+    node = [number for number in taking_part for _ in range(per_node)]
+    wrong: dict[int, str] = {}
+    for rank, number in enumerate(node):
+        if rank not in reports:
+            wrong.setdefault(number, "its links were not measured: it said nothing within the time")
+    silent = [
+        (node[report.waits_for], node[rank])
+        for rank, report in reports.items()
+        if report.waits_for is not None
+    ]
+    wrong |= _cover([pair for pair in silent if not set(pair) & set(wrong)])
+    if not wrong and (stuck := sorted({report.stage for report in reports.values() if report.stage})):
+        wrong |= dict.fromkeys(taking_part, f"its time was over in {' and '.join(stuck)}")
+    return wrong or _slow(reports, node)
+
+
+def _cover(silent: Sequence[tuple[int, int]]) -> dict[int, str]:
+    """The nodes without which no link is silent, as few as come of taking the worst first."""
+    wrong: dict[int, str] = {}
+    left = list(silent)
+    while left:
+        counts = Counter(number for pair in left for number in set(pair))
+        worst = max(counts, key=lambda number: (counts[number], number))
+        others = sorted({number for pair in left if worst in pair for number in pair} - {worst})
+        where = f"to or from node {', '.join(map(str, others))}" if others else "between its devices"
+        wrong[worst] = f"nothing came over its links {where}"
+        left = [pair for pair in left if worst not in pair]
+    return wrong
+
+
+def _slow(reports: Mapping[int, Report], node: Sequence[int]) -> dict[int, str]:
+    """Nodes that send, or receive, on no link as fast as nodes usually do; of two, none can be told."""
+    best: dict[int, dict[int, float]] = {}
+    for report in reports.values():
+        for link in report.links:
+            source, target = node[link.source], node[link.target]
+            if source != target:
+                for number, way in ((source, 0), (target, 1)):
+                    ways = best.setdefault(number, {})
+                    ways[way] = max(ways.get(way, 0.0), link.bandwidth)
+    speeds = {number: min(ways.values()) for number, ways in best.items()}
+    usual = statistics.median_high(speeds.values()) if speeds else 0.0
+    return {
+        number: f"its links carry {speed:.3g} GB/s at most, those of others {usual:.3g}"
+        for number, speed in speeds.items()
+        if speed < SLOWEST * usual
+    }
+
+
+def distances(nodes: int) -> Iterator[int]:
+    """How many nodes away from each node its partners are: 1, 2, 4, ... as long as there are so many."""
+    distance = 1
+    while distance < nodes:
+        yield distance
+        distance *= 2
+
+
+def write(folder: Path, came_to: Iterable[tuple[str, str]]) -> None:
+    """Puts the names of nodes into two lists, as `srun --nodelist=FILE` and `--exclude=FILE` take them.
+
+    `came_to`: names, and what is wrong. Raises JobFailed where nothing can be written.
+    """
+    every = list(came_to)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, passing in ((PASSING, True), (FAILING, False)):
+        listed = [node for node, why in every if (not why) is passing]
+        files.write_text(folder / name, "".join(f"{node}\n" for node in listed))

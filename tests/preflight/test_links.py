@@ -1,0 +1,157 @@
+"""Nodes that are asked together: what their links come to, and which of them is at fault."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bundle.launch.rendezvous import discover
+from bundle.preflight import nodes
+from bundle.preflight.nodes import Link, Place, Report, judged, parsed
+from tests.launch.launched import reserved
+
+
+def between(speeds: dict[tuple[int, int], float], count: int) -> dict[int, Report]:
+    """What nodes of one device report whose links have these GB/s."""
+    return {
+        rank: Report(tuple(Link(a, b, speed, 5.0) for (a, b), speed in speeds.items() if b == rank))
+        for rank in range(count)
+    }
+
+
+def ring(count: int, slow: set[int], speed: float = 1.0) -> dict[tuple[int, int], float]:
+    """Links of all nodes to the next one and the one after, where all of `slow` nodes have another speed."""
+    pairs = [(n, (n + d) % count) for n in range(count) for d in nodes.distances(count)]
+    return {pair: speed if set(pair) & slow else 10.0 for pair in pairs}
+
+
+def test_partners_are_ever_further_away():
+    assert list(nodes.distances(1)) == []
+    assert list(nodes.distances(2)) == [1]
+    assert list(nodes.distances(1024)) == [1 << n for n in range(10)]
+
+
+@pytest.mark.parametrize("count", [3, 4, 8])
+@pytest.mark.parametrize("slow", [{0}, {2}])
+def test_a_node_all_of_whose_links_are_slow_is_at_fault_and_its_partners_are_not(count, slow):
+    wrong = judged(between(ring(count, slow), count), range(10, 10 + count), 1)
+    (number,) = slow
+    assert wrong == {10 + number: "its links carry 1 GB/s at most, those of others 10"}
+
+
+def test_nodes_that_are_alike_and_one_slow_link_between_good_nodes_are_no_fault_of_a_node():
+    assert judged(between(ring(4, set()), 4), range(4), 1) == {}
+    assert judged(between(ring(4, {3}, 6.0), 4), range(4), 1) == {}  # above half of what is usual
+    speeds = ring(4, set()) | {(0, 1): 0.1}
+    assert judged(between(speeds, 4), range(4), 1) == {}
+
+
+def test_a_node_that_receives_fast_and_sends_slowly_is_at_fault():
+    speeds = {pair: 1.0 if pair[0] == 1 else 10.0 for pair in ring(4, set())}
+    assert list(judged(between(speeds, 4), range(4), 1)) == [1]
+
+
+def test_links_within_a_node_are_not_held_against_those_between_nodes():
+    within = {rank: Report((Link(rank ^ 1, rank, 300.0, 1.0),)) for rank in range(4)}
+    across = {rank: Report((*within[rank].links, Link((rank + 2) % 4, rank, 40.0, 9.0))) for rank in range(4)}
+    assert judged(across, range(2), 2) == {}
+
+
+def silent(*waits: tuple[int, int], count: int) -> dict[int, Report]:
+    """What nodes report of which (rank, other) waited for the other in vain."""
+    said = {rank: Report((), "waiting for the others") for rank in range(count)}
+    return said | {rank: Report((), "an exchange", other) for rank, other in waits}
+
+
+def test_the_node_that_is_at_one_end_of_every_silent_link_is_at_fault():
+    assert judged(silent((1, 0), (2, 1), count=3), range(3), 1) == {
+        1: "nothing came over its links to or from node 0, 2"
+    }
+    # Of a pair, nobody can tell: the one with the higher number, so that the other can go on.
+    assert list(judged(silent((0, 1), (1, 0), count=2), range(2), 1)) == [1]
+    assert judged(silent((1, 0), count=2), [7], 2) == {7: "nothing came over its links between its devices"}
+
+
+def test_a_node_that_says_nothing_is_at_fault_and_not_who_waited_for_it():
+    said = silent((0, 2), count=3)
+    del said[2]
+    assert judged(said, range(3), 1) == {2: "its links were not measured: it said nothing within the time"}
+
+
+def test_where_all_are_held_together_all_are_told():
+    said = {rank: Report((), "an all-reduce") for rank in range(2)}
+    assert judged(said, range(2), 1) == dict.fromkeys((0, 1), "its time was over in an all-reduce")
+
+
+def test_what_is_sent_is_what_is_read():
+    report = Report((Link(0, 1, 2.5, 3.5),), "an exchange", 4)
+    assert parsed(json.loads(json.dumps(report))) == report
+    where = discover({}, nodes=3, node_rank=1, endpoint="h:1")
+    (place,) = nodes.places("cpu", 1, where, Path("f"), unfit="x", wait=1, seconds=2, quick=True)
+    assert Place.parse(place.word) == place and (place.address, place.port) == ("h", 1)
+
+
+def test_lists_have_a_name_on_each_line(tmp_path):
+    nodes.write(tmp_path / "lists", [("gpu1", ""), ("gpu2", "its GPU failed"), ("gpu3", "")])
+    assert (tmp_path / "lists/passing.txt").read_text() == "gpu1\ngpu3\n"
+    assert (tmp_path / "lists/failing.txt").read_text() == "gpu2\n"
+
+
+@pytest.mark.releases
+def test_nodes_measure_each_other_without_one_that_fails_alone_and_name_one_that_is_held(tmp_path):
+    pytest.importorskip("torch")
+    does = ["well", "held", "well", "unfit"]
+    with reserved() as port:
+        started = []
+        for number, how in enumerate(does):
+            place = Place(
+                kind="cpu", local_rank=0, per_node=1, nodes=4, node_rank=number, address="127.0.0.1",
+                port=port, unfit="its disk is full" if how == "unfit" else "", wait=300, seconds=30,
+                quick=True, name=f"gpu{number}",
+            )  # fmt: skip
+            command = [sys.executable, "-m", "tests.preflight.link", place.word, how]
+            started.append(
+                subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            )
+        said = [process.communicate(timeout=500)[0] for process in started]
+    told = [json.loads(text.partition("preflight found ")[2]) for text in said]
+    came_to = {
+        "0": ["gpu0", ""],
+        "1": ["gpu1", "nothing came over its links to or from node 0, 2"],
+        "2": ["gpu2", ""],
+        "3": ["gpu3", "its disk is full"],
+    }
+    assert [each["nodes"] for each in told] == [came_to] * 4
+    assert [each["wrong"] for each in told] == ["", came_to["1"][1], "", ""]
+    assert told[3]["skipped"] and told[0]["measured"] == {}
+
+
+@pytest.mark.releases
+def test_two_nodes_are_asked_by_the_verb_and_leave_their_lists(tmp_path):
+    pytest.importorskip("torch")
+    with reserved() as port:
+        verb = [sys.executable, "-m", "bundle", "preflight", "--backend=cpu", "--json", "--nodes=2"]
+        words = [f"--directory={tmp_path}", f"--rendezvous=127.0.0.1:{port}", "--devices-per-node=2"]
+        started = [
+            subprocess.Popen(
+                ["env", f"SLURMD_NODENAME=gpu{number}", *verb, *words, f"--node-rank={number}"],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for number in range(2)
+        ]
+        said = [json.loads(process.communicate(timeout=500)[0]) for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    for number, report in enumerate(said):
+        assert report["passed"] and [each["node"] for each in report["nodes"]] == ["gpu0", "gpu1"]
+        links = [each["measured"] for each in report["probes"] if each["name"].startswith("links of")]
+        assert len(links) == 2
+        for local, measured in enumerate(links):
+            sources = (f"device {1 - local}", f"gpu{1 - number}")
+            units = {f"{unit} from {source}" for unit in ("GB/s", "us") for source in sources}
+            assert set(measured) == units | {"GB/s all-reduce", "GB/s all-to-all"}
+            assert all(value > 0 for value in measured.values())
+    assert (tmp_path / "preflight/passing.txt").read_text() == "gpu0\ngpu1\n"
+    assert (tmp_path / "preflight/failing.txt").read_text() == ""
