@@ -27,6 +27,9 @@ class Runtime(Protocol):
     def options(self, recipe: "Recipe") -> dict[str, Any]:
         """TransformerConfig fields that depend on the accelerator: fusions, grouped GEMM, FP8."""
 
+    def fuses_adam(self, recipe: "Recipe") -> bool:
+        """Whether torch's Adam, where megatron takes it, updates by torch's fused kernel."""
+
     def specs(self, recipe: "Recipe", config: "TransformerConfig", chunk: int | None) -> "Specs":
         """The specs of model chunk `chunk`, with the layers that run on this accelerator."""
 

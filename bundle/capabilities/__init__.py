@@ -148,6 +148,7 @@ class Operator(NamedTuple):
     name: str  # in the recipe's `operators`
     what: str  # the code that runs
     why: str
+    where: "Callable[[Recipe], bool]" = lambda recipe: True  # there is such an operation in this job
 
 
 class Emulated(NamedTuple):
@@ -209,7 +210,12 @@ class Capabilities(NamedTuple):
     def computes(self, recipe: "Recipe", operator: str) -> bool:
         """Whether this job has an operation computed by the accelerator's own operator."""
         asked = recipe.model.operators
-        return operator in [one.name for one in self.operators] and (asked is None or operator in asked)
+        there = operator in [one.name for one in self.operators_of(recipe)]
+        return there and (asked is None or operator in asked)
+
+    def operators_of(self, recipe: "Recipe") -> list[Operator]:
+        """The operators for operations that this job has, left in or not."""
+        return [one for one in self.operators if one.where(recipe)]
 
     def operator_refusals(self, recipe: "Recipe") -> list[str]:
         """The operators that are asked for and that there are none of."""

@@ -1,5 +1,7 @@
 """What the ascend backend offers: torch-npu's operators in megatron's local layers, HCCL. Met no NPU yet."""
 
+from typing import TYPE_CHECKING
+
 from bundle.capabilities import (
     AttentionKernel,
     Capabilities,
@@ -12,6 +14,14 @@ from bundle.capabilities import (
     Variable,
     connections,
 )
+
+if TYPE_CHECKING:
+    from bundle.recipe import Recipe
+
+
+def _has_experts(recipe: "Recipe") -> bool:
+    return recipe.architecture.moe is not None
+
 
 _PLUGIN = "MindCluster's ascend-device-plugin, which has one name for A1, A2 and A3; a cluster names its gres"
 
@@ -56,6 +66,25 @@ ASCEND = Capabilities(
     operators=(
         Operator("rms_norm", "npu_rms_norm", "one kernel, which keeps its input and a number for each row"),
         Operator("swiglu", "npu_swiglu", "one kernel, which keeps its input alone"),
+        Operator("rotary", "npu_rotary_mul", "one kernel for each turn, which keeps its input"),
+        Operator(
+            "permute",
+            "npu_moe_token_permute_with_routing_map",
+            "tokens go to their experts and back by one kernel each; the order is not read back to the host",
+            _has_experts,
+        ),
+        Operator(
+            "grouped_experts",
+            "npu_grouped_matmul",
+            "one product for all experts of a rank, where they would be multiplied one after the other",
+            lambda recipe: _has_experts(recipe) and recipe.model.lora is None,
+        ),
+        Operator(
+            "adamw",
+            "_fused_adamw_",
+            "one kernel for a tensor's update, where torch takes a dozen",
+            lambda recipe: recipe.optimizer.name == "adam" and not recipe.optimizer.optimizer_cpu_offload,
+        ),
     ),
     fp8=(),
     without_fp8="Atlas A5 (Ascend950) has it through MindSpeed's layers, which this backend does not use; A2"
@@ -110,6 +139,9 @@ ASCEND = Capabilities(
     ),
 )
 
+_ROPE = "megatron.core.models.common.embeddings.rope_utils"
+_EXPERTS = "megatron.core.transformer.moe.moe_utils"
+
 # What is replaced beside what torch-npu's transfer_to_npu replaces, as "module:attribute", and why; in torch
 # before megatron is imported.
 FACADE = {
@@ -122,4 +154,14 @@ FACADE = {
     "megatron.core.fusions.fused_bias_swiglu:swiglu": "npu_swiglu, where model.operators has swiglu: every"
     " fused gate comes to it",
     "megatron.core.fusions.fused_bias_swiglu:swiglu_back": "its gradient: npu_swiglu_backward",
+    f"{_ROPE}:_apply_rotary_pos_emb_bshd": "npu_rotary_mul, where model.operators has rotary: every rotation"
+    " that no kernel of Transformer Engine's computes comes to it",
+    f"{_EXPERTS}:HAVE_TE": "megatron asks it before it calls the next five, which are Transformer Engine's or"
+    " nobody's",
+    f"{_EXPERTS}:fused_permute": "npu_moe_token_permute_with_routing_map, where model.operators has permute",
+    f"{_EXPERTS}:fused_permute_with_probs": "the same, with the router's weights",
+    f"{_EXPERTS}:fused_unpermute": "npu_moe_token_unpermute_with_routing_map",
+    f"{_EXPERTS}:fused_sort_chunks_by_index": "rows of all ranks put in the order of the experts, by index:"
+    " torch-npu has no operator for it",
+    f"{_EXPERTS}:fused_sort_chunks_by_index_with_probs": "the same, with the router's weights",
 }

@@ -60,6 +60,8 @@ class Engine:
             ]
             self.chunks = optimization.data_parallel(recipe, self.config, self.models)
             self.optimizer = optimization.optimizer(recipe, self.chunks)
+            if runtime.fuses_adam(recipe):
+                optimization.fuse_adam(self.optimizer)
             if recipe.train.on_nan == "skip":
                 optimization.leave_out_what_is_not_finite(self.optimizer)
             self.scheduler = optimization.schedule(recipe, self.optimizer)

@@ -109,6 +109,30 @@ def _kept(options: Optimizer) -> dict[str, Any]:
     return {"use_precision_aware_optimizer": True, **kept}
 
 
+def fuse_adam(optimizer: MegatronOptimizer) -> None:
+    """Has torch's Adam update each tensor by one kernel, whatever a checkpoint says of the run that wrote it.
+
+    The kernel counts steps on the parameters' device. Outside of a step nothing says that it was used, so
+    that checkpoints are those of any other Adam.
+    """
+
+    def begin(inner: torch.optim.Optimizer, *_: Any) -> None:
+        for group in inner.param_groups:
+            group["fused"] = True
+        for parameter, state in inner.state.items():
+            if "step" in state:
+                state["step"] = state["step"].to(parameter.device)
+
+    def end(inner: torch.optim.Optimizer, *_: Any) -> None:
+        for group in inner.param_groups:
+            group["fused"] = None
+
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(inner := part.optimizer, torch.optim.Adam):
+            inner.register_step_pre_hook(begin)
+            inner.register_step_post_hook(end)
+
+
 def leave_out_what_is_not_finite(optimizer: MegatronOptimizer) -> None:
     """Has the optimizer leave a step out, (False, None, None), where the gradient norm is not finite.
 

@@ -136,7 +136,7 @@ def _attention(plan: Plan) -> Iterator[str]:
 
 def _operators(plan: Plan) -> Iterator[str]:
     can = capabilities.of(plan.hardware.backend)
-    for operator in can.operators:
+    for operator in can.operators_of(plan.recipe):
         chosen = can.computes(plan.recipe, operator.name)
         left_out = "torch's own, since model.operators leaves it out"
         yield f"{operator.name}: {f'{operator.what}: {operator.why}' if chosen else left_out}"

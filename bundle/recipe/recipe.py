@@ -169,8 +169,8 @@ class Model(Section):
     )
     operators: Names | None = Field(
         default=None,
-        description="Operations by the accelerator's own operators (ascend: rms_norm, swiglu), the others by"
-        " torch; null: all that the backend has.",
+        description="Operations by the accelerator's own operators (ascend: rms_norm, swiglu, rotary,"
+        " permute, grouped_experts, adamw), the others by torch; null: all that the backend has.",
     )
     fp8: FP8 | None = Field(default=None, description="FP8 matrix products; null: none.")
     recompute: Recompute | None = Field(default=None, description="Activation recomputation; null: none.")

@@ -55,6 +55,10 @@ OPERATORS: Mapping[str, tuple[Operator, ...]] = {
         _operator("flash", "attention"),
         _operator("rms_norm", "rms_norm"),
         _operator("swiglu", "swiglu"),
+        _operator("rotary", "rotary"),
+        _operator("permute", "permute"),
+        _operator("grouped_experts", "grouped_experts"),
+        _operator("adamw", "adamw"),
     )
 }
 COLLECTIVES = "bundle.verification.measurements.collectives:exchanged"

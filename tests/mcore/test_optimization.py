@@ -99,3 +99,30 @@ def test_wsd_may_fall_from_the_first_step_after_the_warm_up():
 
 def test_a_single_step_learns():
     assert rates(1, warmup_steps=0, schedule="linear") == pytest.approx([0.4])
+
+
+def test_a_fused_adam_is_adam_and_leaves_no_trace_in_what_is_saved():
+    """The kernel is taken in every step, after a state of a run without it was loaded too."""
+    import torch
+
+    from bundle.mcore.optimization import fuse_adam
+
+    def trained(fused: bool) -> Any:
+        parameter = torch.nn.Parameter(torch.linspace(-1, 1, 6))
+        inner = torch.optim.AdamW([parameter], lr=0.1, weight_decay=0.1)
+        kernels = []
+        inner.register_step_pre_hook(lambda *_: kernels.append(inner.param_groups[0]["fused"]))
+        if fused:
+            fuse_adam(SimpleNamespace(optimizer=inner))  # type: ignore[arg-type]
+        inner.register_step_pre_hook(lambda *_: kernels.append(inner.param_groups[0]["fused"]))
+        for step in range(3):
+            parameter.grad = torch.sin(parameter.detach() * (step + 1))
+            inner.step()
+            inner.load_state_dict(inner.state_dict())
+        return parameter.detach(), inner.state_dict(), kernels
+
+    (one, state, kernels), (other, plain, _) = trained(True), trained(False)
+    torch.testing.assert_close(one, other)
+    assert kernels == [None, True] * 3
+    assert state["param_groups"] == plain["param_groups"]
+    assert state["state"][0]["step"] == plain["state"][0]["step"] == 3

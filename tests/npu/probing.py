@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests import world
+from tests.npu import probing_experts
 
 
 def cases() -> dict[str, Callable[[int], None]]:
@@ -45,6 +46,7 @@ def cases() -> dict[str, Callable[[int], None]]:
             refuses, "NPU and dense", lambda x: dist.all_reduce(torch.ones(2, 2, device=x.device).triu().t())
         ),
         "a gloo group beside it": beside,
+        **probing_experts.cases(refuses),
     }
 
 

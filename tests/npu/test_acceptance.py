@@ -20,8 +20,9 @@ def test_emulated_npus_are_accepted_as_emulated(folder):  # noqa: F811
     assert told["emulated"] and told["device"] == "910B2C (emulated)"
     assert {part["name"]: part["status"] for part in told["parts"]} == dict.fromkeys(
         (
-            "environment", "operator flash", "operator rms_norm", "operator swiglu", "collectives",
-            "five steps in fp32", "five steps in bf16", "checkpoint", "two ranks", "patches",
+            "environment", "operator flash", "operator rms_norm", "operator swiglu",
+            "operator rotary", "operator permute", "operator grouped_experts", "operator adamw",
+            "collectives", "five steps in fp32", "five steps in bf16", "checkpoint", "two ranks", "patches",
         ),
         "passed",
     )  # fmt: skip

@@ -66,10 +66,16 @@ def test_losses_and_gradient_norms_are_the_cpus(seen, proven):
 def test_the_operators_of_torch_npu_were_called_where_they_were_asked_for(seen):
     names, npu, cpu = seen
     assert not any(cpu["operators"].values())
-    gates, norms = ({f"npu_{name}", f"npu_{name}_backward"} for name in ("swiglu", "rms_norm"))
+    everywhere = {
+        f"npu_{name}{end}" for name in ("swiglu", "rms_norm", "rotary_mul") for end in ("", "_backward")
+    }
+    everywhere.add("_fused_adamw_")
+    permuted = ("npu_moe_token_permute_with_routing_map", "npu_moe_token_unpermute_with_routing_map")
+    experts = {"npu_grouped_matmul", permuted[0], f"_{permuted[1]}", *(f"{name}_grad" for name in permuted)}
     attention = {"npu_fusion_attention", "npu_fusion_attention_grad"}
     for name in names:
-        wanted = gates | norms if "without operators" not in name else set()
+        asked = "without operators" not in name
+        wanted = everywhere | (experts if "latent" in name else set()) if asked else set()
         wanted |= attention if "unfused" not in name else set()
         assert set(npu["operators"][name]) == wanted, name
 

@@ -5,6 +5,7 @@ python -m tests.npu.training NAME...   (of a case)
 
 import json
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +61,7 @@ CASES = (
     Case("dense bf16", "dense", options={"dtype": "bf16"}),
     Case("latent", "latent"),
     Case("latent packed", "latent", packed=True),
+    Case("latent without operators", "latent", options={"operators": []}),
     Case("latent packed, recomputed", "latent", packed=True, options=FULL),
     Case("latent bf16", "latent", options={"dtype": "bf16"}),
     Case("dense packed tp2", "dense", {"tp": 2}, packed=True),
@@ -128,13 +130,13 @@ def micro_batch(case: Case, job: Recipe, state: Any, number: int, device: torch.
 
 
 def operators() -> dict[str, int]:
-    """How often this rank called each emulated operator of torch-npu since the last call; none on the cpu."""
+    """How often ranks called each emulated operator of torch-npu since the last call; none on the cpu."""
     kernels = sys.modules.get("tests.npu.emulation.kernels")
-    if kernels is None:
-        return {}
-    found = dict(kernels.called)
-    kernels.called.clear()
-    return found
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, Counter(kernels.called) if kernels else Counter())
+    if kernels:
+        kernels.called.clear()
+    return dict(sum(found, Counter()))
 
 
 if __name__ == "__main__":

@@ -4,18 +4,27 @@ For the life of the process, as that is; `capabilities.ascend.FACADE` says what,
 """
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+from bundle.backends.ascend import permutation
 from bundle.backends.ascend.operators import operator
 from bundle.backends.compiling import eager_for_megatron
 from bundle.capabilities.ascend import FACADE
 
 _GENERATION = (8, 0)  # the least that bf16 is asked for
 _installed: list[str] = []
+_rotary = False
+
+
+def use_rotary(chosen: bool) -> None:
+    """Has positions turned by torch-npu's operator from now on, or by torch: megatron has no switch."""
+    global _rotary
+    _rotary = chosen
 
 
 def install() -> None:
@@ -27,6 +36,8 @@ def install() -> None:
         return
     _replace(target for target in FACADE if target.startswith("torch:"))
     from megatron.core.fusions import fused_bias_swiglu  # noqa: F401
+    from megatron.core.models.common.embeddings import rope_utils  # noqa: F401
+    from megatron.core.transformer.moe import moe_utils  # noqa: F401
 
     _replace(target for target in FACADE if target.startswith("megatron."))
 
@@ -36,7 +47,8 @@ def _replace(targets: Iterable[str]) -> None:
         module, _, attribute = target.partition(":")
         *path, name = attribute.split(".")
         owner = functools.reduce(getattr, path, sys.modules[module])
-        setattr(owner, name, _REPLACEMENTS[target](getattr(owner, name)))
+        # Without Transformer Engine 0.12 has not even the names of its functions.
+        setattr(owner, name, _REPLACEMENTS[target](getattr(owner, name, None)))
         _installed.append(target)
 
 
@@ -67,6 +79,36 @@ def _swiglu_back(original: Callable[..., Any]) -> Callable[..., Any]:
     return swiglu_back
 
 
+def _rotation(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Rows [s, b, n, d] turned by angles [s, 1 or b, 1, r], of which the operator takes r = d alone.
+
+    It takes sines and cosines, so that what latent attention multiplies them by comes behind it, and no more
+    than 895 values of a head.
+    """
+
+    parameters = inspect.signature(original)
+
+    @functools.wraps(original)
+    def rotated(*args: Any, **kwargs: Any) -> Any:
+        how = parameters.bind(*args, **kwargs).arguments
+        t, freqs = how["t"], how["freqs"]
+        width = freqs.shape[-1]
+        if not _rotary or t.dim() != 4 or not t.numel() or width > _WIDEST_HEAD:
+            return original(*args, **kwargs)
+        turned, rest = t[..., :width], t[..., width:]
+        # Channels of latent attention come in pairs; 0.19 has another name for that.
+        if how.get("mla_rotary_interleaved") or how.get("multi_latent_attention"):
+            turned = torch.cat((turned[..., ::2], turned[..., 1::2]), -1)
+        mode = "interleave" if how.get("rotary_interleaved") else "half"
+        angles = (freqs.cos().to(t.dtype), freqs.sin().to(t.dtype))
+        turned = operator("npu_rotary_mul")(turned.contiguous(), *angles, mode)
+        if (scale := how.get("mscale", 1.0)) != 1.0:
+            turned = turned * scale
+        return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
+
+    return rotated
+
+
 def _named_as_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
     """Tensor.type with CUDA's names for an NPU's types, both ways."""
 
@@ -81,11 +123,29 @@ def _named_as_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
     return type
 
 
+def _instead(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """The replacement that is `function` itself."""
+    return lambda original: function
+
+
+_WIDEST_HEAD = 895
 _SWIGLU = "megatron.core.fusions.fused_bias_swiglu"
-_REPLACEMENTS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+_ROPE = "megatron.core.models.common.embeddings.rope_utils"
+_EXPERTS = "megatron.core.transformer.moe.moe_utils"
+_PERMUTATION = (
+    permutation.fused_permute,
+    permutation.fused_permute_with_probs,
+    permutation.fused_unpermute,
+    permutation.fused_sort_chunks_by_index,
+    permutation.fused_sort_chunks_by_index_with_probs,
+)
+_REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
     "torch:compile": lambda original: eager_for_megatron(original, lambda: True),
     "torch:Tensor.type": _named_as_cuda,
     "torch:cuda.get_device_capability": _generation,
     f"{_SWIGLU}:swiglu": _swiglu,
     f"{_SWIGLU}:swiglu_back": _swiglu_back,
+    f"{_ROPE}:_apply_rotary_pos_emb_bshd": _rotation,
+    f"{_EXPERTS}:HAVE_TE": lambda original: True,
+    **{f"{_EXPERTS}:{one.__name__}": _instead(one) for one in _PERMUTATION},
 }

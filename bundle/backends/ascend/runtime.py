@@ -5,10 +5,13 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bundle.backends import devices, local
+from bundle.backends.ascend import facade
 from bundle.backends.ascend.attention import CoreAttention
+from bundle.backends.ascend.experts import GroupedExperts
 from bundle.backends.ascend.layers import Norm
 from bundle.capabilities.ascend import ASCEND
 from bundle.environment.ascend import VISIBLE
@@ -31,7 +34,7 @@ class AscendRuntime:
         return nullcontext()
 
     def options(self, recipe: Recipe) -> dict[str, Any]:
-        """TransformerConfig fields for this recipe: the fusion that torch-npu has an operator for.
+        """TransformerConfig fields for this recipe: the fusions that torch-npu has operators for.
 
         Raises UsageError for attention and operators that are not here, and for FP8.
         """
@@ -41,13 +44,25 @@ class AscendRuntime:
             wrong.append(f"model.fp8: {ASCEND.fp8_refusal(fp8.scaling, fp8.format, None)}")
         if wrong:
             raise UsageError("backend ascend cannot train this", wrong)
-        return {"bias_activation_fusion": ASCEND.computes(recipe, "swiglu")}
+        return {
+            "bias_activation_fusion": ASCEND.computes(recipe, "swiglu"),
+            "moe_permute_fusion": ASCEND.computes(recipe, "permute"),
+        }
+
+    def fuses_adam(self, recipe: Recipe) -> bool:
+        """Whether torch's Adam updates by its fused kernel."""
+        return ASCEND.computes(recipe, "adamw")
 
     def specs(self, recipe: Recipe, config: TransformerConfig, chunk: int | None) -> gpt.Specs:
-        """Megatron's specs of model chunk `chunk` (None without interleaving), in the NPU's layers."""
+        """Megatron's specs of model chunk `chunk` (None without interleaving), in the NPU's layers.
+
+        Rotation, which is no layer, is chosen here as well.
+        """
         unfused = ASCEND.attention(recipe, None).value == "unfused"
         attention = DotProductAttention if unfused else CoreAttention
         norm = Norm if ASCEND.computes(recipe, "rms_norm") else local.Norm
+        experts = GroupedExperts if ASCEND.computes(recipe, "grouped_experts") else SequentialMLP
+        facade.use_rotary(ASCEND.computes(recipe, "rotary"))
         given = gpt.specs(config, chunk, transformer_engine=False)
-        both = (given.decoder, given.mtp)
-        return gpt.Specs(*(local.adapted(spec, {}, attention=attention, norm=norm) for spec in both))
+        both, classes = (given.decoder, given.mtp), {SequentialMLP: experts}
+        return gpt.Specs(*(local.adapted(spec, classes, attention=attention, norm=norm) for spec in both))

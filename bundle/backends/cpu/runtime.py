@@ -40,6 +40,10 @@ class CpuRuntime:
         """
         return {"attention_backend": AttnBackend[CPU.attention(recipe, None).value]}
 
+    def fuses_adam(self, recipe: Recipe) -> bool:
+        """Not here: one order of operations, whatever is fused elsewhere."""
+        return False
+
     def specs(self, recipe: Recipe, config: TransformerConfig, chunk: int | None) -> gpt.Specs:
         """Megatron's specs of model chunk `chunk` (None without interleaving), in the cpu's layers."""
         given = gpt.specs(config, chunk, transformer_engine=False)

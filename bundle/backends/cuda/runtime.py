@@ -37,6 +37,10 @@ class CudaRuntime:
         major, minor = torch.cuda.get_device_capability()
         return options(recipe, generation=f"{major}.{minor}")
 
+    def fuses_adam(self, recipe: Recipe) -> bool:
+        """Not torch's: megatron takes Transformer Engine's FusedAdam."""
+        return False
+
     def specs(self, recipe: Recipe, config: TransformerConfig, chunk: int | None) -> gpt.Specs:
         """Megatron's specs of model chunk `chunk` (None without interleaving), of Transformer Engine."""
         return gpt.specs(config, chunk, transformer_engine=True)

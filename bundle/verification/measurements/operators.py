@@ -60,6 +60,74 @@ def swiglu(bench: Bench) -> float:
     return _worst_gap(bench.device, ((3, 5, 256),), lambda x: operator("npu_swiglu")(x, -1), reference)
 
 
+def rotary(bench: Bench) -> float:
+    """npu_rotary_mul with the angles of positions, against the turn written out."""
+    from bundle.backends.ascend.operators import operator
+
+    positions, pairs = torch.arange(16.0), 100.0 ** -torch.linspace(0, 1, 32)
+    angles = torch.outer(positions, pairs).repeat(1, 2)[:, None, None]
+
+    def parts(x: Tensor) -> tuple[Tensor, Tensor]:
+        # In bf16 sines are rounded before the product: the reference is of the numbers that are given.
+        return tuple(part.to(torch.bfloat16).to(x.device, x.dtype) for part in (angles.cos(), angles.sin()))
+
+    def reference(x: Tensor) -> Tensor:
+        (cos, sin), (first, second) = parts(x), x.chunk(2, -1)
+        return x * cos + torch.cat((-second, first), -1) * sin
+
+    turn = operator("npu_rotary_mul")
+    return _worst_gap(bench.device, ((16, 2, 4, 64),), lambda x: turn(x, *parts(x), "half"), reference)
+
+
+def permute(bench: Bench) -> float:
+    """Tokens sorted by expert and put back; on the way expert n multiplies its rows by n + 1."""
+    from bundle.backends.ascend import permutation
+
+    routes = torch.stack([torch.roll(torch.tensor([1, 0, 1, 0, 0]), shift) for shift in range(12)]).bool()
+    experts = torch.arange(1, routes.shape[1] + 1)
+
+    def ours(tokens: Tensor, probs: Tensor) -> Tensor:
+        here, sizes = routes.to(tokens.device), routes.sum(0)
+        sent, weights, places = permutation.fused_permute_with_probs(tokens, probs, here, int(sizes.sum()))
+        rows = sent * (weights * experts.repeat_interleave(sizes).to(weights))[:, None]
+        return permutation.fused_unpermute(rows, places, merging_probs=None, restore_shape=tokens.shape)
+
+    def reference(tokens: Tensor, probs: Tensor) -> Tensor:
+        return tokens * (probs * routes * experts).sum(1, keepdim=True)
+
+    return _worst_gap(bench.device, ((12, 64), tuple(routes.shape)), ours, reference)
+
+
+def grouped_experts(bench: Bench) -> float:
+    """npu_grouped_matmul under the gradient that is ours, against one product after the other."""
+    from bundle.backends.ascend import experts
+
+    sizes = (11, 0, 9)  # an expert without a row
+
+    def ours(rows: Tensor, weights: Tensor) -> Tensor:
+        ends = torch.tensor(sizes, device=rows.device).cumsum(0)
+        return experts.product(rows, weights.unbind(), ends)
+
+    def reference(rows: Tensor, weights: Tensor) -> Tensor:
+        parts = zip(rows.split(sizes), weights, strict=True)
+        return torch.cat([part @ weight.t() for part, weight in parts])
+
+    return _worst_gap(bench.device, ((sum(sizes), 64), (len(sizes), 32, 64)), ours, reference)
+
+
+def adamw(bench: Bench) -> float:
+    """Three steps of torch's AdamW by its fused kernel, in fp32 as weights are updated, against float64."""
+    seen = []
+    for device, dtype in ((bench.device, torch.float32), (torch.device("cpu"), torch.float64)):
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, 256).to(device, dtype))
+        optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.1, fused=device is bench.device)
+        for step in range(3):
+            weight.grad = torch.linspace(1, -2, 256).to(device, dtype) / (step + 1)
+            optimizer.step()
+        seen.append({"weight": weight.detach().cpu().double()})
+    return gap(*seen) / TOLERANCES[torch.float32]
+
+
 def _worst_gap(
     device: torch.device,
     shapes: Sequence[tuple[int, ...]],

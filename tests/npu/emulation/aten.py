@@ -1,6 +1,7 @@
 """The aten kernels of torch-npu, computed by the cpu's over the same memory."""
 
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.npu.emulation.memory import NPU, alias, differentiable, on_cpu, on_npu, to_npu
+
+called: Counter[str] = Counter()
+"""How often each kernel was called that stands for what a backend chooses, torch-npu's own operators too."""
 
 _library = torch.library.Library("aten", "IMPL")
 # Memory and views of it, which torch-npu makes itself, with the stand-in's memory.
@@ -106,6 +110,13 @@ def _copy_(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     return x
 
 
+def _fused_adamw_(*lists: list[Tensor], **options: Any) -> None:
+    """torch's own kernel, whose counts of steps are on the device too; counted as torch-npu's own are."""
+    called["_fused_adamw_"] += 1
+    _refuse_two_devices("aten::_fused_adamw_", [x.flatten() for each in lists for x in each])
+    torch.ops.aten._fused_adamw_(*tree_map(on_cpu, lists), **options)
+
+
 def _matmul_backward(gradient: Tensor, one: Tensor, other: Tensor, mask: list[bool]) -> tuple[Any, ...]:
     with differentiable():
         inputs = [alias(x).detach().clone().requires_grad_() for x in (one, other)]
@@ -117,4 +128,5 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "_to_copy": _to_copy,
     "copy_": _copy_,
     "matmul_backward": _matmul_backward,
+    "_fused_adamw_": _fused_adamw_,
 }

@@ -1,6 +1,5 @@
 """The references under torch-npu's own declarations: its schemas and its autograd stay in force."""
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -9,18 +8,18 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.backends.ascend.contract import npu_fusion_attention
-from tests.npu.emulation import operators
+from tests.npu.emulation import experts, operators
+from tests.npu.emulation.aten import called
 from tests.npu.emulation.memory import NPU, alias, differentiable, on_cpu, on_npu, to_npu
-
-called: Counter[str] = Counter()
-"""How often each operator was called in this process."""
 
 _library = torch.library.Library("npu", "IMPL")
 
 
 def install() -> None:
     """Puts them where torch-npu has its kernels."""
-    kernels = {function.__name__: _through(function) for function in operators.OPERATORS} | {
+    kernels = {
+        function.__name__: _through(function) for function in (*operators.OPERATORS, *experts.OPERATORS)
+    } | {
         "npu_fusion_attention": _through(npu_fusion_attention),
         "npu_fusion_attention_grad": _attention_grad,
         "_npu_dtype_cast": _cast,

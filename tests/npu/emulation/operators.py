@@ -64,4 +64,62 @@ def npu_swiglu_backward(grad_output: Tensor, input: Tensor, dim: int = -1) -> Te
     return torch.cat((d_a, g * a * gate), dim).to(input.dtype)
 
 
-OPERATORS = (npu_rms_norm, npu_rms_norm_backward, npu_swiglu, npu_swiglu_backward)
+def npu_rotary_mul(
+    input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
+) -> Tensor:
+    """input * r1 + rotated(input) * r2, where r1 and r2 are cosines and sines."""
+    _rotary_contract(input, r1, r2, rotary_mode)
+    need(rotate is None, "emulation", "npu_rotary_mul: a matrix that rotates")
+    x = input.float()
+    return (x * r1.float() + _rotated(x, rotary_mode) * r2.float()).to(input.dtype)
+
+
+def npu_rotary_mul_backward(
+    grad: Tensor, input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of input, cosines and sines, written out: the transpose of a rotation turns back."""
+    _rotary_contract(input, r1, r2, rotary_mode)
+    need(grad.dtype == input.dtype, "doc", f"npu_rotary_mul: {grad.dtype} of {input.dtype}")
+    g, x = grad.float(), input.float()
+    d_x = g * r1.float() - _rotated(g * r2.float(), rotary_mode)
+    d_r1, d_r2 = ((g * part).sum_to_size(r1.shape).to(r1.dtype) for part in (x, _rotated(x, rotary_mode)))
+    return d_x.to(input.dtype), d_r1, d_r2
+
+
+def _rotated(x: Tensor, mode: str) -> Tensor:
+    if mode == "half":
+        first, second = x.chunk(2, -1)
+        return torch.cat((-second, first), -1)
+    return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+
+
+def _turns(x: Tensor, r1: Tensor, mode: str, s: int, b: int, n: int) -> bool:
+    """Whether cosines fit x in a layout: those of positions, of rows, or (half mode) of all."""
+    batch, heads = x.shape[b], x.shape[n]
+    if mode == "interleave":
+        return tuple(r1.shape[i] for i in (s, b, n)) == (x.shape[s], 1, 1) and batch * heads < 1000
+    shared = r1.shape[s] == x.shape[s] and r1.shape[b] in (1, batch) and r1.shape[n] == 1
+    return bool((shared or r1.shape == x.shape) and batch < 1000 and heads < 1000)
+
+
+def _rotary_contract(x: Tensor, r1: Tensor, r2: Tensor, mode: str) -> None:
+    what, size = "npu_rotary_mul", list(x.shape)
+    need(mode in ("half", "interleave"), "doc", f"{what}: rotary_mode {mode!r}")
+    need(all(t.dtype in _FLOATS for t in (x, r1, r2)), "doc", f"{what}: {x.dtype}, {r1.dtype}, {r2.dtype}")
+    need(x.dim() == r1.dim() == 4, "doc", f"{what}: {x.dim()} and {r1.dim()} dimensions: 4")
+    need(x.shape[3] % 2 == 0 and x.shape[3] < 896, "doc", f"{what}: heads of {x.shape[3]}: even, below 896")
+    need(r1.shape == r2.shape and r1.shape[3] == x.shape[3], "doc", f"{what}: cosines {list(r1.shape)}")
+    layouts = ((0, 1, 2), (1, 0, 2), (2, 0, 1))  # where S, B and N stand in SBND, BSND and BNSD
+    fits = any(_turns(x, r1, mode, *places) for places in layouts)
+    need(fits, "doc", f"{what}: {size} with cosines {list(r1.shape)}: no layout, or more than 999 heads")
+    need(bool((r1.abs() <= 1).all() and (r2.abs() <= 1).all()), "doc", f"{what}: beyond -1 to 1")
+
+
+OPERATORS = (
+    npu_rms_norm,
+    npu_rms_norm_backward,
+    npu_swiglu,
+    npu_swiglu_backward,
+    npu_rotary_mul,
+    npu_rotary_mul_backward,
+)

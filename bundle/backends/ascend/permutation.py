@@ -1,0 +1,68 @@
+"""Tokens on their way to experts and back, by functions with Transformer Engine's names and arguments.
+
+Megatron calls them where `moe_permute_fusion` is on.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bundle.backends.ascend.operators import operator
+
+
+def fused_permute(tokens: Tensor, routing_map: Tensor, num_out_tokens: int) -> tuple[Tensor, Tensor]:
+    """(tokens [out, h] sorted by expert, where each went) of tokens [t, h] and bool [t, experts].
+
+    Every token has the same number of experts, out / t: the operator counts on it.
+    """
+    permuted, _, places = operator("npu_moe_token_permute_with_routing_map")(
+        tokens, routing_map, num_out_tokens=num_out_tokens
+    )
+    return permuted, places
+
+
+def fused_permute_with_probs(
+    tokens: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`fused_permute`, with the router's weights [t, experts] of the chosen experts [out] in between.
+
+    They are in the tokens' type, or float32.
+    """
+    permuted, weights, places = operator("npu_moe_token_permute_with_routing_map")(
+        tokens, routing_map, probs=probs, num_out_tokens=num_out_tokens
+    )
+    return permuted, weights, places
+
+
+def fused_unpermute(
+    permuted: Tensor, places: Tensor, *, merging_probs: Tensor | None, restore_shape: Any, **unused: Any
+) -> Tensor:
+    """Tokens [t, h], each the sum of its experts' rows; the experts have been weighted already."""
+    if merging_probs is not None or any(value is not None for value in unused.values()):
+        raise NotImplementedError("tokens are put back without weights and padding on ascend")
+    unpermute = operator("npu_moe_token_unpermute_with_routing_map")
+    whole: Tensor = unpermute(permuted, places, list(restore_shape))
+    return whole
+
+
+def fused_sort_chunks_by_index(rows: Tensor, sizes: Tensor, order: Tensor) -> Tensor:
+    """Rows [t, h] whose chunks, of `sizes` rows, come in another order; sizes are not read on the host."""
+    return rows.index_select(0, _source(rows, sizes, order))
+
+
+def fused_sort_chunks_by_index_with_probs(
+    rows: Tensor, probs: Tensor, sizes: Tensor, order: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same, with the weight [t] of each row."""
+    source = _source(rows, sizes, order)
+    return rows.index_select(0, source), probs.index_select(0, source)
+
+
+def _source(rows: Tensor, sizes: Tensor, order: Tensor) -> Tensor:
+    """[t]: the row that comes to each place."""
+    sizes, order = (x.to(rows.device, torch.int64, non_blocking=True) for x in (sizes, order))
+    moved = sizes[order]
+    ends, row = moved.cumsum(0), torch.arange(len(rows), device=rows.device)
+    shift = (sizes.cumsum(0) - sizes)[order] - (ends - moved)
+    return row + shift[torch.searchsorted(ends, row, right=True)]
