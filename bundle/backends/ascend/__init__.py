@@ -30,6 +30,11 @@ def load() -> None:
 
     Raises EnvironmentUnfit.
     """
+    if "mindspeed.megatron_adaptor" in sys.modules:
+        raise EnvironmentUnfit(
+            "backend ascend: MindSpeed's adaptor was imported in this process, and has replaced what our"
+            " layers and patches replace: that cannot have two owners. Do not import it where this trains"
+        )
     try:
         import torch
         import torch_npu

@@ -2,10 +2,13 @@
 
 import functools
 import importlib
+import sys
+from types import ModuleType
 
 import pytest
 import torch
 
+from bundle.backends import ascend
 from bundle.backends.ascend.facade import _REPLACEMENTS as REPLACEMENTS
 from bundle.capabilities.ascend import FACADE
 from bundle.errors import EnvironmentUnfit
@@ -19,6 +22,12 @@ def found(target):
     if attribute.startswith("fused_"):  # Transformer Engine's: without it some releases have no such name
         return getattr(owner, attribute, None)
     return functools.reduce(getattr, attribute.split("."), owner)
+
+
+def test_what_mindspeed_has_replaced_has_no_second_owner(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mindspeed.megatron_adaptor", ModuleType("mindspeed.megatron_adaptor"))
+    with pytest.raises(EnvironmentUnfit, match="MindSpeed's adaptor was imported in this process"):
+        ascend.prepare()
 
 
 @pytest.mark.usefixtures("megatron")
