@@ -5,6 +5,7 @@ Each run of a measurement is one of a child process of its own, which says what 
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -210,7 +211,7 @@ def _portion(
         for process in running:
             _end(process)
     for order in left:  # what is missing is reported as such
-        died = Observation(raised="Died", message=_last_words(directory))
+        died = Observation(raised="Died", message=last_words(directory))
         yield order, [*answers(directory, order, processes), died]
 
 
@@ -247,7 +248,8 @@ def _end(process: _Process) -> None:
     process.wait()
 
 
-def _last_words(directory: Path) -> str:
-    """The last line of each process's output, where it says why it ended."""
-    logs = (log.read_text(errors="replace").strip().splitlines() for log in sorted(directory.glob("*.err")))
+def last_words(directory: Path) -> str:
+    """The last line of each process's output, where it says why it ended; torch-npu's own names no cause."""
+    texts = (log.read_text(errors="replace").strip() for log in sorted(directory.glob("*.err")))
+    logs = (re.sub(r"(\n\[ERROR\] .* ERR\d+ .*)+\Z", "", text).splitlines() for text in texts)
     return " | ".join(dict.fromkeys(lines[-1][:300] for lines in logs if lines)) or "no answer"

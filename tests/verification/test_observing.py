@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bundle.verification import Order, decide, everything, observed
+from bundle.verification import Order, decide, everything, last_words, observed
 from tests.world import observe
 
 
@@ -47,3 +47,13 @@ def test_what_has_ended_is_told_while_others_run(tmp_path: Path, monkeypatch: py
     file.touch()  # the other one has waited for this until now
     second, (seen,) = next(told)
     assert (second.number, seen.gap) == (1, 0.0)
+
+
+def test_why_a_rank_ended_is_its_last_line_and_not_torch_npus(tmp_path: Path):
+    of_torch_npu = (
+        "[ERROR] 2026-11-22-20:52:56 (PID:7, Device:0, RankID:-1) ERR99999 UNKNOWN applicaiton exception"
+    )
+    (tmp_path / "0.err").write_text(f"Traceback:\nEnvironmentUnfit: sees no NPU\n{of_torch_npu}\n")
+    (tmp_path / "1.err").write_text("killed\n")
+    (tmp_path / "2.err").write_text("")
+    assert last_words(tmp_path) == "EnvironmentUnfit: sees no NPU | killed"

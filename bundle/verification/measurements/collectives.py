@@ -14,7 +14,7 @@ from bundle.verification.numbers import Bench
 def exchanged(bench: Bench) -> float:
     """0.0 where every call gave what it should; raises JobFailed with each that did not."""
     rank, device, wrong, calls = dist.get_rank(), bench.device, [], 0
-    for each, names in ((REDUCING, REDUCED[bench.runtime.collectives]), (MOVING, MOVED)):
+    for each, names in ((REDUCING, REDUCED), (MOVING, MOVED)):
         for name in names:
             kind = getattr(torch, name)
             for called, call in each.items():
