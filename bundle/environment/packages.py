@@ -179,6 +179,7 @@ PACKAGES: dict[str, tuple[str, str]] = {
     "flash-attn": ("flash-attn", "flash_attn"),
     "torch-npu": ("torch-npu", "torch_npu"),
     "mindspeed": ("mindspeed", "mindspeed"),
+    "megatron-adaptor": ("megatron-adaptor", "megatron_adaptor"),
     "sglang": ("sglang", "sglang"),
     "ray": ("ray", "ray"),
     "triton": ("triton", "triton"),

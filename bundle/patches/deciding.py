@@ -35,6 +35,7 @@ class PatchContext:
     features: frozenset[str] | None = None  # of the recipe; None: all of them count as on
     packages: Mapping[str, str] = field(default_factory=dict)  # versions of what is installed beside it
     mindspeed: tuple[str | None] | None = None  # its commit, where it is installed
+    unread: str | None = None  # what else replaces parts of megatron-core on NPUs, and nobody read which
     conflict: str | None = None  # why megatron itself is not one tree
     requested: frozenset[str] = frozenset()  # opt-in patches, by id
     allowed: frozenset[str] = frozenset()  # drifts that the user has looked at, by id
@@ -195,7 +196,7 @@ def _by_source(patch: Patch, reading: Reading, job: PatchContext) -> _Verdict:
         return _Verdict(Action.OWNED, owner, known and job.mindspeed_is_known)
     if job.conflict:
         return _Verdict(Action.CONFLICT, job.conflict, known)
-    drift = _drift(patch, reading)
+    drift = _drift(patch, reading) or _unread_owner(patch, job)
     if drift and (patch.id not in job.allowed or _missing(patch, reading)):
         return _Verdict(Action.DRIFT, f"{drift}, or go on with --allow-drift {patch.id}", known)
     if drift:
@@ -240,6 +241,13 @@ def _owner(patch: Patch, job: PatchContext) -> str | None:
         return None
     owners = (owned_by_mindspeed(replacement.target, job.mindspeed[0]) for replacement in patch.replacements)
     return next((owner for owner in owners if owner), None)
+
+
+def _unread_owner(patch: Patch, job: PatchContext) -> str | None:
+    if job.unread is None or not job.runs_on(("ascend",)):
+        return None
+    targets = ", ".join(replacement.target for replacement in patch.replacements)
+    return f"{job.unread} may own {targets}: what it replaces was not read; look there"
 
 
 def _drift(patch: Patch, reading: Reading) -> str | None:

@@ -58,7 +58,7 @@ def survey(
     """The decision about every patch, trap and changed seam. Raises UsageError for unknown ids.
 
     `vouched`: what somebody else's framework is known to be; None: the jobs are our own, whose processes
-    import no MindSpeed, whether it is installed or not.
+    import neither MindSpeed nor MegatronAdaptor, whether they are installed or not.
     """
     known = {patch.id: patch for patch in PATCHES}
     _check_ids({*requested, *allowed, *(vouched or ())}, known)
@@ -66,6 +66,7 @@ def survey(
     job = replace(
         job,
         mindspeed=job.mindspeed if vouched is not None else None,
+        unread=job.unread if vouched is not None else None,
         requested=frozenset(requested),
         allowed=frozenset(allowed),
         vouched=None if vouched is None else frozenset(vouched),
@@ -88,6 +89,9 @@ def context(
         features=_assumed(features, backend),
         packages=_versions(stack, {name for patch in PATCHES for name, _ in patch.requires}),
         mindspeed=(mindspeed.commit,) if (mindspeed := stack.package("mindspeed")) else None,
+        unread=f"MegatronAdaptor {a.version or 'of no version'}"
+        if (a := stack.package("megatron-adaptor"))
+        else None,
         conflict=of.conflict,
     )
 

@@ -197,6 +197,20 @@ def test_mindspeed_owns_nothing_on_other_backends_nor_what_it_only_wraps():
         assert decide(patch, present, job).action is Action.APPLY
 
 
+def test_beside_an_owner_that_nobody_read_every_patch_for_npus_is_a_drift():
+    beside = replace(IN, unread="MegatronAdaptor 0.18.0")
+    for backend in ("ascend", None):
+        decision = decide(PATCH, REVIEWED, replace(beside, backend=backend))
+        assert decision.action is Action.DRIFT and decision.stops
+        assert (
+            decision.reason.startswith("MegatronAdaptor 0.18.0 may own ")
+            and "was not read" in decision.reason
+        )
+    assert decide(PATCH, REVIEWED, replace(beside, allowed=frozenset({"p"}))).action is Action.APPLY
+    assert decide(PATCH, REVIEWED, replace(beside, backend="cuda")).action is Action.APPLY
+    assert decide(PATCH, Reading(A), beside).action is Action.SKIP
+
+
 def applied(patch: Patch) -> Decision:
     return decide(patch, REVIEWED, IN)
 

@@ -45,11 +45,14 @@ def test_what_ranks_compare_says_nothing_of_paths(release: Release, tmp_path: Pa
     assert str(tmp_path) not in json.dumps(there.dump())
 
 
+@pytest.mark.parametrize(
+    ("package", "theirs"), [("mindspeed", Action.OWNED), ("megatron_adaptor", Action.DRIFT)]
+)
 def test_our_jobs_are_patched_beside_mindspeed_and_what_another_framework_has_of_it_is_its_own(
-    tmp_path: Path,
+    tmp_path: Path, package: str, theirs: Action
 ):
-    """Our ranks do not import it; a framework's do, and it takes the place of this class."""
-    install(tmp_path, "mindspeed", "0.12.1")
+    """Our ranks do not import it; a framework's do, and it may take the place of this class."""
+    install(tmp_path, package, "0.12.1")
     of, beside = named("0.16.1", load_table()), stack_of(tmp_path)
     actions = [
         {
@@ -58,7 +61,7 @@ def test_our_jobs_are_patched_beside_mindspeed_and_what_another_framework_has_of
         }["mla-without-te-linear"]
         for vouched in (None, ())
     ]
-    assert actions == [Action.APPLY, Action.OWNED]
+    assert actions == [Action.APPLY, theirs]
 
 
 def test_another_release_another_decision_another_wrapper_show_in_the_fields(release: Release):

@@ -9,6 +9,8 @@ from bundle.errors import EnvironmentUnfit
 if TYPE_CHECKING:
     from bundle.backends import Runtime
 
+_ADAPTORS = ("mindspeed.megatron_adaptor", "megatron_adaptor")  # MindSpeed's, to 0.16, and the newer one
+
 
 def prepare() -> "Runtime":
     """The runtime of NPUs, with torch.cuda speaking of them for the life of this process.
@@ -30,9 +32,9 @@ def load() -> None:
 
     Raises EnvironmentUnfit.
     """
-    if "mindspeed.megatron_adaptor" in sys.modules:
+    if imported := [name for name in _ADAPTORS if name in sys.modules]:
         raise EnvironmentUnfit(
-            "backend ascend: MindSpeed's adaptor was imported in this process, and has replaced what our"
+            f"backend ascend: {imported[0]} was imported in this process, and has replaced what our"
             " layers and patches replace: that cannot have two owners. Do not import it where this trains"
         )
     try:

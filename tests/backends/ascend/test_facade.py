@@ -24,9 +24,10 @@ def found(target):
     return functools.reduce(getattr, attribute.split("."), owner)
 
 
-def test_what_mindspeed_has_replaced_has_no_second_owner(monkeypatch):
-    monkeypatch.setitem(sys.modules, "mindspeed.megatron_adaptor", ModuleType("mindspeed.megatron_adaptor"))
-    with pytest.raises(EnvironmentUnfit, match="MindSpeed's adaptor was imported in this process"):
+@pytest.mark.parametrize("adaptor", ["mindspeed.megatron_adaptor", "megatron_adaptor"])
+def test_what_an_adaptor_has_replaced_has_no_second_owner(monkeypatch, adaptor):
+    monkeypatch.setitem(sys.modules, adaptor, ModuleType(adaptor))
+    with pytest.raises(EnvironmentUnfit, match=f"{adaptor} was imported in this process"):
         ascend.prepare()
 
 
