@@ -33,8 +33,6 @@ RANKS, NEAR = 2, 0.15
 # Bytes as the probe has them: what is reduced and exchanged, and what goes over a link.
 BYTES = {"cpu": 1 << 24, "cuda": 1 << 30}
 REPEATS, HANG_SECONDS = 5, 10
-# Without a record of collectives nobody can say which one a rank is in.
-RECORD = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
 
 
 def main(kind: str) -> int:
@@ -61,7 +59,6 @@ def main(kind: str) -> int:
 
 def named(kind: str) -> bool:
     """Whether a rank that never comes to a collective is named, and where it is instead."""
-    os.environ.update(RECORD)
     with tempfile.TemporaryDirectory() as folder:
         launch = Launch(
             ("--rank=hang", f"--kind={kind}"),

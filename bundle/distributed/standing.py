@@ -1,9 +1,11 @@
 """Where this rank stands, of Python's stacks and torch's record of collectives, for who looks into a hang."""
 
+import os
 import pickle
 import sys
 import sysconfig
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,36 +20,49 @@ _LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(torch.__file__).parent), "<
 _BETWEEN = "__torch_function__"
 
 
-def flight_record() -> bytes:
-    """Returns torch's record of this process's collectives (a pickle, as its analyzer reads), or nothing."""
+# Of NCCL's groups, and of all others; a build has what it has of them.
+_RECORDERS = ("_dump_nccl_trace", "_dump_fr_trace")
+_ENTRIES = "2000"  # calls that a recorder keeps: newer builds' own default, where older ones keep none
+
+
+def keep_records() -> None:
+    """Has torch record the collectives of this process; called before the first group is made."""
+    newer = hasattr(torch._C._distributed_c10d, "_dump_fr_trace")
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE" if newer else "TORCH_NCCL_TRACE_BUFFER_SIZE", _ENTRIES)
+
+
+def flight_records() -> list[bytes]:
+    """Returns torch's records of this process's collectives (pickles for its analyzer), NCCL's first."""
     bindings = torch._C._distributed_c10d
-    # Gloo's (and every newer group's) recorder, then NCCL's own where the build has only that.
-    for name in ("_dump_fr_trace", "_dump_nccl_trace"):
-        recorder = getattr(bindings, name, None)
-        if recorder is not None:
-            # Finding the source lines of the frames takes seconds, and the stacks are in the other file.
-            return bytes(recorder(includeStackTraces=False))
-    return b""
+    recorders = [getattr(bindings, name) for name in _RECORDERS if hasattr(bindings, name)]
+    # Finding the source lines of the frames takes seconds, and the stacks are in the other file.
+    return [bytes(recorder(includeStackTraces=False)) for recorder in recorders]
 
 
-def standing(rank: int, doing: str, seconds: float, record: bytes) -> Standing:
-    """Returns where this rank stands; `record` is what `flight_record` returned."""
-    entries = pickle.loads(record).get("entries", []) if record else []
+def standing(rank: int, doing: str, seconds: float, records: Sequence[bytes]) -> Standing:
+    """Returns where this rank stands; `records` is what `flight_records` returned."""
+    entries = [entry for record in records for entry in _entries(record)]
     called = [entry for entry in entries if not entry.get("is_p2p")]
     # The first that is not over holds up those behind it. Gloo retires what is over, and says no more of it.
     under_way = [e for e in entries if not e.get("retired") and e.get("state") != "completed"]
+    first = min(under_way, key=lambda entry: entry.get("time_created_ns", 0), default=None)
     return Standing(
         rank=rank,
         node=node_name(),
         doing=doing,
         seconds=seconds,
         frame=_frame(),
-        waits=_collective(under_way[0]) if under_way else None,
+        waits=_collective(first) if first else None,
         entered={
             _group(entry)[0]: int(entry["collective_seq_id"])
             for entry in sorted(called, key=lambda entry: entry["collective_seq_id"])
         },
     )
+
+
+def _entries(record: bytes) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = pickle.loads(record).get("entries", []) if record else []
+    return found
 
 
 def _collective(entry: dict[str, Any]) -> Collective:

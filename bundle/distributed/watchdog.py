@@ -103,10 +103,10 @@ def dump(directory: Path, rank: int, doing: str, seconds: float) -> Path:
     with stacks.open("w", encoding="utf-8") as file:
         print(f"no progress for {seconds:.0f} s in {doing}", file=file, flush=True)
         faulthandler.dump_traceback(file, all_threads=True)
-    record = standing.flight_record()
-    if record:
-        (directory / f"hang-rank-{rank}.flight").write_bytes(record)
-    hang.write(directory, standing.standing(rank, doing, seconds, record))
+    records = standing.flight_records()
+    for record, name in zip(records, ("flight", "gloo.flight"), strict=False):
+        (directory / f"hang-rank-{rank}.{name}").write_bytes(record)
+    hang.write(directory, standing.standing(rank, doing, seconds, records))
     return stacks
 
 

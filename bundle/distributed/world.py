@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from bundle import files
+from bundle.distributed import standing
 from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, JobFailed, LaunchUnavailable
 from bundle.launch import outcomes
 from bundle.launch.outcomes import spelled
@@ -77,6 +78,7 @@ def initialize(
     rendezvous: Rendezvous, store: Store, collectives: str, timeout: timedelta, device: torch.device
 ) -> None:
     """Makes the default process group; `collectives` is the backend's name for torch.distributed."""
+    standing.keep_records()
     dist.init_process_group(
         collectives,
         store=PrefixStore("world", store),

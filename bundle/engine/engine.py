@@ -13,6 +13,7 @@ from bundle.backends import Runtime
 from bundle.engine.balancing import Balancing
 from bundle.engine.losses import Losses, LossTap, Objective, Scores, collect, weights
 from bundle.engine.microbatch import MicroBatch
+from bundle.engine.pace import Pace
 from bundle.engine.preferences import MEASURES, Preferences
 from bundle.engine.replay import RouterReplay
 from bundle.errors import JobFailed
@@ -67,6 +68,7 @@ class Engine:
             self.scheduler = optimization.schedule(recipe, self.optimizer)
         self.adapters = adapters.noted(recipe, loaded=weights is not None)
         self.replay = RouterReplay(recipe, self.models, groups)
+        self.pace = Pace(device)
         self._balancing = Balancing(recipe, self.models, groups)
         predicted = recipe.model.mtp
         if predicted.detached:
@@ -202,7 +204,8 @@ class Engine:
         chunk: torch.nn.Module,
     ) -> tuple[torch.Tensor, Any]:
         micro_batch = next(iterator)
-        output = self._forward(micro_batch, chunk, objective)
+        with self.pace:
+            output = self._forward(micro_batch, chunk, objective)
 
         def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
             total = self._tap.total(micro_batch, output)

@@ -32,6 +32,7 @@ class Evidence:
     of all nodes, where they hung. `stopped_by` is the signal that we were sent, `gave_up` the wait for other
     nodes that was too long. `kernel` is what the kernel's log got meanwhile, as far as we may read it;
     `memory_kills`: it ended processes, of anybody, for memory. `overdue`: we killed what outlived a failure.
+    `noticed` is what was unusual before: stragglers and losses that jumped.
     """
 
     status: int
@@ -48,6 +49,7 @@ class Evidence:
     stopped_by: int | None = None
     overdue: bool = False
     gave_up: str = ""
+    noticed: tuple[str, ...] = ()
 
 
 class KernelLog:
@@ -114,6 +116,7 @@ def gathered(
         stopped_by=stopped_by,
         overdue=overdue,
         gave_up=gave_up,
+        noticed=outcomes.noticed(folder),
     )
 
 

@@ -1,6 +1,7 @@
 """How each rank of this node ended: torchrun says 1 whatever happened, so that ranks write down why."""
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -15,10 +16,13 @@ from pathlib import Path
 from bundle import files
 from bundle.errors import BundleError, ExitCode, JobFailed
 
+_log = logging.getLogger(__name__)
+
 # The variable that names the folder of one launch on one node; unset where somebody else started the ranks.
 DIRECTORY = "BUNDLE_OUTCOMES"
 AGENT = "agent.pid"
 STOP, HANG = "stop", "hang"
+NOTICED, _LAST_NOTICED = "noticed.log", 4
 # In the folder of a launch on one node: the folder of what concerns all of its nodes.
 WORLD = "world"
 
@@ -44,6 +48,12 @@ def next_logs(run: Path, node_rank: int) -> Path:
     here = run / "logs" / f"node-{node_rank}"
     taken = [int(path.name) for path in here.glob("*") if path.name.isdecimal()]
     return here / str(max(taken, default=0) + 1)
+
+
+def launches_before() -> int:
+    """How many launches of this run this node has had before this one, as far as they are ours."""
+    folder = directory()
+    return int(folder.name) - 1 if folder and folder.name.isdecimal() else 0
 
 
 def node_name() -> str:
@@ -100,6 +110,19 @@ def hang_noticed() -> bool:
     """Whether a rank of this node has noticed a hang."""
     folder = directory()
     return folder is not None and (folder / HANG).exists()
+
+
+def notice(what: str) -> None:
+    """Tells what a rank has seen that is unusual, and keeps it for the verdict of this launch."""
+    _log.warning(what)
+    if folder := directory():
+        with suppress(OSError), (folder / NOTICED).open("a", encoding="utf-8") as file:
+            print(what, file=file)
+
+
+def noticed(folder: Path) -> tuple[str, ...]:
+    """What ranks of this node noticed last."""
+    return tuple((files.read(folder / NOTICED) or "").splitlines()[-_LAST_NOTICED:])
 
 
 def asked_to_stop() -> bool:

@@ -98,6 +98,11 @@ def parse(values: Mapping[str, Any]) -> Verdict:
 
 def judge(of: Evidence) -> Verdict:
     """The verdict of a launch on one node: of who knows what is wrong, and only then of who merely broke."""
+    found = _judged(of)
+    return replace(found, evidence=(*found.evidence, *(f"before: {what}" for what in of.noticed)))
+
+
+def _judged(of: Evidence) -> Verdict:
     if of.status == 0:
         return _said(of, ExitCode.OK)
     if of.gave_up:

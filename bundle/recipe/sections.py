@@ -522,12 +522,24 @@ class MLflow(Section):
     )
 
 
+class Prometheus(Section):
+    """An endpoint of rank 0 that Prometheus asks, at /metrics, in OpenMetrics' text."""
+
+    port: int = Field(ge=0, le=65535, description="Where it listens; 0: at a free port, which the log names.")
+    address: str = Field(
+        default="127.0.0.1",
+        min_length=1,
+        description="Of this machine; 0.0.0.0 lets other machines ask, and nobody is asked who they are.",
+    )
+
+
 class Metrics(Section):
     """Where numbers go besides metrics.jsonl and the terminal."""
 
     tensorboard: bool = Field(default=True, description="Write TensorBoard event files.")
     wandb: WeightsAndBiases | None = Field(default=None, description="A run of Weights & Biases.")
     mlflow: MLflow | None = Field(default=None, description="A run of MLflow.")
+    prometheus: Prometheus | None = Field(default=None, description="An endpoint that Prometheus asks.")
 
 
 class Profile(Section):

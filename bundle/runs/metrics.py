@@ -25,7 +25,14 @@ from bundle.recipe import Recipe, flat
 from bundle.runs.directory import RunDirectory
 
 _LEFT = "train/seconds_left"
-_FOR_FILES = (_LEFT, "train/samples", "train/tflops_per_device", "memory/peak_bytes")
+_FOR_FILES = (
+    _LEFT,
+    "train/samples",
+    "train/tflops_per_device",
+    "train/straggler_ratio",
+    "train/loss_spikes",
+    "memory/peak_bytes",
+)
 
 
 class Sink(Protocol):

@@ -141,6 +141,8 @@ class Hooks:
     flops: Callable[[], float]  # of a device, in the step that was just made
     gauges: Callable[[float, float], Mapping[str, float]]  # of FLOPs and the seconds that they took
     of_rank_0: Callable[[float], float]  # on every rank, what rank 0 calls it with
+    # What is unusual about the steps that are about to be reported, as metrics.
+    unusual: Callable[[Progress], Mapping[str, float]] = lambda _: {}
 
 
 def train(engine: Engine, data: Batches, progress: Progress, metrics: Metrics, hooks: Hooks) -> None:
@@ -172,7 +174,7 @@ def train(engine: Engine, data: Batches, progress: Progress, metrics: Metrics, h
             progress.losses = engine.take_losses()
             report = _report(recipe, progress, progress.losses, result)
             seen = hooks.gauges(progress.unreported_flops, progress.unreported_seconds)
-            metrics.write(progress.step, report | dict(seen))
+            metrics.write(progress.step, report | dict(seen) | dict(hooks.unusual(progress)))
             if recipe.train.on_nan == "stop":
                 _refuse_no_number(progress, progress.losses)
             progress.unreported_steps, progress.unreported_seconds = 0, 0.0

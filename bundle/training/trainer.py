@@ -21,6 +21,7 @@ from bundle.engine import Engine, Losses
 from bundle.environment import packages
 from bundle.errors import JobFailed, Preempted, UsageError
 from bundle.files import json_digest
+from bundle.launch import outcomes
 from bundle.launch.job import Job
 from bundle.mcore import groups
 from bundle.models import exporting
@@ -38,8 +39,10 @@ from bundle.runs.metrics import (
     terminal,
     trackers,
 )
+from bundle.runs.prometheus import Prometheus
 from bundle.training import loop, reference
 from bundle.training.loop import Batches, Progress
+from bundle.training.unusual import Spikes, Stragglers
 
 _log = logging.getLogger(__name__)
 
@@ -84,6 +87,7 @@ class Trainer:
                 self.batches.reference = self._reference(weights)
         on_rank_0(lambda: self.directory.rewind_metrics(self.progress.step))
         self.metrics, self.speed = self._metrics(), Speed(recipe, job.backend, device)
+        self.stragglers, self.spikes = Stragglers(self.groups.pp.rank, device), Spikes()
         if not goes_on and (skipped := _skipped(self.corpus)):
             self.metrics.write(0, skipped)
 
@@ -97,6 +101,7 @@ class Trainer:
                 profiled=profiler.step,
                 flops=lambda: self.speed.flops(self.batches.lengths),
                 gauges=self.speed.gauges,
+                unusual=self._unusual,
                 of_rank_0=lambda loss: on_rank_0(lambda: loss),
             )
             try:
@@ -107,6 +112,12 @@ class Trainer:
             self._complete()
             self._export()
             on_rank_0(lambda: _conclude(self.recipe, self.directory, self.progress, self.corpus))
+
+    def _unusual(self, at: Progress) -> Mapping[str, float]:
+        assert at.losses is not None, "they are about to be reported"
+        own = self.engine.pace.take()
+        slow = {} if own is None else self.stragglers.look(at.step, own / at.unreported_steps)
+        return {**slow, **self.spikes.look(at.step, at.losses.main)}
 
     def _save(self, at: Progress) -> None:
         with self.dog.patience(f"saving step {at.step}"):
@@ -140,6 +151,9 @@ class Trainer:
         sinks: list[Sink] = [JsonLines(self.directory.metrics)]
         if self.recipe.metrics.tensorboard:
             sinks.append(TensorBoard(self.directory.tensorboard, step))
+        if (asked := self.recipe.metrics.prometheus) is not None:
+            name = self.directory.root.absolute().name
+            sinks.append(Prometheus(asked, name, outcomes.launches_before()))
         sinks += trackers(self.recipe, self.directory)
         return Metrics([*sinks, terminal(self.recipe.train.steps, step)])
 

@@ -284,3 +284,9 @@ def test_any_text_makes_a_verdict_of_one_line(message, agent, kernel):
 def test_the_page_lists_every_kind_and_every_action():
     page = (Path(__file__).parents[2] / "docs" / "launch.md").read_text()
     assert {each.value for each in (*Kind, *Action) if f"`{each}`" not in page} == set()
+
+
+def test_what_was_unusual_before_is_among_the_evidence_and_changes_nothing_else():
+    noticed = ("step 4: rank 1 on gpu07 straggles", "step 9: the loss is 9")
+    plain, told = (judged(broke(1, "ValueError: corrupt"), noticed=each) for each in ((), noticed))
+    assert told == replace(plain, evidence=(*plain.evidence, *(f"before: {each}" for each in noticed)))

@@ -1,0 +1,111 @@
+"""The numbers of a run for Prometheus: an endpoint of rank 0 that gives the latest, in OpenMetrics' text.
+
+The format: prometheus.io/docs/specs/om/open_metrics_spec. A number that is reported as `train/loss` is the
+gauge `mcore_bundle_train_loss`; what stands between, the name of a data set, is its label `of`.
+"""
+
+import logging
+import math
+import re
+import threading
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from bundle.errors import EnvironmentUnfit
+from bundle.recipe.sections import Prometheus as Asked
+
+_log = logging.getLogger(__name__)
+
+CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+PREFIX = "mcore_bundle_"
+STEP, RESTARTS = "step", "restarts"
+_FOREIGN = re.compile(r"[^a-zA-Z0-9_]")
+
+
+class Prometheus:
+    """A sink that serves what it was given last, to whoever asks for /metrics.
+
+    `run` is the label of all; `restarts` is how often the run was started again.
+    """
+
+    def __init__(self, asked: Asked, run: str, restarts: int) -> None:
+        """Raises EnvironmentUnfit where nobody can listen there."""
+        self._run, self._lock = run, threading.Lock()
+        self._values: dict[str, tuple[int, float]] = {}
+        self._latest: dict[str, float] = {RESTARTS: restarts}
+        try:
+            self._server = ThreadingHTTPServer((asked.address, asked.port), self._handler())
+        except OSError as error:
+            raise EnvironmentUnfit(
+                f"metrics.prometheus: cannot listen on {asked.address}:{asked.port}: {error.strerror}; name"
+                " another port or address"
+            ) from error
+        self._server.daemon_threads = True
+        self.port = int(self._server.server_address[1])
+        threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True).start()
+        _log.info("metrics for Prometheus at http://%s:%d/metrics", asked.address, self.port)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Keeps the values of a step until others of their names come."""
+        with self._lock:
+            self._latest |= {STEP: step, **values}
+
+    def close(self) -> None:
+        """Ends the endpoint."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def text(self) -> str:
+        """What is served."""
+        with self._lock:
+            return exposition(self._latest, self._run)
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        sink = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                if self.path.partition("?")[0] != "/metrics":
+                    self.send_error(404)
+                    return
+                body = sink.text().encode()
+                self.send_response(200)
+                self.send_header("Content-Type", CONTENT_TYPE)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                """Nobody reads who asked."""
+
+        return Handler
+
+
+def exposition(values: Mapping[str, float], run: str) -> str:
+    """The values as OpenMetrics' text, every family once, with its type."""
+    families: dict[str, list[str]] = {}
+    for key, value in values.items():
+        name, of = named(key)
+        labels = f'run="{_escaped(run)}"' + (f',of="{_escaped(of)}"' if of else "")
+        families.setdefault(name, []).append(f"{name}{{{labels}}} {_number(value)}")
+    lines = [line for name, samples in families.items() for line in (f"# TYPE {name} gauge", *samples)]
+    return "\n".join([*lines, "# EOF"]) + "\n"
+
+
+def named(key: str) -> tuple[str, str]:
+    """The name of a metric that is reported as `key`, and the data set that it is of, if any."""
+    first, *between = key.split("/")
+    last = between.pop() if between else ""
+    if first == "data" and between:  # data/skipped/NAME
+        between, last = [last], between[0]
+    return _FOREIGN.sub("_", PREFIX + "_".join(filter(None, (first, last)))), "/".join(between)
+
+
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return "NaN"
+    return str(value) if math.isfinite(value) else f"{'+' if value > 0 else '-'}Inf"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -1,0 +1,146 @@
+"""What Prometheus is given, as OpenMetrics says it, and what the dashboard of docs/ asks for."""
+
+import json
+import math
+import re
+import socket
+import subprocess
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from bundle.errors import EnvironmentUnfit
+from bundle.recipe.sections import Prometheus as Asked
+from bundle.runs import prometheus
+from bundle.runs.prometheus import CONTENT_TYPE, Prometheus, exposition, named
+from tests.training import command
+from tests.training.test_interruption import TINY
+
+DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
+_SAMPLE = re.compile(r'(?P<name>[a-zA-Z_:][\w:]*)\{(?P<labels>(?:\w+="(?:[^"\\]|\\.)*",?)+)\} (?P<value>\S+)')
+
+
+def families(text: str) -> dict[str, dict[str, float]]:
+    """name -> label `of` -> value, of a text that must be as the specification says."""
+    *lines, end, nothing = text.split("\n")
+    assert (end, nothing) == ("# EOF", "")
+    found: dict[str, dict[str, float]] = {}
+    current = ""
+    for line in lines:
+        if line.startswith("# TYPE "):
+            current, kind = line.removeprefix("# TYPE ").split(" ")
+            assert kind == "gauge" and current not in found
+            found[current] = {}
+            continue
+        match = _SAMPLE.fullmatch(line)
+        assert match and match["name"] == current, line
+        of = re.search(r'of="((?:[^"\\]|\\.)*)"', match["labels"])
+        found[current][of[1] if of else ""] = float(match["value"])
+    return found
+
+
+def test_numbers_are_gauges_and_data_sets_are_labels():
+    text = exposition(
+        {"train/loss": 3.5, "validation/loss": 4.0, "validation/code/loss": 4.5, "data/skipped/code": 2},
+        "demo",
+    )
+    assert families(text) == {
+        "mcore_bundle_train_loss": {"": 3.5},
+        "mcore_bundle_validation_loss": {"": 4.0, "code": 4.5},
+        "mcore_bundle_data_skipped": {"code": 2.0},
+    }
+    assert '{run="demo",of="code"} 4.5' in text
+
+
+def test_names_that_nobody_expected_are_written_as_they_may_be():
+    text = exposition({'validation/a "b"\\c\nd/loss': 1.0, "train/mtp-1 loss": math.inf}, 'r"\\\n')
+    assert set(families(text)) == {"mcore_bundle_validation_loss", "mcore_bundle_train_mtp_1_loss"}
+    assert families(text)["mcore_bundle_train_mtp_1_loss"] == {"": math.inf}
+    assert math.isnan(families(exposition({"train/loss": math.nan}, "r"))["mcore_bundle_train_loss"][""])
+    assert families(exposition({"train/loss": -math.inf}, "r"))["mcore_bundle_train_loss"][""] == -math.inf
+
+
+def asked(port: int, path: str = "/metrics") -> tuple[str, str]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as answer:
+        return answer.headers["Content-Type"], answer.read().decode()
+
+
+def test_whoever_asks_is_given_what_was_reported_last():
+    sink = Prometheus(Asked(port=0), "demo", restarts=2)
+    try:
+        assert families(asked(sink.port)[1]) == {"mcore_bundle_restarts": {"": 2.0}}
+        sink.write(10, {"train/loss": 3.5, "train/grad_norm": 1.0})
+        sink.write(20, {"train/loss": 3.25})
+        kind, text = asked(sink.port)
+        assert kind == CONTENT_TYPE
+        assert families(text) == {
+            "mcore_bundle_restarts": {"": 2.0},
+            "mcore_bundle_step": {"": 20.0},
+            "mcore_bundle_train_loss": {"": 3.25},
+            "mcore_bundle_train_grad_norm": {"": 1.0},
+        }
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            asked(sink.port, "/")
+    finally:
+        sink.close()
+    with pytest.raises(urllib.error.URLError):
+        asked(sink.port)
+
+
+def test_it_listens_where_only_this_machine_can_ask_unless_told_otherwise_and_a_port_that_is_taken_is_named():
+    assert Asked(port=1).address == "127.0.0.1"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            EnvironmentUnfit, match=rf"metrics.prometheus: cannot listen on 127.0.0.1:{port}: "
+        ):
+            Prometheus(Asked(port=port), "demo", restarts=0)
+
+
+def test_each_metric_of_the_dashboard_is_one_that_a_run_reports():
+    from bundle.training.loop import Progress
+    from tests.training.test_loop import Slow, recipe, run
+
+    reported: set[str] = set()
+    for line in run(Slow(recipe()), Progress()):
+        reported |= set(line) - {"step"}
+    own = {"train/straggler_ratio", "train/loss_spikes", "train/tflops_per_device", "memory/peak_bytes"}
+    there = {named(key)[0] for key in reported | own | {prometheus.STEP, prometheus.RESTARTS}}
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    expressions = [target["expr"] for panel in panels for target in panel["targets"]]
+    assert len(expressions) >= 10
+    for expression in expressions:
+        used = re.findall(r"mcore_bundle_\w+", expression)
+        assert used and set(used) <= there, expression
+
+
+@pytest.mark.releases
+def test_a_real_run_serves_all_that_it_reports_and_that_the_dashboard_asks_for(tmp_path):
+    pytest.importorskip("megatron.core")
+    more = (
+        "train.steps=500",
+        "train.log_interval=1",
+        "train.eval_interval=1",
+        "metrics.prometheus={port: 0}",
+    )
+    process = command.train("demo", tmp_path / "run", (*TINY, *more), stderr=subprocess.STDOUT)
+    assert process.stdout is not None
+    try:
+        port, said = 0, []
+        for line in process.stdout:
+            said.append(line)
+            if match := re.search(r"http://127.0.0.1:(\d+)/metrics", line):
+                port = int(match[1])
+            if "step   3/500" in line:
+                break
+        assert port, said
+        there = families(asked(port)[1])
+    finally:
+        process.kill()
+        process.communicate()
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()[:4]
+    assert {named(key)[0] for line in lines for key in json.loads(line)} - {"mcore_bundle_time"} <= set(there)
+    used = set(re.findall(r"mcore_bundle_\w+", DASHBOARD.read_text()))
+    assert used <= set(there)
