@@ -3,7 +3,7 @@
 Everything that may be known about a backend without torch; `backends` holds what needs it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from bundle.fp8 import Format, Scaling
@@ -113,6 +113,15 @@ class Variable(NamedTuple):
     value: str
     why: str
     when: frozenset[str] = frozenset()  # features of the recipe, all of them
+    alone: bool = False  # only where the job has one node
+    yields: bool = False  # to a value that is set where the ranks are started
+
+
+class Conflict(NamedTuple):
+    """Values that do not go together, by a predicate of what a rank is started with, and why."""
+
+    of: Callable[[Mapping[str, str]], bool]
+    why: str
 
 
 class Mask(NamedTuple):
@@ -175,6 +184,7 @@ class Capabilities(NamedTuple):
     resources: tuple[Resource, ...] = ()  # none where a device is nothing that a scheduler counts
     peaks: tuple[Peak, ...] = ()  # of the devices whose rate somebody read
     operators: tuple[Operator, ...] = ()
+    conflicts: tuple[Conflict, ...] = ()
     without_fp8: str = ""  # why no scaling is offered, where there is none
     emulated: Emulated | None = None  # where it was tested on what stands in for the device
 
@@ -251,9 +261,43 @@ class Capabilities(NamedTuple):
         named = (each for each in self.resources if generation in each.generations)
         return next(named, next((each for each in self.resources if not each.generations), None))
 
-    def variables(self, features: frozenset[str]) -> tuple[Variable, ...]:
-        """The environment of a rank of a job with these features."""
-        return tuple(variable for variable in self.environment if variable.when <= features)
+    def variables(
+        self, features: frozenset[str], nodes: int = 1, said: Mapping[str, str | None] | None = None
+    ) -> tuple[Variable, ...]:
+        """The environment of a rank of a job with these features.
+
+        `said` are the values of the recipe's `environment`, which are taken instead; None leaves one out.
+        """
+        own = {v.name: v for v in (*self.environment, *COMMON) if v.when <= features}
+        own = {name: v for name, v in own.items() if nodes == 1 or not v.alone}
+        for name, value in (said or {}).items():
+            before = own.pop(name, None)
+            if value is not None:
+                instead = f"; else {before.value!r}: {before.why}" if before else ""
+                own[name] = Variable(name, value, f"the recipe says so{instead}")
+        return tuple(own.values())
+
+    def conflicts_of(self, environment: Mapping[str, str]) -> list[str]:
+        """What does not go together in such an environment."""
+        return [conflict.why for conflict in self.conflicts if conflict.of(environment)]
+
+
+# Of ranks on every backend.
+COMMON = (
+    Variable(
+        "OMP_NUM_THREADS",
+        "1",
+        "the ranks of a node share its cores: torch would give all of them to each",
+        yields=True,
+    ),
+    Variable(
+        "GLOO_SOCKET_IFNAME",
+        "lo",
+        "nothing of a job on one node can be reached from outside",
+        alone=True,
+        yields=True,
+    ),
+)
 
 
 def connections(why: str) -> Variable:

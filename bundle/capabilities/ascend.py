@@ -1,11 +1,13 @@
 """What the ascend backend offers: torch-npu's operators in megatron's local layers, HCCL. Met no NPU yet."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from bundle.capabilities import (
     AttentionKernel,
     Capabilities,
     Choice,
+    Conflict,
     Emulated,
     LayerTraits,
     Mask,
@@ -24,6 +26,12 @@ def _has_experts(recipe: "Recipe") -> bool:
 
 
 _PLUGIN = "MindCluster's ascend-device-plugin, which has one name for A1, A2 and A3; a cluster names its gres"
+
+
+def _event_before_exec(environment: Mapping[str, str]) -> bool:
+    event, run = (environment.get(f"HCCL_{of}_TIMEOUT", "") for of in ("EVENT", "EXEC"))
+    return event.isdigit() and run.isdigit() and 0 < int(event) <= int(run)
+
 
 ASCEND = Capabilities(
     backend="ascend",
@@ -135,6 +143,21 @@ ASCEND = Capabilities(
             "1",
             "Ray would renumber the devices under our ranks",
             frozenset({"rl"}),
+        ),
+    ),
+    conflicts=(
+        Conflict(
+            _event_before_exec,
+            "HCCL_EVENT_TIMEOUT must be above HCCL_EXEC_TIMEOUT, where it is set: an event is waited for as"
+            " long as a collective may take",
+        ),
+        Conflict(
+            lambda e: e.get("ASCEND_LAUNCH_BLOCKING") == "1" and e.get("TASK_QUEUE_ENABLE", "0") != "0",
+            "ASCEND_LAUNCH_BLOCKING=1 voids TASK_QUEUE_ENABLE: leave one of them out",
+        ),
+        Conflict(
+            lambda e: "PYTORCH_ALLOC_CONF" in e and "PYTORCH_NPU_ALLOC_CONF" in e,
+            "torch-npu from 26.2 on aborts where PYTORCH_ALLOC_CONF and PYTORCH_NPU_ALLOC_CONF are both set",
         ),
     ),
 )

@@ -47,7 +47,8 @@ class Launch:
     """What is started on every node.
 
     `arguments` are those of `mcore-bundle`; `logs` is this launch's own folder on this node, where `files`
-    lie, by name, before the ranks start; `environment` is what the backend needs.
+    lie, by name, before the ranks start; `environment` is that of the plan, in which what `yields` names is
+    left as it is inherited.
     """
 
     arguments: tuple[str, ...]
@@ -55,6 +56,7 @@ class Launch:
     per_node: int
     logs: Path
     environment: Mapping[str, str] = field(default_factory=dict)
+    yields: frozenset[str] = frozenset()
     files: Mapping[str, str] = field(default_factory=dict)
     wait: int = WAIT_SECONDS  # that this node waits for the others
     python: str = sys.executable
@@ -62,17 +64,17 @@ class Launch:
 
 
 def command(launch: Launch, inherited: Mapping[str, str]) -> Command:
-    """The command for one node; what `inherited` already sets for threads and interfaces is kept."""
+    """The command for one node, which is started with the variables `inherited`."""
     meeting = launch.rendezvous
     options = [f"--nnodes={meeting.nodes}", f"--nproc-per-node={launch.per_node}"]
-    defaults = {"OMP_NUM_THREADS": "1"}
-    sets = {"PET_SIGNALS_TO_HANDLE": _SIGNALS, **launch.environment}
+    stay = launch.yields & inherited.keys()
+    sets = {"PET_SIGNALS_TO_HANDLE": _SIGNALS}
+    sets |= {name: value for name, value in launch.environment.items() if name not in stay}
     if meeting.nodes == 1:
         # The agent meets itself in a file and rank 0 listens on loopback: nothing of a one-node run can be
         # reached from outside. A store of the agent would listen on every interface.
         options += ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--local-addr={LOOPBACK}"]
         sets["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        defaults["GLOO_SOCKET_IFNAME"] = "lo"
     else:
         address = f"[{meeting.address}]" if ":" in meeting.address else meeting.address
         options += [
@@ -92,7 +94,6 @@ def command(launch: Launch, inherited: Mapping[str, str]) -> Command:
     # torchrun substitutes ${local_rank} in the arguments of the ranks; a doubled $ reaches them as one.
     arguments = [argument.replace("$", "$$") for argument in launch.arguments]
     argv = [launch.python, "-m", "torch.distributed.run", *options, "-m", launch.module, *arguments]
-    sets |= {name: value for name, value in defaults.items() if name not in inherited and name not in sets}
     unsets = tuple(sorted(name for name in inherited if name.startswith("PET_") and name not in sets))
     return Command(tuple(argv), tuple(sorted(sets.items())), unsets)
 

@@ -151,12 +151,15 @@ def launch(job: Job, where: Rendezvous, wait: int = WAIT_SECONDS, python: str = 
     A copy of their own: the next launch, or that of another node, may be of another job.
     """
     logs = outcomes.next_logs(job.directory, where.node_rank)
+    table = capabilities.of(job.backend).variables(job.recipe.features, job.nodes)
+    yields = {variable.name for variable in table if variable.yields} - set(job.recipe.environment)
     return Launch(
         arguments=("train", f"--job={logs / NAME}"),
         rendezvous=where,
         per_node=job.per_node,
         logs=logs,
         environment=job.environment,
+        yields=frozenset(yields),
         files={NAME: job.text()},
         wait=wait,
         python=python,
@@ -244,7 +247,8 @@ def parse(data: bytes | str) -> Job:
         job = _FILE.validate_json(json.dumps(said))
     except ValidationError as error:
         raise UsageError(f"this is no job: {_AGAIN}", by_key(error)[:10]) from error
-    known = {variable.name for variable in capabilities.of(job.backend).variables(job.recipe.features)}
+    planned = capabilities.of(job.backend).variables(job.recipe.features, job.nodes, job.recipe.environment)
+    known = {variable.name for variable in planned}
     if foreign := sorted(set(job.environment) - known):
         raise UsageError(
             f"environment: {', '.join(map(shown, foreign))}: no variable of backend {job.backend}"

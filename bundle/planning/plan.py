@@ -21,6 +21,7 @@ from bundle.planning.problems import (
     Problem,
     backend_problems,
     devices_problems,
+    environment_problems,
     layout_problems,
     memory_problems,
     patch_problems,
@@ -196,10 +197,12 @@ def plan_on(
         _caution(can, installed),
         _triton(can, target, decided),
     )
+    environment = can.variables(recipe.features, nodes, recipe.environment)
     problems = (
         *beside,
         *map(recipe_problem, recipe.layout_violations(world)),
         *backend_problems(recipe, can, hardware, code),
+        *environment_problems(can, environment),
         *(() if layout is None else layout_problems(recipe, can, layout, decided.decisions)),
         *patch_problems(decided.decisions),
         *devices_problems(hardware, per_node),
@@ -217,7 +220,7 @@ def plan_on(
         memory=stages,
         attention=can.attention(recipe, hardware.generation.value),
         patches=decided,
-        environment=can.variables(recipe.features),
+        environment=environment,
         notes=(*notes, *hardware.notes, *filter(None, own)),
         problems=tuple(sorted(problems, key=lambda problem: _ORDER.index(problem.code))),
     )

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from bundle.capabilities import Capabilities
+from bundle.capabilities import Capabilities, Variable
 from bundle.environment import MOST_PER_NODE
 from bundle.environment.machine import Hardware
 from bundle.environment.packages import MegatronCode, SourcePredicate
@@ -41,6 +41,12 @@ def recipe_problem(text: str) -> Problem:
 def hardware_problem(text: str) -> Problem:
     """This machine cannot run it; another one could."""
     return Problem(ExitCode.ENVIRONMENT_UNFIT, text)
+
+
+def environment_problems(can: Capabilities, environment: Sequence[Variable]) -> Iterator[Problem]:
+    """Variables of a rank that do not go together."""
+    values = {variable.name: variable.value for variable in environment}
+    yield from (recipe_problem(f"environment: {why}") for why in can.conflicts_of(values))
 
 
 def backend_problems(

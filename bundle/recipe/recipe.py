@@ -27,6 +27,8 @@ from bundle.recipe.sections import (
     Profile,
     Section,
     Train,
+    Value,
+    Variable,
     optional,
     or_null,
 )
@@ -39,6 +41,7 @@ FREE_ON_RESUME = (
     "parallel",
     "distributed",
     "checkpoint",
+    "environment",
     "metrics",
     "profile",
     "train.log_interval",
@@ -250,6 +253,11 @@ class Recipe(Section):
         default=None, description="The loss of pairs of responses; null: none, or of task dpo its defaults."
     )
     checkpoint: Checkpoint = optional("When to save, and how much to keep.")
+    environment: dict[Variable, Value | None] = Field(
+        default={},
+        description="Variables of the ranks, such as NCCL_DEBUG: instead of what the plan has, or beside it;"
+        " null: left as it is where ranks are started. None that names a file.",
+    )
     metrics: Metrics = optional("Where numbers go.")
     profile: Profile | None = Field(default=None, description="Steps to trace.")
 

@@ -1,11 +1,12 @@
 """The sections of a recipe but the model's: what each key means, takes, and is where nobody says."""
 
 import math
+import re
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from bundle.environment import MOST_PER_NODE
 
@@ -75,10 +76,38 @@ def _named(given: Any) -> Any:
     return (given,) if isinstance(given, str) else _listed(given)
 
 
+def _written(value: Any) -> Any:
+    """A number as a variable holds it."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+# What is a job's to set: variables of communication, allocators, kernels and threads.
+_FAMILIES = "NCCL HCCL GLOO UCX FI OMP MKL KMP CUDA CUDNN CUBLAS TORCH PYTORCH NVTE ASCEND TASK CPU MALLOC"
+_VARIABLE = re.compile(rf"({_FAMILIES.replace(' ', '|')})_[A-Z0-9_]{{1,80}}")
+_NAMES_A_FILE = re.compile(r"PLUGIN|LIB|PATH|DIR|FILE|HOME|VISIBLE_DEVICES")
+
+
+def _of_ranks(name: str) -> str:
+    """A variable that a job may set."""
+    if not _VARIABLE.fullmatch(name):
+        raise ValueError(
+            f"begins with none of {', '.join(_FAMILIES.split())}: set it where ranks are started"
+        )
+    if _NAMES_A_FILE.search(name):
+        raise ValueError(
+            "names a file, of which code may be loaded, or devices: set it where ranks are started"
+        )
+    return name
+
+
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 CountOrZero = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
+Variable = Annotated[str, AfterValidator(_of_ranks)]
+Value = Annotated[
+    str, BeforeValidator(_written, json_schema_input_type=str | int), Field(pattern=r"^[ -~]{0,1000}$")
+]
 Names = Annotated[tuple[str, ...], BeforeValidator(_named, json_schema_input_type=str | tuple[str, ...])]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$")]
 Pair = Annotated[tuple[float, float], BeforeValidator(_listed)]

@@ -127,3 +127,39 @@ def test_schedulers_have_a_name_for_a_device(backend, generation, kubernetes, sl
 
 def test_no_scheduler_counts_cpus_as_devices():
     assert capabilities.of("cpu").resource("") is None
+
+
+def test_variables_follow_the_nodes_and_what_the_recipe_says():
+    def values(nodes: int, **said: str | None) -> dict[str, str]:
+        return {v.name: v.value for v in ASCEND.variables(frozenset(), nodes, said)}
+
+    one, two = values(1), values(2)
+    assert one["GLOO_SOCKET_IFNAME"] == "lo" and "GLOO_SOCKET_IFNAME" not in two
+    assert one | two == one and two["OMP_NUM_THREADS"] == "1"
+    changed = values(2, HCCL_BUFFSIZE="300", OMP_NUM_THREADS="4", CPU_AFFINITY_CONF=None)
+    assert changed == {
+        name: value for name, value in two.items() if name not in ("OMP_NUM_THREADS", "CPU_AFFINITY_CONF")
+    } | {"HCCL_BUFFSIZE": "300", "OMP_NUM_THREADS": "4"}
+    (why,) = (v.why for v in ASCEND.variables(frozenset(), 2, {"OMP_NUM_THREADS": "4"}) if v.value == "4")
+    assert why.startswith("the recipe says so; else '1': the ranks of a node share its cores")
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"HCCL_EVENT_TIMEOUT": "3600"}, "HCCL_EVENT_TIMEOUT must be above"),
+        ({"HCCL_EXEC_TIMEOUT": "1800"}, ""),
+        ({"HCCL_EVENT_TIMEOUT": None}, ""),
+        ({"ASCEND_LAUNCH_BLOCKING": "1", "TASK_QUEUE_ENABLE": "2"}, "voids TASK_QUEUE_ENABLE"),
+        ({"ASCEND_LAUNCH_BLOCKING": "1", "TASK_QUEUE_ENABLE": "0"}, ""),
+        (
+            dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF"), "expandable_segments:True"),
+            "are both set",
+        ),
+    ],
+)
+def test_values_that_do_not_go_together_are_named(said, why):
+    made = {v.name: v.value for v in ASCEND.variables(frozenset(), 1, said)}
+    found = ASCEND.conflicts_of(made)
+    assert len(found) == bool(why) and all(why in each for each in found)
+    assert not CUDA.conflicts_of(made)

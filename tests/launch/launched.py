@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from bundle.capabilities import COMMON
 from bundle.launch import outcomes
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +65,13 @@ class Terminal:
         said, _ = self.process.communicate(timeout=seconds)
         os.close(self.master)
         return self.process.returncode, said
+
+
+def common(nodes: int) -> dict[str, Any]:
+    """What of a job's environment every backend has, as its launch is told of it."""
+    table = [variable for variable in COMMON if nodes == 1 or not variable.alone]
+    values = {variable.name: variable.value for variable in table}
+    return {"environment": values, "yields": frozenset(values)}
 
 
 @contextmanager

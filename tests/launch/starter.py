@@ -12,6 +12,7 @@ from pathlib import Path
 from bundle.launch import process
 from bundle.launch.command import Launch
 from bundle.launch.rendezvous import discover
+from tests.launch.launched import common
 
 
 class StoppedAtOnce(subprocess.Popen):
@@ -26,7 +27,9 @@ if __name__ == "__main__":
     logs, module, *arguments = sys.argv[1:]
     where = discover({name: value for name, value in os.environ.items() if name.startswith("PET_")})
     wait = int(os.environ.get("TEST_WAIT", "600"))
-    launch = Launch(tuple(arguments), where, 2, Path(logs).absolute(), wait=wait, module=module)
+    launch = Launch(
+        tuple(arguments), where, 2, Path(logs).absolute(), wait=wait, module=module, **common(where.nodes)
+    )
     try:
         process.run(launch, os.environ)
     except process.Ended as ended:

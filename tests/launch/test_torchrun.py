@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from bundle.launch.command import Command, Launch, command, dry_run
 from bundle.launch.rendezvous import Rendezvous, discover
+from tests.launch.launched import common
 
 GOLDEN = Path(__file__).parent / "golden"
 ONE = discover({})
@@ -17,6 +18,8 @@ HOSTILE = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs
 
 def launch(rendezvous: Rendezvous, *arguments: str, per_node: int = 2, **changes) -> Launch:
     logs = Path(f"runs/demo/logs/node-{rendezvous.node_rank}/1")
+    table = common(rendezvous.nodes)
+    changes = table | changes | {"environment": table["environment"] | changes.get("environment", {})}
     return Launch(arguments, rendezvous, per_node, logs, python="python", **changes)
 
 
