@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bundle.environment.image import BuildInfo
 from tests.launch.launched import ROOT, reserved
 from tests.runs.numbers import learned
 from tests.training import command
@@ -110,3 +111,43 @@ def test_nodes_that_were_told_of_different_jobs_both_end_and_say_in_what_they_di
             rf" 0: {digest}; rank 1: {digest}\), and 1 more; a restart does not mend this",
             sentence,
         )
+
+
+@pytest.mark.skipif(not HAS_NAMESPACES, reason="needs root, and unshare")
+def test_nodes_of_different_images_both_end_and_say_so(tmp_path):
+    pytest.importorskip("megatron.core")
+    # What is in the image, in a mount namespace of each node: the machine's own /opt stays as it is.
+    script = 'mount -t tmpfs none /opt; mkdir /opt/bundle; cp "$0" /opt/bundle/build-info.json; exec "$@"'
+    started = []
+    with reserved() as port:
+        for node, torch in enumerate(("2.13.0", "2.12.0")):
+            record = tmp_path / f"{node}.json"
+            record.write_text(
+                BuildInfo(
+                    schema=1, stack="cpu", revision="r1", inputs="i1", python="3.11.7", sources={},
+                    packages={"torch": torch},
+                ).text()
+            )  # fmt: skip
+            words = ["train", "demo", "--nodes=2", f"--node-rank={node}", "--devices-per-node=1"]
+            words += [f"--rendezvous=127.0.0.1:{port}", f"--run-directory={tmp_path / 'run'}"]
+            words += [f"--set={override}" for override in TINY]
+            inside = ["unshare", "--mount", "sh", "-ec", script, str(record)]
+            started.append(
+                subprocess.Popen(
+                    [*inside, sys.executable, "-m", "bundle", *words],
+                    cwd=ROOT,
+                    env=os.environ | {"PYTHONPATH": str(ROOT)},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        said = [finish(process, 3).splitlines()[-1] for process in started]
+    digest = r"[0-9a-f]{16}"
+    for node, sentence in enumerate(said):
+        assert re.fullmatch(
+            rf"rank {node} on \S+: the ranks are not about to do what was decided, all the same: image \(rank"
+            rf" 0: {digest}; rank 1: {digest}\), and 1 more; a restart does not mend this",
+            sentence,
+        )
+    assert not (tmp_path / "run" / "checkpoints").exists()
