@@ -245,15 +245,15 @@ class _Trained:
         sets = (
             f"model.dtype={dtype}", "model.config.num_hidden_layers=2", f"train.steps={STEPS}",
             "train.micro_batch_size=2", "train.global_batch_size=4", "train.eval_interval=0",
-            "train.log_interval=1", "optimizer.warmup_steps=0", "parallel.ep=1",
+            "train.eval_batches=1", "train.log_interval=1", "optimizer.warmup_steps=0", "parallel.ep=1",
             f"checkpoint.interval={BEFORE}", *more,
         )  # fmt: skip
         words = ["--backend", backend, "--devices-per-node", str(ranks)]
         words += ["--run-directory", str(self._folder(name, dtype))]
         words += [] if origin is None else ["--from", str(origin)]
         words += [word for each in sets for word in ("--set", each)]
-        # The cpu's rank has no use for the library of another device, which torch would load.
-        environ = {AUTOLOAD: "0"} if backend == "cpu" else {}
+        # The cpu has no use for the library of another device, which torch would load; and fp32 is no TF32.
+        environ = {"NVIDIA_TF32_OVERRIDE": "0"} | ({AUTOLOAD: "0"} if backend == "cpu" else {})
         code, said, last = _verb(["train", "demo", *words], environ)
         return "" if code == 0 else f"training on {backend} ended with {code}: {last or said}"
 
