@@ -87,9 +87,12 @@ def check(
 
 @app.command("page")
 def write_page(root: Root = Path()) -> None:
-    """Write docs/images.md."""
-    (root / page.FILE).write_text(page.markdown(definition.load(root)))
-    print(root / page.FILE)
+    """Write docs/images.md, and which images `launch` knows of."""
+    images, project = definition.load(root), locks.project(root)
+    made = {page.FILE: page.markdown(images), page.MATRIX: page.matrix(images, project.version)}
+    for file, text in made.items():
+        (root / file).write_text(text)
+        print(root / file)
 
 
 @app.command("lock")

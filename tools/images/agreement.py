@@ -23,6 +23,8 @@ def disagreements(root: Path, definition: Definition, project: Project) -> Itera
         yield from _of_lock(root, definition, project, stack)
     if files.read(root / page.FILE) != page.markdown(definition):
         yield f"{page.FILE} is not what `python -m tools.images page` makes: write it again"
+    if files.read(root / page.MATRIX) != page.matrix(definition, project.version):
+        yield f"{page.MATRIX} is not what `python -m tools.images page` makes: write it again"
 
 
 def _of_lock(root: Path, definition: Definition, project: Project, name: str) -> Iterator[str]:

@@ -1,5 +1,6 @@
-"""docs/images.md, made from docker-bake.json: `python -m tools.images page`."""
+"""What is made from docker-bake.json to be read, by people and by `launch`: `python -m tools.images page`."""
 
+import json
 from collections.abc import Iterator
 
 from bundle.targets import docker
@@ -7,6 +8,8 @@ from tools.images.definition import Definition, targets
 from tools.markdown import table
 
 FILE = "docs/images.md"
+MATRIX = "bundle/targets/images.json"
+_FABRIC = "ib"  # the default of docker-bake.hcl
 
 _INTRODUCTION = """\
 # Images
@@ -108,6 +111,18 @@ def markdown(definition: Definition) -> str:
                ((n, f"`{b.image}`", b.python, b.why) for n, b in definition.bases.items())),
     ]  # fmt: skip
     return "\n".join(parts)
+
+
+def matrix(definition: Definition, version: str) -> str:
+    """The text of bundle/targets/images.json: the tags of docker-bake.hcl, for a version of the package."""
+    rows = []
+    for target in targets(definition):
+        torch, megatron = _main(definition, target.stack)
+        fabric = f"-{_FABRIC}" if target.backend == "cuda" else ""
+        tag = f"{target.backend}:{version}-{target.base}-torch{torch}-mcore{megatron}{fabric}"
+        chip = target.base.removeprefix(target.backend).removeprefix("-")
+        rows.append({"backend": target.backend, "chip": chip, "megatron": megatron, "tag": tag})
+    return json.dumps(rows, indent=2) + "\n"
 
 
 def _main(definition: Definition, stack: str) -> Iterator[str]:

@@ -10,23 +10,27 @@ from bundle.cli import options
 from bundle.cli.launch.submission import (
     Detach,
     Grace,
+    Image,
     NodeRank,
+    Registry,
     Rendezvous,
     decided_here,
-    read_record,
+    read_record_of_one,
     submitted,
 )
 from bundle.cli.request import Machines, Request
 from bundle.targets import docker as engine
+from bundle.targets import images
 
 
 def docker(
     recipe: options.Recipe,
     request: Request,
     machines: Machines,
-    container_image: Annotated[str, typer.Option("--image", help="What it runs in.")],
     node_rank: NodeRank = 0,
     rendezvous: Rendezvous = "",
+    container_image: Image = "",
+    registry: Registry = images.REGISTRY,
     record: options.RunsIn = "",
     mounts: Annotated[
         list[str] | None,
@@ -51,9 +55,9 @@ def docker(
     detach: Detach = False,
 ) -> None:
     """Run a job in a container of this machine; shows what it writes and ends as it does."""
-    job = decided_here(recipe, request, machines, read_record(container_image, record))
+    job = decided_here(recipe, request, machines, read_record_of_one(container_image, record))
     wanted = engine.Options(
-        image=container_image,
+        image=container_image or images.default(job, registry),
         mounts=tuple(mounts or ()),
         environment=tuple(variables or ()),
         user=user or f"{os.getuid()}:0",

@@ -5,8 +5,9 @@ from typing import Annotated
 import typer
 
 from bundle.cli import options
-from bundle.cli.launch.submission import Grace, decided, read_record
+from bundle.cli.launch.submission import Grace, Image, Registry, decided, read_record_of_one
 from bundle.cli.request import Machines, Request
+from bundle.targets import images
 from bundle.targets import kubernetes as objects
 from bundle.targets.kubernetes.options import Options
 
@@ -18,7 +19,8 @@ def kubernetes(
     claim: Annotated[
         str, typer.Option(help="The PersistentVolumeClaim of the run directory, which all nodes see.")
     ],
-    container_image: Annotated[str, typer.Option("--image", help="What every node runs.")],
+    container_image: Image = "",
+    registry: Registry = images.REGISTRY,
     record: options.RunsIn = "",
     form: Annotated[
         str,
@@ -63,11 +65,12 @@ def kubernetes(
     keep: Annotated[
         int, typer.Option(min=0, metavar="SECONDS", help="How long the objects are kept after the end.")
     ] = 7 * 24 * 3600,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the objects, and stop.")] = False,
 ) -> None:
     """Print the objects of a job, for `kubectl apply -f -`."""
-    job = decided(recipe, request, machines, read_record(container_image, record))
+    job = decided(recipe, request, machines, read_record_of_one(container_image, record))
     wanted = Options(
-        image=container_image,
+        image=container_image or images.default(job, registry),
         claim=claim,
         name=name,
         form=form,

@@ -20,7 +20,7 @@ from bundle.planning import Problem
 from bundle.planning.inputs import input_problems
 from bundle.recipe import Recipe
 from bundle.runs.directory import RunDirectory
-from bundle.targets import docker, local, slurm
+from bundle.targets import docker, images, local, slurm
 
 _NOT_OURS = "none"
 Handle = Annotated[
@@ -32,6 +32,8 @@ Grace = Annotated[
         min=1, metavar="SECONDS", help="From being told to save to the end, if not what that takes."
     ),
 ]
+Image = Annotated[str, typer.Option("--image", help="What it runs in; without it, the image of ours for it.")]
+Registry = Annotated[str, typer.Option(metavar="REGISTRY", help="Where our images are.")]
 Detach = Annotated[bool, typer.Option("--detach", "-d", help="Print the handle of the job, and stop.")]
 NodeRank = Annotated[int, typer.Option(min=0, help="Which of several machines this one is.")]
 Rendezvous = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where several meet: node 0.")]
@@ -76,6 +78,17 @@ def read_record(runs_in: str, said: str) -> BuildInfo | None:
     if said and not runs_in:
         raise UsageError(f"--image-record {shown(said)}: say what it is of with --image, or leave it out")
     return image.named(Path(said)) if said not in ("", _NOT_OURS) else None
+
+
+def read_record_of_one(runs_in: str, said: str) -> BuildInfo | None:
+    """The same for what runs in an image in any case: in one of ours, where nobody names one."""
+    if not runs_in and said in ("", _NOT_OURS):
+        raise UsageError(
+            "say what is in the image with --image-record FILE, which `docker run IMAGE doctor --json > FILE`"
+            " writes; one that is none of ours is named by --image. Ours are",
+            [f"REGISTRY/{each.tag}" for each in images.built()],
+        )
+    return read_record(runs_in or images.REGISTRY, said)
 
 
 def decided(recipe: str, request: Request, machines: Machines, record: BuildInfo | None) -> Job:

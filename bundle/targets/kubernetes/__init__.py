@@ -5,7 +5,7 @@ One pod stands for each node and executes the job file, which it finds in a Conf
 
 import io
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ruamel.yaml import YAML
@@ -62,10 +62,15 @@ def objects(job: Job, options: Options) -> list[dict[str, Any]]:
 
 def documents(job: Job, options: Options) -> str:
     """The objects as YAML documents."""
+    return written(objects(job, options))
+
+
+def written(of: Sequence[dict[str, Any]]) -> str:
+    """Objects as YAML documents."""
     yaml, out = YAML(), io.StringIO()
     yaml.default_flow_style, yaml.width = False, 110
     yaml.explicit_start = True
-    yaml.dump_all(objects(job, options), out)
+    yaml.dump_all(of, out)
     return out.getvalue()
 
 

@@ -16,6 +16,7 @@ HOME, USER, JOB = "/home/bundle", 10001, "/opt/job"
 # What a restart cannot mend: the recipe, the machine, a patch.
 NEVER = sorted(int(code) for code in (ExitCode.USAGE, ExitCode.ENVIRONMENT_UNFIT, ExitCode.PATCHES))
 CONTAINER = "node"
+INSTANCE = "app.kubernetes.io/instance"  # the label by which the pods of a job are found
 
 
 class Workload(NamedTuple):
@@ -39,7 +40,7 @@ class Workload(NamedTuple):
     @property
     def labels(self) -> dict[str, str]:
         """What every object and every pod of the job is found by."""
-        return {"app.kubernetes.io/managed-by": "mcore-bundle", "app.kubernetes.io/instance": self.name}
+        return {"app.kubernetes.io/managed-by": "mcore-bundle", INSTANCE: self.name}
 
     @property
     def queued(self) -> dict[str, str]:

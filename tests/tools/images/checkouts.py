@@ -5,7 +5,16 @@ import shutil
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-PARTS = ("docker-bake.json", "docker-bake.hcl", "pyproject.toml", "README.md", "LICENSE", "images", "docs")
+PARTS = (
+    "docker-bake.json",
+    "docker-bake.hcl",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+    "images",
+    "docs",
+    "bundle/targets/images.json",
+)
 
 
 def copied(directory: Path) -> Path:
@@ -15,11 +24,10 @@ def copied(directory: Path) -> Path:
         if source.is_dir():
             shutil.copytree(source, directory / part)
         else:
-            directory.mkdir(exist_ok=True)
+            (directory / part).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source, directory / part)
     (directory / "tools/images").mkdir(parents=True)
     shutil.copy(ROOT / "tools/images/identity.py", directory / "tools/images")
-    (directory / "bundle").mkdir()
     shutil.copy(ROOT / "bundle/errors.py", directory / "bundle")
     return directory
 

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from bundle.errors import UsageError
+from bundle.targets import images
 from tests.tools.images.checkouts import ROOT, change, copied
 from tools.images import agreement, definition, locks, page
 from tools.images.plan import read
@@ -45,6 +46,13 @@ def test_one_version_changes_lock_input_and_page_by_itself(root):
     assert "sglang==0.5.17" in locks.input_text(images, own, "cuda-mcore0.16")
     assert "sglang==0.5.17" not in locks.input_text(images, own, "cuda-mcore0.19")
     assert "| sglang | 0.5.17 |" in page.markdown(images)
+
+
+def test_launch_knows_the_images_by_the_tags_that_bake_gives_them(root):
+    tags = [tag for target in json.loads(PRINTED)["target"].values() for tag in target.get("tags", ())]
+    assert sorted(f"{images.REGISTRY}/{image.tag}" for image in images.built()) == sorted(tags)
+    change(root, "STACKS", "cpu", "pins", "megatron-core", "version", value="0.17.0")
+    assert any(line.startswith("bundle/targets/images.json is not what") for line in found(root))
 
 
 def test_a_base_is_named_where_bake_has_another(root):

@@ -1,0 +1,70 @@
+"""launch/kubernetes, made of the demo recipe: `python -m tools.kubernetes`."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from bundle.launch.job import NAME, Job, of_plan
+from bundle.patches import subject
+from bundle.planning import plan_for
+from bundle.recipe import load
+from bundle.targets import images
+from bundle.targets.kubernetes import FORMS, named, written
+from bundle.targets.kubernetes.options import Options
+from bundle.targets.kubernetes.pod import Workload
+
+FOLDER = "launch/kubernetes"
+BASE = "kustomization.yaml"
+_FILE = "demo-job"  # the ConfigMap of the job file, which kustomize makes
+_CLAIM = "runs"
+_HARDWARE = {"ascendjob": "a3"}  # the others: H200
+_ABOUT = """\
+# Made by `python -m tools.kubernetes`: the demo on two nodes, by --form {form}. Its job file is not in here:
+# the ConfigMap {file} holds it, which {base} makes of {name}.
+"""
+_KUSTOMIZATION = f"""\
+# Made by `python -m tools.kubernetes`. Beside this file belongs {NAME}:
+#   mcore-bundle plan demo --nodes 2 --hardware h200 --set train.global_batch_size=128 --job {NAME}
+# then `kubectl apply -k .`, or an overlay with the namespace, the image and the claim of a cluster.
+apiVersion: kustomize.config.k8s.io/v1beta1
+kind: Kustomization
+resources:
+- jobset.yaml
+configMapGenerator:
+- name: {_FILE}
+  files:
+  - {NAME}
+  options:
+    # JobSets, and what else is no object of Kubernetes' own, are not searched for names to change.
+    disableNameSuffixHash: true
+    immutable: true
+"""
+
+
+def example(form: str) -> list[dict[str, object]]:
+    """The objects of the demo in a form, but for its job file."""
+    job = _job(_HARDWARE.get(form, "h200"))
+    image = images.default(job, f"registry.example/{images.REGISTRY}")
+    return FORMS[form].render(Workload(job, Options(image, _CLAIM, form=form), named(job), _FILE))
+
+
+def files() -> Mapping[str, str]:
+    """Every file of the folder, by its name."""
+    about = {form: _ABOUT.format(form=form, file=_FILE, base=BASE, name=NAME) for form in FORMS}
+    return {f"{form}.yaml": about[form] + written(example(form)) for form in FORMS} | {BASE: _KUSTOMIZATION}
+
+
+def _job(hardware: str) -> Job:
+    batch = 256 if hardware == "a3" else 128
+    recipe = load("demo", (f"train.global_batch_size={batch}",))
+    plan = plan_for(recipe, backend="auto", named=hardware, mcore=subject.DEFAULT, nodes=2)
+    plan.refuse()
+    return of_plan(plan, recipe.run_directory)
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else FOLDER)
+    folder.mkdir(exist_ok=True)
+    for name, text in files().items():
+        (folder / name).write_text(text)
+        print(folder / name)
