@@ -5,10 +5,19 @@ from typing import Annotated
 import typer
 
 from bundle.cli import options
-from bundle.cli.launch.submission import Grace, Image, Registry, decided, read_record_of_one
+from bundle.cli.launch.submission import (
+    Detach,
+    Grace,
+    Image,
+    Registry,
+    decided,
+    read_record_of_one,
+    submitted,
+)
 from bundle.cli.request import Machines, Request
 from bundle.targets import images
 from bundle.targets import kubernetes as objects
+from bundle.targets.kubernetes import running
 from bundle.targets.kubernetes.options import Options
 
 
@@ -65,9 +74,13 @@ def kubernetes(
     keep: Annotated[
         int, typer.Option(min=0, metavar="SECONDS", help="How long the objects are kept after the end.")
     ] = 7 * 24 * 3600,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the objects, and stop.")] = False,
+    apply: Annotated[
+        bool, typer.Option("--apply", help="Make them, show what the job writes, and end as it does.")
+    ] = False,
+    detach: Detach = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print them, even so.")] = False,
 ) -> None:
-    """Print the objects of a job, for `kubectl apply -f -`."""
+    """Print the objects of a job, for `kubectl apply -f -`, or make them."""
     job = decided(recipe, request, machines, read_record_of_one(container_image, record))
     wanted = Options(
         image=container_image or images.default(job, registry),
@@ -90,4 +103,7 @@ def kubernetes(
         grace_seconds=grace,
         keep_seconds=keep,
     )
-    print(objects.documents(job, wanted), end="")
+    if apply and not dry_run:
+        submitted(f"kubernetes:{running.submit(job, wanted)}", detach=detach)
+    else:
+        print(objects.documents(job, wanted), end="")

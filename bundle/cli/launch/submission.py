@@ -21,10 +21,14 @@ from bundle.planning.inputs import input_problems
 from bundle.recipe import Recipe
 from bundle.runs.directory import RunDirectory
 from bundle.targets import docker, images, local, slurm
+from bundle.targets.kubernetes import FORMS, running
 
 _NOT_OURS = "none"
 Handle = Annotated[
-    str, typer.Argument(help="What `launch` printed: local:FOLDER, slurm:NUMBER, docker:CONTAINER.")
+    str,
+    typer.Argument(
+        help="What `launch` printed: local:FOLDER, slurm:NUMBER, docker:CONTAINER, kubernetes:WORKLOAD."
+    ),
 ]
 Grace = Annotated[
     int | None,
@@ -64,6 +68,7 @@ class Target(Protocol):
 _TARGETS: dict[str, tuple[Target, str]] = {
     "local": (local, r"/[^\x00-\x1f\x7f]*"),
     "slurm": (slurm, r"[0-9]+"),
+    "kubernetes": (running, rf"({'|'.join(FORMS)})/[a-z0-9-]+/[a-z0-9-]+"),
     "docker": (docker, r"[a-zA-Z0-9][a-zA-Z0-9_.-]*"),
 }
 

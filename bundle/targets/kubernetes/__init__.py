@@ -1,11 +1,11 @@
-"""Kubernetes: the objects of a job, in the form that its cluster schedules; nothing here speaks to one.
+"""Kubernetes: the objects of a job, in the form that its cluster schedules. `running` speaks to one.
 
 One pod stands for each node and executes the job file, which it finds in a ConfigMap.
 """
 
 import io
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ruamel.yaml import YAML
@@ -18,6 +18,7 @@ from bundle.launch.job import NAME, Job
 from bundle.targets.kubernetes import ascendjob, jobset, trainer, volcano
 from bundle.targets.kubernetes.options import Options
 from bundle.targets.kubernetes.pod import Workload
+from bundle.targets.kubernetes.status import Ended, by_conditions, by_phase
 
 _LARGEST_FILE = 1_000_000  # 1 MiB is that of a ConfigMap with its names
 
@@ -25,19 +26,24 @@ _LARGEST_FILE = 1_000_000  # 1 MiB is that of a ConfigMap with its names
 class Form(NamedTuple):
     """One way in which clusters take a job: its objects but for the job file, its workload the last."""
 
+    api: str  # of the workload
+    kind: str
     render: Callable[[Workload], list[dict[str, Any]]]
     what: str  # in the words of --help
+    ended: Callable[[Mapping[str, Any]], Ended] = by_conditions  # of the workload's status
     topology: str | None = ""  # what --topology must be, as an expression; None: it has no such thing
     backends: tuple[str, ...] = ()  # empty: all
 
 
 # By the name that --form takes, the default first.
 FORMS = {
-    "jobset": Form(jobset.jobset, "starts all nodes again when one is lost"),
-    "job": Form(jobset.job, "ends then, and needs nothing installed"),
-    "trainjob": Form(trainer.trainjob, "of Kubeflow Trainer"),
-    "volcano": Form(volcano.job, "of Volcano", topology="[1-9][0-9]*"),
-    "ascendjob": Form(ascendjob.job, "of MindCluster", topology=None, backends=("ascend",)),
+    "jobset": Form(jobset.API, "JobSet", jobset.jobset, "starts all nodes again when one is lost"),
+    "job": Form(jobset.JOB_API, "Job", jobset.job, "ends then, and needs nothing installed"),
+    "trainjob": Form(trainer.API, "TrainJob", trainer.trainjob, "of Kubeflow Trainer"),
+    "volcano": Form(volcano.API, "Job", volcano.job, "of Volcano", ended=by_phase, topology="[1-9][0-9]*"),
+    "ascendjob": Form(
+        ascendjob.API, "AscendJob", ascendjob.job, "of MindCluster", topology=None, backends=("ascend",)
+    ),
 }
 
 

@@ -9,6 +9,7 @@ from bundle.errors import ExitCode
 from bundle.launch.starters import DEFAULT_PORT
 from bundle.targets.kubernetes.pod import CONTAINER, NEVER, Workload
 
+API, JOB_API = "jobset.x-k8s.io/v1alpha2", "batch/v1"
 REPLICATED = "node"
 _INDEX = "JOB_COMPLETION_INDEX"
 
@@ -22,7 +23,7 @@ def job(of: Workload) -> list[dict[str, Any]]:
         "selector": {"batch.kubernetes.io/job-name": of.name},
         "ports": [{"name": "rendezvous", "port": DEFAULT_PORT}],
     }
-    workload = of.object("batch/v1", "Job", labels=of.queued)
+    workload = of.object(JOB_API, "Job", labels=of.queued)
     workload["spec"] = indexed(of, of.words_at(f"{of.name}-0.{of.name}", _INDEX))
     workload["spec"]["ttlSecondsAfterFinished"] = of.options.keep_seconds
     workload["spec"]["template"]["spec"]["subdomain"] = of.name
@@ -31,7 +32,7 @@ def job(of: Workload) -> list[dict[str, Any]]:
 
 def jobset(of: Workload) -> list[dict[str, Any]]:
     """A JobSet, which starts all pods again when one is lost."""
-    workload = of.object("jobset.x-k8s.io/v1alpha2", "JobSet", labels=of.queued)
+    workload = of.object(API, "JobSet", labels=of.queued)
     first = f"{of.name}-{REPLICATED}-0-0.{of.name}"
     workload["spec"] = set_of(of, indexed(of, of.words_at(first, _INDEX)))
     workload["spec"]["ttlSecondsAfterFinished"] = of.options.keep_seconds

@@ -7,6 +7,7 @@ from typing import Any
 
 from bundle.targets.kubernetes.pod import NEVER, Workload
 
+API = "batch.volcano.sh/v1alpha1"
 SCHEDULER = "volcano"
 TASK = "node"
 _INDEX = "VC_TASK_INDEX"  # of the plugin env
@@ -18,7 +19,7 @@ def job(of: Workload) -> list[dict[str, Any]]:
     template = of.template(of.words_at(f"{of.name}-{TASK}-0.{of.name}", _INDEX))
     if of.job.backend == "ascend":
         _name_devices(template["spec"]["containers"][0])
-    workload = of.object("batch.volcano.sh/v1alpha1", "Job")
+    workload = of.object(API, "Job")
     workload["spec"] = {
         "schedulerName": SCHEDULER,
         "minAvailable": of.job.nodes,
