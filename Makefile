@@ -4,6 +4,8 @@ VENV        ?= .venv
 # Instead of what images/locks/cpu.*.txt have, e.g. TORCH=torch==2.12.0.
 TORCH       ?=
 MCORE       ?=
+# Tests are run by so many processes, a file by one; many of them start two to four ranks.
+JOBS        ?= 2
 # megatron-core from 0.18 imports triton even on a cpu; only the tests over several releases need it.
 TRITON      ?= triton==3.9.0
 # Another index for torch, e.g. the vendor's CPU or CUDA builds; empty: pip's own.
@@ -72,7 +74,7 @@ lint: $(DEVELOP)  ## formatting, lint, types, and who may import whom
 
 test: $(DEVELOP)  ## the default release in full, the oldest and the newest minor in four layouts
 	$(VENV)/bin/python -m tests.matrix.fetch $(RELEASES) oldest newest
-	$(VENV)/bin/python -m pytest -m '$(HERE)'
+	$(VENV)/bin/python -m pytest -m '$(HERE)' -n $(JOBS) --dist loadfile
 
 matrix: $(DEVELOP)  ## every supported minor: all layouts, every patch proven, every trap still there
 	$(VENV)/bin/python -m tests.matrix.fetch $(RELEASES)

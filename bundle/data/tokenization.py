@@ -215,12 +215,13 @@ def _fitting(
 
     The documents of a row stay together: all of them are kept, each cut where it is too long, or none.
     """
-    for place, documents in given:
+    for row, documents in given:
         size = max(len(document.ids) for document in documents)
         if size <= longest:
-            yield place, documents
+            yield row, documents
             continue
-        what = f"{size} tokens exceed the {longest} that data.sequence_length allows"
+        place = f"{row} ({size:,} tokens)"  # with it, rows of all lengths have one reason
+        what = f"more than the {longest:,} tokens that data.sequence_length allows"
         cut = [_shortened(document, longest, truncation) for document in documents]
         if truncation == "error":
             errors.add(place, f"{what}; data.truncation says what to do with such rows")
@@ -232,7 +233,7 @@ def _fitting(
             errors.deleted.add(place, f"{what}, and what is left has nothing to learn: deleted")
         else:
             errors.cut.add(place, f"{what}: cut on the {truncation}")
-            yield place, cut
+            yield row, cut
 
 
 def _shortened(document: Document, longest: int, side: str) -> Document:

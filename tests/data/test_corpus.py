@@ -217,9 +217,8 @@ def test_too_little_data_says_what_to_do(tmp_path):
 def test_sequences_that_are_too_long_for_sft_are_named_not_cut(rows, tmp_path):
     with pytest.raises(JobFailed) as caught:
         prepare(recipe(rows, "task=sft", "data.sequence_length=32"), tmp_path)
-    assert (
-        caught.value.violations[0].startswith(f"{rows}:1, ") and "exceed the 32" in caught.value.violations[0]
-    )
+    (said,) = caught.value.violations
+    assert said.startswith(f"{rows}:1 (") and "more than the 32 tokens" in said
 
 
 def test_the_demo_reads_the_standard_library(tmp_path):
