@@ -237,11 +237,18 @@ def _explained(error: ValidationError, document: Document) -> Iterator[str]:
 
 
 def _meant(name: str, known: Sequence[str]) -> str:
-    """ "; did you mean ...?" with keys of the same last part anywhere, else with the nearest spellings."""
-    last = name.rpartition(".")[2]
+    """ "; did you mean ...?" with keys of the same last part anywhere, else with the nearest spellings.
+
+    Where nothing is near: the keys that its section has.
+    """
+    section, _, last = name.rpartition(".")
     same = [key for key in known if key.rpartition(".")[2] == last]
     near = same or nearest(name, known, cutoff=0.75)
     if not near:
         lasts = {key.rpartition(".")[2]: key for key in known}
         near = [lasts[part] for part in nearest(last, lasts, cutoff=0.75)]
-    return did_you_mean(near[:3])
+    if near:
+        return did_you_mean(near[:3])
+    inside = f"{section}." if section else ""
+    keys = {key.removeprefix(inside).partition(".")[0]: None for key in known if key.startswith(inside)}
+    return f"; {section or 'a recipe'} has {', '.join(keys)}"

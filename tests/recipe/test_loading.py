@@ -77,6 +77,13 @@ def test_all_violations_at_once_each_with_its_place():
     assert found[0].startswith("--set train.stesp=3: ") and ".yaml:" in found[5]
 
 
+def test_a_key_that_is_like_none_is_answered_with_those_of_its_section():
+    one, whole = violations("tensor_model_parallel_size=2", "optimizer.muon_nesterov=true")
+    assert "unknown key; a recipe has name, task, backend, " in whole and ", parallel, " in whole
+    assert "optimizer.muon_nesterov: unknown key; optimizer has " in one
+    assert set(one.partition(" has ")[2].split(", ")) == set(load("demo").dump()["optimizer"])
+
+
 def test_an_unsupported_model_is_named_where_it_is_said():
     (found,) = violations("model.config.model_type=qwen33")
     assert "--set model.config.model_type=qwen33" in found
