@@ -18,6 +18,7 @@ from bundle.errors import UsageError, shown
 
 # Norms, routers, biases, embedding and output layer have none.
 _ADAPTED = "linear_"
+ALL = "all-linear"  # as a target, PEFT's word for every one of them
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every published name in WEIGHTS
 _READ = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
@@ -98,13 +99,21 @@ def is_target(module: str, target: str) -> bool:
     return module == target or module.endswith(f".{target}")
 
 
-def unmatched(table: Iterable[Tensor], targets: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The targets that no weight of a model has, and the last parts of the names that there are."""
-    modules = {
+def unmatched(table: Iterable[Tensor], targets: Sequence[str]) -> list[str]:
+    """The targets that no weight of a model has."""
+    modules = _modules(table)
+    return [target for target in targets if not any(is_target(module, target) for module in modules)]
+
+
+def projections(table: Iterable[Tensor]) -> list[str]:
+    """The last parts of the names of all modules that can have an adapter."""
+    return sorted({module.rpartition(".")[2] for module in _modules(table)})
+
+
+def _modules(table: Iterable[Tensor]) -> set[str]:
+    return {
         name.removesuffix(".weight") for tensor in table if adaptable(tensor) for name in tensor.published
     }
-    missing = [target for target in targets if not any(is_target(module, target) for module in modules)]
-    return missing, sorted({module.rpartition(".")[2] for module in modules})
 
 
 def read(directory: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from bundle import files
 from bundle.architectures import adapters, from_config, read_config
+from bundle.architectures.tensors import Tensors
 from bundle.errors import UsageError, did_you_mean, nearest, shown
 from bundle.recipe import rules
 from bundle.recipe.document import LARGEST_TEXT, Document, Path, parse, parse_value
@@ -119,11 +120,21 @@ def _checked(document: Document, origin: str) -> Recipe:
     recipe = _validated(document, violations)
     readable = _check_architecture(document, violations)
     if recipe is not None and readable:
+        recipe = _with_targets(recipe)
         for key, reason in rules.violations(recipe):
             violations.append(_located(document, tuple(key.split(".")), reason))
     if recipe is None or violations:
         raise UsageError(f"{origin} cannot be used", violations)
     return recipe
+
+
+def _with_targets(recipe: Recipe) -> Recipe:
+    """The recipe with the names of all projections, where model.lora asks for all."""
+    if recipe.model.lora is None or recipe.model.lora.targets != (adapters.ALL,):
+        return recipe
+    values = recipe.dump()
+    values["model"]["lora"]["targets"] = adapters.projections(Tensors(recipe.architecture))
+    return Recipe.model_validate(values)
 
 
 def _validated(document: Document, violations: list[str]) -> Recipe | None:

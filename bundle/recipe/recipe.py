@@ -145,7 +145,7 @@ class LoRA(Section):
     targets: Names = Field(
         min_length=1,
         description="Published names of the projections that get one, or their last parts: q_proj, v_proj,"
-        " mlp.down_proj.",
+        " mlp.down_proj; all-linear: all of them.",
     )
 
 

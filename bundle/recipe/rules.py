@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from bundle.architectures import from_config
-from bundle.architectures.adapters import unmatched
+from bundle.architectures.adapters import projections, unmatched
 from bundle.architectures.tensors import Tensors
 from bundle.recipe.recipe import Recipe
 from bundle.recipe.sections import BYTE_VOCABULARY, Parallel
@@ -218,12 +218,9 @@ def _adapters(recipe: Recipe) -> Iterator[Violation]:
             )
         return
     table = Tensors(recipe.architecture)
-    missing, known = unmatched(table, lora.targets)
-    if missing:
-        yield (
-            "model.lora.targets",
-            f"no projection is called {', '.join(missing)}; there are {', '.join(known)}",
-        )
+    if missing := unmatched(table, lora.targets):
+        known = ", ".join(projections(table))
+        yield "model.lora.targets", f"no projection is called {', '.join(missing)}; there are {known}"
     if model.fp8 is not None:
         yield "model.lora", "adapters are not computed beside FP8 products: leave model.fp8 out"
     if model.moe.bias_update_rate and recipe.architecture.moe and recipe.architecture.moe.expert_bias:

@@ -33,6 +33,21 @@ def test_a_target_that_no_projection_has_is_named_with_those_that_there_are():
     assert "there are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in said
 
 
+def test_all_linear_layers_are_every_projection_by_its_name():
+    every = LORA | {"targets": "all-linear"}
+    dense = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert set(with_lora(model={"lora": every}).model.lora.targets) == dense
+    latent = {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"} | dense - {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+    }
+    assert set(with_lora(DEEPSEEK, model={"lora": every}).model.lora.targets) == latent
+    assert "no projection is called all-linear" in violations(
+        model={"lora": LORA | {"targets": ["all-linear", "q_proj"]}}
+    )
+
+
 def test_what_is_not_computed_beside_adapters():
     said = violations(
         DEEPSEEK,
