@@ -132,7 +132,7 @@ def said(context: typer.Context) -> set[str]:
 def words_of(context: typer.Context, without: Collection[str]) -> list[str]:
     """The words that say the same to another verb that knows all of them but those in `without`."""
     words: list[str] = []
-    for parameter in context.command.params:
+    for parameter in sorted(context.command.params, key=lambda each: each.param_type_name):  # arguments first
         if parameter.name not in said(context) - set(without):
             continue
         value = context.params[parameter.name]

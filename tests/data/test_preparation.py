@@ -41,20 +41,25 @@ def test_one_rank_of_a_node_makes_tokens_all_have_them_and_skipped_rows_are_told
 def test_rows_that_are_too_long_are_told_when_training_starts(rows):
     pairs = [{"prompt": "q" * (1 + number % 2 * 9), "response": "a" * number} for number in range(1, 9)]
     (rows / "rows.jsonl").write_text("\n".join(map(json.dumps, pairs)))
-    (rows / "own.jsonl").write_text("\n".join([*map(json.dumps, pairs[1::2]), "x", "x"]))
+    broken = ["x", "x", "[]", '{"prompt": "q"}', '{"prompt": "q", "response": 1}']
+    (rows / "own.jsonl").write_text("\n".join([*map(json.dumps, pairs[1::2]), *broken]))
     keys = ("task=sft", "data.sequence_length=32", "data.validation=0", "data.truncation=right")
     own = ("data.validation_sets.own.path=own.jsonl", "data.on_error=skip")
     out, _ = finish(start(rows, WORKER, "same", *keys, *own), 0, 120)
-    told, *reasons, of_own, corrupt, long, sixth, eighth = out.splitlines()
+    told, deleted, cut, of_own, *corrupt, long, cut_of_own = out.splitlines()
     assert told.endswith("INFO rank 0: of the rows of the data that are too long 4 are deleted and 2 cut")
-    assert [line.split(": ")[0] for line in reasons] == [
-        *(f"  - rows.jsonl:{n}" for n in (1, 3, 5)),
+    assert deleted.startswith("  - rows.jsonl:1 (37 tokens), rows.jsonl:3 (39 tokens), ")
+    assert deleted.endswith(" has nothing to learn: deleted") and " and 1 more: more than " in deleted
+    assert cut.startswith("  - rows.jsonl:6 (33 tokens), rows.jsonl:8 (35 tokens): ")
+    assert of_own.endswith("data.validation_sets.own has 5 corrupt rows or files, which are skipped")
+    assert [line.split(": ")[0] for line in corrupt] == [
+        "  - own.jsonl:5, own.jsonl:6",
+        "  - own.jsonl:7",
+        "  - own.jsonl:8",
         "  - and others, which `check` lists",
     ]
-    assert of_own.endswith("data.validation_sets.own has 2 corrupt rows or files, which are skipped")
-    assert corrupt.startswith("  - own.jsonl:5, own.jsonl:6: ")
     assert "of the rows of data.validation_sets.own that are too long 0 are deleted and 2 cut" in long
-    assert sixth.startswith("  - own.jsonl:3: ") and eighth.startswith("  - own.jsonl:4: ")
+    assert cut_of_own.startswith("  - own.jsonl:3 (33 tokens), own.jsonl:4 (35 tokens): ")
 
 
 def test_ranks_that_find_different_data_are_told_so_before_they_train(rows):

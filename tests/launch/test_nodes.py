@@ -87,4 +87,7 @@ def test_two_nodes_are_one_world_numbered_node_by_node(tmp_path, monkeypatch):
             monkeypatch.setenv("PET_NODE_RANK", str(node))
             nodes.append(start(folder, "tests.launch.worker", "well"))
         # What a node that waits says on stderr depends on how long the other takes to start.
-        assert [finish(node, 0)[0] for node in nodes] == ["rank 2 of 4 []\n", "rank 0 of 4 []\n"]
+        assert [finish(node, 0)[0] for node in nodes] == [
+            "[1/2] rank 2 of 4 []\n",
+            "[0/0] rank 0 of 4 []\n",
+        ]

@@ -113,7 +113,9 @@ def decided_here(
     here = replace(request, run_directory=directory, start_from=origin and origin.absolute())
     if not looks:
         return _of(asked, here, machines, record)
-    begins = RunDirectory(directory).beginning(asked, here.start())
+    run, start = RunDirectory(directory), here.start()
+    run.begin(asked, start)
+    begins = run.beginning(asked, start)
     return _of(asked, here, machines, record, list(input_problems(asked, directory, begins)))
 
 
