@@ -48,6 +48,7 @@ MODELS = {
     "kimi_k2": "Kimi-K2",
     "glm4_moe": "GLM-4.5, GLM-4.5-Air",
     "qwen2_5_vl": "Qwen2.5-VL",
+    "qwen3_vl": "Qwen3-VL",
 }
 _LAYOUTS = {
     "one process": "import",
@@ -56,7 +57,7 @@ _LAYOUTS = {
     "ep2": "ep2",
     "packed cp2": "packed cp2",
 }
-_DENSE = ("llama", "mistral", "qwen2", "mimo", "qwen3", "qwen2_5_vl")
+_DENSE = ("llama", "mistral", "qwen2", "mimo", "qwen3", "qwen2_5_vl", "qwen3_vl")
 _MTP = ("MTP rows", "MTP tp", "MTP pp", "MTP vpp", "MTP tp ep")
 _NOT_RUN = "not run"
 Seen = dict[str, float]

@@ -66,6 +66,7 @@ class MoE:
 class Vision:
     """The tower that makes embeddings of images, and the tokens in whose places these stand."""
 
+    family: str  # qwen2_5_vl: RMS norms, gates, windows | qwen3_vl: layer norms, learned positions, deepstack
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int
@@ -74,9 +75,11 @@ class Vision:
     patch_size: int  # pixels of a patch in height and in width
     temporal_patch_size: int  # frames of a patch
     merge_size: int  # so many patches in height, and as many in width, are one embedding
-    window_size: int  # pixels: outside of `full_layers` patches see their own window alone
-    full_layers: tuple[int, ...]
     image_token: int
+    window_size: int = 0  # pixels: outside of `full_layers` patches see their own window alone; 0: none do
+    full_layers: tuple[int, ...] = ()
+    positions: int = 0  # learned ones, a square that is stretched over each image
+    deepstack: tuple[int, ...] = ()  # blocks behind which embeddings are made for the decoder's first layers
 
     @property
     def patch_values(self) -> int:
@@ -108,6 +111,7 @@ class Architecture:
     rotary_fraction: float = 1.0  # of a head's width that is rotated
     rope_scaling: RopeScaling | None = None
     rotary_sections: tuple[int, ...] = ()  # pairs that turn by time, height and width (mrope); (): by one
+    rotary_interleaved: bool = False  # these take turns; else one section follows the other
     qk_layernorm: bool = False
     qkv_bias: bool = False
     attention_dropout: float = 0.0
@@ -154,6 +158,11 @@ def contradictions(a: Architecture) -> list[str]:
         )
     if a.vision:
         found += _tower_contradictions(a.vision, a.vocab_size)
+        if len(a.vision.deepstack) > a.num_layers:
+            found.append(
+                f"vision_config.deepstack_visual_indexes: {len(a.vision.deepstack)} for a decoder of"
+                f" {a.num_layers} layers"
+            )
     if a.moe:
         found += _routing_contradictions(a.moe)
     return found
@@ -172,8 +181,12 @@ def _tower_contradictions(vision: Vision, vocabulary: int) -> list[str]:
             f"vision_config.window_size {vision.window_size} is no multiple of patch_size x"
             f" spatial_merge_size, {unit}"
         )
-    if beyond := [layer for layer in vision.full_layers if layer >= vision.num_layers]:
-        found.append(f"vision_config.fullatt_block_indexes {beyond}: there are {vision.num_layers} blocks")
+    blocks = {"fullatt_block_indexes": vision.full_layers, "deepstack_visual_indexes": vision.deepstack}
+    for name, numbers in blocks.items():
+        if beyond := [number for number in numbers if number >= vision.num_layers]:
+            found.append(f"vision_config.{name} {beyond}: there are {vision.num_layers} blocks")
+    if len(set(vision.deepstack)) < len(vision.deepstack):
+        found.append(f"vision_config.deepstack_visual_indexes {list(vision.deepstack)}: each block once")
     if vision.image_token >= vocabulary:
         found.append(f"image_token_id {vision.image_token} is not in the vocabulary of {vocabulary}")
     return found

@@ -144,23 +144,26 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
 class Rope(NamedTuple):
-    """Base frequency, rotated fraction of a head, and stretching."""
+    """Base frequency, rotated fraction of a head, stretching, and what turns by time, height and width."""
 
     base: float
     fraction: float
     scaling: RopeScaling | None
     sections: tuple[int, ...] = ()
+    interleaved: bool = False
 
 
 def read_rope(
     keys: Keys,
-    default_base: float = 10000.0,
+    default_base: float | None = 10000.0,
     default_fraction: float | None = None,
     *,
     multimodal: bool = False,
+    interleaved: bool = False,
 ) -> Rope:
     """The rotary positions, `multimodal` ones in time, height and width; violations go to `keys`.
 
+    `interleaved`: pairs take turns, as some configs say besides. Without a `default_base` it must be given.
     Without a `default_fraction` the family's class rotates whole heads, whatever partial_rotary_factor says.
     """
     new = keys.present("rope_parameters")
@@ -168,15 +171,19 @@ def read_rope(
     if new and keys.present("rope_scaling"):
         keys.refuse("rope_scaling", "...", "given besides rope_parameters; keep one of the two")
     nested = Keys(keys.mapping(name))
-    base = _either(keys, nested, "rope_theta", default_base, least=1.0, most=1e12)
+    if default_base is None and not nested.present("rope_theta"):
+        keys.value("rope_theta", REQUIRED)
+    base = _either(keys, nested, "rope_theta", default_base or 1.0, least=1.0, most=1e12)
     fraction = _either(keys, nested, "partial_rotary_factor", default_fraction or 1.0, least=0.0, most=1.0)
     if default_fraction is None and fraction != 1.0:
         why = "this family's class in transformers rotates whole heads; leave the key out"
         keys.refuse("partial_rotary_factor", fraction, why)
     sections = _sections(nested) if multimodal else ()
+    if multimodal:
+        nested.only("mrope_interleaved", interleaved, why="the family's class computes no other order")
     scaling = _scaling(keys, nested, base, *(("mrope",) if multimodal else ()))
     keys.absorb(nested, name)
-    return Rope(base, fraction, scaling, sections)
+    return Rope(base, fraction, scaling, sections, interleaved)
 
 
 def _sections(nested: Keys) -> tuple[int, ...]:

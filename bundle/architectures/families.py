@@ -55,6 +55,7 @@ def _rotary(read: Rope) -> dict[str, Any]:
         "rotary_fraction": read.fraction,
         "rope_scaling": read.scaling,
         "rotary_sections": read.sections,
+        "rotary_interleaved": read.interleaved,
     }
 
 
@@ -117,11 +118,12 @@ def mimo(keys: Keys) -> Architecture:
     return Architecture("mimo", **_decoder(keys, qkv_bias=True, mtp_layers=_mtp(keys)))
 
 
-def qwen3(keys: Keys) -> Architecture:
+def qwen3(keys: Keys, rope: Rope | None = None) -> Architecture:
     """Qwen3: norms on queries and keys."""
     _no_window_in_use(keys)
     _no_output_bias(keys)
-    return Architecture("qwen3", **_decoder(keys, head_dim=REQUIRED, qk_layernorm=True))
+    rotary = _rotary(rope or read_rope(keys))
+    return Architecture("qwen3", **_decoder(keys, head_dim=REQUIRED, qk_layernorm=True, **rotary))
 
 
 def qwen3_moe(keys: Keys) -> Architecture:

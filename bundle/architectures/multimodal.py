@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from bundle.architectures import families
 from bundle.architectures.architecture import Architecture, Vision
-from bundle.architectures.config import IRRELEVANT, Keys, read_rope
+from bundle.architectures.config import IRRELEVANT, REQUIRED, Keys, read_rope
 
-MOST_BLOCKS = 1024
+MOST_BLOCKS, MOST_POSITIONS = 1024, 2**20
 Shaped = tuple[str, tuple[int, ...]]  # name, shape
 _TEXT, _TOWER, _TIED = "text_config", "vision_config", "tie_word_embeddings"
 
@@ -16,16 +17,38 @@ def qwen2_5_vl(keys: Keys) -> Architecture:
     """Qwen2.5-VL: Qwen2 with positions in time, height and width behind a tower of windows."""
     text = _text(keys)
     read = families.qwen2(text, read_rope(text, default_base=1e6, multimodal=True))
+    return _seeing(keys, "qwen2_5_vl", text, read, _windowed)
+
+
+def qwen3_vl(keys: Keys) -> Architecture:
+    """Qwen3-VL: Qwen3 with positions in time, height and width; its first layers are told more of images."""
+    keys.value(_TEXT, REQUIRED)
+    text = _text(keys)
+    # Versions of transformers differ in the base that they take for one that is missing.
+    read = families.qwen3(text, read_rope(text, default_base=None, multimodal=True, interleaved=True))
+    return _seeing(keys, "qwen3_vl", text, read, _deep)
+
+
+def _seeing(
+    keys: Keys,
+    model_type: str,
+    text: Keys,
+    read: Architecture,
+    tower: Callable[[Keys, dict[str, Any]], Vision],
+) -> Architecture:
+    """A decoder that was `read` from its own keys, with the rest of a config that holds them."""
     tied = read.tied_embeddings
     if text is not keys:
         keys.absorb(text, _TEXT)
         tied = keys.flag(_TIED, False) or tied  # transformers takes either
     for token in ("video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id"):
         keys.optional(token)
-    tower = Keys(keys.mapping(_TOWER))
-    vision = _windowed(tower, read.hidden_size, keys.integer("image_token_id", least=0))
-    keys.absorb(tower, _TOWER)
-    return replace(read, model_type="qwen2_5_vl", tied_embeddings=tied, vision=vision)
+    nested = Keys(keys.mapping(_TOWER))
+    width, image_token = read.hidden_size, keys.integer("image_token_id", least=0)
+    nested.only("out_hidden_size", width, why=f"must be the decoder's hidden_size, {width}")
+    vision = tower(nested, _patches(nested) | {"image_token": image_token})
+    keys.absorb(nested, _TOWER)
+    return replace(read, model_type=model_type, tied_embeddings=tied, vision=vision)
 
 
 def _text(keys: Keys) -> Keys:
@@ -43,32 +66,43 @@ def _text(keys: Keys) -> Keys:
     return Keys(nested)
 
 
-def _windowed(keys: Keys, width: int, image_token: int) -> Vision:
-    """The tower of Qwen2.5-VL, whose embeddings are `width` wide."""
-    keys.only("hidden_act", "silu", why="only gated SiLU (silu) is computed")
-    keys.only("out_hidden_size", width, why=f"must be the decoder's hidden_size, {width}")
-    channels, patch = keys.integer("in_channels", 3), keys.integer("patch_size")
-    keys.only("in_chans", channels, why=f"must be in_channels, {channels}")
-    keys.only("spatial_patch_size", patch, why=f"must be patch_size, {patch}")
-    keys.integer("tokens_per_second", 0, least=0)  # of videos
+def _patches(keys: Keys) -> dict[str, Any]:
+    """What the towers of all families have in common."""
     keys.number("initializer_range", 0.02, most=10.0)  # the decoder's counts
     axial = Keys(keys.mapping("rope_parameters"))
     axial.only("rope_type", "axial", why="the tower turns pairs by height and by width")
     axial.only("rope_theta", 1e4, 10000, why="the tower's frequencies are of 10000")
     keys.absorb(axial, "rope_parameters")
-    return Vision(
-        num_layers=keys.integer("depth", most=MOST_BLOCKS),
-        hidden_size=keys.integer("hidden_size"),
-        ffn_hidden_size=keys.integer("intermediate_size"),
-        num_attention_heads=keys.integer("num_heads"),
-        channels=channels,
-        patch_size=patch,
-        temporal_patch_size=keys.integer("temporal_patch_size", 2),
-        merge_size=keys.integer("spatial_merge_size", 2),
-        window_size=keys.integer("window_size"),
-        full_layers=keys.integers("fullatt_block_indexes"),
-        image_token=image_token,
-    )
+    return {
+        "num_layers": keys.integer("depth", most=MOST_BLOCKS),
+        "hidden_size": keys.integer("hidden_size"),
+        "ffn_hidden_size": keys.integer("intermediate_size"),
+        "num_attention_heads": keys.integer("num_heads"),
+        "channels": keys.integer("in_channels", 3),
+        "patch_size": keys.integer("patch_size"),
+        "temporal_patch_size": keys.integer("temporal_patch_size", 2),
+        "merge_size": keys.integer("spatial_merge_size", 2),
+    }
+
+
+def _windowed(keys: Keys, patches: dict[str, Any]) -> Vision:
+    """The tower of Qwen2.5-VL."""
+    keys.only("hidden_act", "silu", why="only gated SiLU (silu) is computed")
+    channels, patch = patches["channels"], patches["patch_size"]
+    keys.only("in_chans", channels, why=f"must be in_channels, {channels}")
+    keys.only("spatial_patch_size", patch, why=f"must be patch_size, {patch}")
+    keys.integer("tokens_per_second", 0, least=0)  # of videos
+    window, full = keys.integer("window_size"), keys.integers("fullatt_block_indexes")
+    return Vision("qwen2_5_vl", window_size=window, full_layers=full, **patches)
+
+
+def _deep(keys: Keys, patches: dict[str, Any]) -> Vision:
+    """The tower of Qwen3-VL."""
+    keys.only("hidden_act", "gelu_pytorch_tanh", why="only the GELU of its class is computed")
+    keys.value("deepstack_visual_indexes", REQUIRED)  # transformers would take those of a large tower
+    deepstack = keys.integers("deepstack_visual_indexes")
+    positions = keys.integer("num_position_embeddings", most=MOST_POSITIONS)
+    return Vision("qwen3_vl", positions=positions, deepstack=deepstack, **patches)
 
 
 def tower(vision: Vision, width: int) -> Iterator[Shaped]:
@@ -76,9 +110,12 @@ def tower(vision: Vision, width: int) -> Iterator[Shaped]:
 
     By the names of transformers' modules, in the order of their registration.
     """
+    yield from _TOWERS[vision.family](vision, width)
+
+
+def _tensors_windowed(vision: Vision, width: int) -> Iterator[Shaped]:
     hidden, inner = vision.hidden_size, vision.ffn_hidden_size
-    patch = (vision.channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
-    yield "patch_embed.proj.weight", (hidden, *patch)
+    yield "patch_embed.proj.weight", (hidden, *_patch(vision))
     for number in range(vision.num_layers):
         at = f"blocks.{number}"
         yield f"{at}.norm1.weight", (hidden,)
@@ -94,9 +131,41 @@ def tower(vision: Vision, width: int) -> Iterator[Shaped]:
     yield from _linear("merger.mlp.2", width, merged)
 
 
+def _tensors_deep(vision: Vision, width: int) -> Iterator[Shaped]:
+    hidden, inner = vision.hidden_size, vision.ffn_hidden_size
+    yield "patch_embed.proj.weight", (hidden, *_patch(vision))
+    yield "patch_embed.proj.bias", (hidden,)
+    yield "pos_embed.weight", (vision.positions, hidden)
+    for number in range(vision.num_layers):
+        at = f"blocks.{number}"
+        yield from _norm(f"{at}.norm1", hidden)
+        yield from _norm(f"{at}.norm2", hidden)
+        yield from _linear(f"{at}.attn.qkv", 3 * hidden, hidden)
+        yield from _linear(f"{at}.attn.proj", hidden, hidden)
+        yield from _linear(f"{at}.mlp.linear_fc1", inner, hidden)
+        yield from _linear(f"{at}.mlp.linear_fc2", hidden, inner)
+    merged = hidden * vision.patches
+    behind = [(f"deepstack_merger_list.{number}", merged) for number in range(len(vision.deepstack))]
+    for at, normed in (("merger", hidden), *behind):
+        yield from _norm(f"{at}.norm", normed)
+        yield from _linear(f"{at}.linear_fc1", merged, merged)
+        yield from _linear(f"{at}.linear_fc2", width, merged)
+
+
+def _patch(vision: Vision) -> tuple[int, ...]:
+    return vision.channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size
+
+
+def _norm(name: str, width: int) -> Iterator[Shaped]:
+    yield f"{name}.weight", (width,)
+    yield f"{name}.bias", (width,)
+
+
 def _linear(name: str, rows: int, columns: int) -> Iterator[Shaped]:
     yield f"{name}.weight", (rows, columns)
     yield f"{name}.bias", (rows,)
 
 
-FAMILIES: dict[str, Callable[[Keys], Architecture]] = {"qwen2_5_vl": qwen2_5_vl}
+_TOWERS = {"qwen2_5_vl": _tensors_windowed, "qwen3_vl": _tensors_deep}
+
+FAMILIES: dict[str, Callable[[Keys], Architecture]] = {"qwen2_5_vl": qwen2_5_vl, "qwen3_vl": qwen3_vl}

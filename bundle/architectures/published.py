@@ -131,4 +131,7 @@ NAMES: dict[str, Names] = {
     "kimi_k2": Names("DeepseekV3ForCausalLM", _LAYER | _LATENT, _DEEPSEEK_MTP, config=_NOAUX_TC),
     "glm4_moe": Names("Glm4MoeForCausalLM", mtp=_DEEPSEEK_MTP),
     "qwen2_5_vl": Names("Qwen2_5_VLForConditionalGeneration", vision="visual."),
+    "qwen3_vl": Names(
+        "Qwen3VLForConditionalGeneration", decoder="model.language_model.", vision="model.visual."
+    ),
 }

@@ -5,7 +5,7 @@ And attention layers, each built by itself.
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -232,19 +232,26 @@ def model(
     return built
 
 
-def with_images(model: Any, ids: torch.Tensor, images: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The decoder's input [s, b, h] (of this rank, under sequence parallelism) for tokens `ids` [b, s].
+def with_images(
+    model: Any, ids: torch.Tensor, images: torch.Tensor, added: Sequence[torch.Tensor], index: torch.Tensor
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The decoder's input [s, b, h] for tokens `ids` [b, s], and what each of `added` is to be added to it.
 
-    Where `index` [b, s] is not negative, that row of `images` [n, h] stands in the token's place. Nothing is
-    read back from the device, and no shape depends on the numbers.
+    Where `index` [b, s] is not negative, that row of `images` [n, h] stands in the token's place, and that of
+    `added` is what is added there. Under sequence parallelism those of this rank. Nothing is read back from
+    the device, and no shape depends on the numbers.
     """
     index = index.t()
+    there, rows = (index >= 0).unsqueeze(-1), index.clamp(min=0)
     embedded = model.embedding(input_ids=ids, position_ids=None)
-    rows = images[index.clamp(min=0)].to(embedded.dtype)
-    embedded = torch.where((index >= 0).unsqueeze(-1), rows, embedded).contiguous()  # as stages want it
+    beside = [embedded, *[embedded.new_zeros(())] * len(added)]
+    placed = [
+        torch.where(there, of[rows].to(embedded.dtype), other).contiguous()  # as stages want it
+        for of, other in zip((images, *added), beside, strict=True)
+    ]
     if model.config.sequence_parallel:
-        embedded = tensor_parallel.scatter_to_sequence_parallel_region(embedded)
-    return embedded
+        placed = [tensor_parallel.scatter_to_sequence_parallel_region(each) for each in placed]
+    return placed[0], placed[1:]
 
 
 def drop_unread_head(built: Any) -> None:

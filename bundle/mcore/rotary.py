@@ -100,15 +100,24 @@ def _give(embedding: Any, table: Tensor) -> None:
 class InThreeDimensions(torch.nn.Module):
     """Rotary positions in time, height and width (mrope), in the place of a GPTModel's `rotary_pos_emb`.
 
-    `sections` are the pairs of a head that turn by each, one after the other. Megatron's own cuts the table
-    for context parallel as if a pack were one sequence. Here nothing is cut: positions are those of the rows
-    that the model has, of packs all rows of all ranks, of which attention takes its own (mrope-packed).
+    `sections` are the pairs of a head that turn by each, one after the other, or `interleaved`: of every
+    three pairs one turns by each, until a section is used up, and the rest by time. Megatron's own knows no
+    such order, and cuts the table for context parallel as if a pack were one sequence. Here nothing is cut:
+    positions are those of the rows that the model has, of packs all rows of all ranks, of which attention
+    takes its own (mrope-packed).
     """
 
-    def __init__(self, base: float, sections: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, base: float, sections: Sequence[int], device: torch.device, *, interleaved: bool = False
+    ) -> None:
         super().__init__()
         self.inv_freq = frequencies(base, 2 * sum(sections), None).to(device)
-        dimensions = torch.arange(3).repeat_interleave(torch.tensor(sections))
+        if interleaved:
+            dimensions = torch.zeros(sum(sections), dtype=torch.long)
+            for dimension in (1, 2):
+                dimensions[dimension : 3 * sections[dimension] : 3] = dimension
+        else:
+            dimensions = torch.arange(3).repeat_interleave(torch.tensor(sections))
         self._dimensions = dimensions.to(device)  # by which each pair turns
 
     def forward(self, position_ids: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -125,7 +134,10 @@ def turn_by_three(model: Any, architecture: Architecture) -> None:
         config.mrope_section = model.mrope_section = list(architecture.rotary_sections)
         model.position_embedding_type = "mrope"
         model.rotary_pos_emb = InThreeDimensions(
-            architecture.rotary_base, architecture.rotary_sections, device
+            architecture.rotary_base,
+            architecture.rotary_sections,
+            device,
+            interleaved=architecture.rotary_interleaved,
         )
 
 

@@ -48,6 +48,7 @@ def build(
         )
         if architecture.vision is not None and groups.is_first_stage(index):
             chunk.add_module("vision", Vision(architecture, config.params_dtype))
+            chunk.vision.deepstack.attach(chunk.decoder.layers[: len(architecture.vision.deepstack)])
         chunks.append(chunk)
     if weights is None:
         drawn = [named for chunk in chunks for named in naming.parameters(chunk, groups)]

@@ -5,14 +5,18 @@ tensor-parallel group compute the same of it, and get the same gradient from the
 out; context-parallel ranks get their own part, which is summed over them like everybody's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bundle.architectures import Architecture
+from bundle.architectures import Vision as Tower
 from bundle.errors import EnvironmentUnfit, JobFailed
 from bundle.mcore import gpt
+from bundle.mcore.deepstack import Deepstack
 from bundle.sequences.images import Images
 
 
@@ -22,15 +26,42 @@ class Vision(torch.nn.Module):
     def __init__(self, architecture: Architecture, dtype: torch.dtype) -> None:
         """Raises EnvironmentUnfit where transformers has no such tower."""
         super().__init__()
-        self.tower = _tower(architecture)
+        assert architecture.vision is not None
+        self.tower = _tower(architecture, architecture.vision)
+        self.deepstack = Deepstack()
         self.to(dtype)
 
-    def forward(self, images: Images) -> Tensor:
-        """The embeddings [n, h] of all images, one after the other."""
+    def forward(self, images: Images) -> tuple[Tensor, Sequence[Tensor]]:
+        """The embeddings [n, h] of all images, one after the other; such of each of the first layers."""
         pixels = images.pixels.to(next(self.tower.parameters()).dtype)
-        seen = self.tower(pixels, grid_thw=images.grids)
-        found: Tensor = getattr(seen, "pooler_output", seen)  # since transformers 5
-        return found
+        seen = self.tower(pixels, grid_thw=images.grids, **self._prepared(images.grids, pixels.device))
+        if isinstance(seen, tuple):  # Qwen3-VL's before transformers 5
+            embeddings, deepstack = seen
+            return embeddings, deepstack
+        return getattr(seen, "pooler_output", seen), getattr(seen, "deepstack_features", ())
+
+    def _prepared(self, grids: Tensor, device: torch.device) -> dict[str, Tensor]:
+        """What follows from sizes alone, counted on the host; transformers before 5 does so by itself."""
+        try:
+            from transformers import vision_utils
+        except ImportError:
+            return {}
+        merged = self.tower.spatial_merge_size
+        found = {"position_ids": vision_utils.get_vision_position_ids(grids, merged)}
+        if hasattr(self.tower, "pos_embed"):
+            names = ("interp_indices", "interp_weights")
+            found |= zip(
+                names,
+                vision_utils.get_vision_interpolation_indices_and_weights(
+                    grids,
+                    num_grid_per_side=self.tower.num_grid_per_side,
+                    mode=self.tower.interpolation_mode,
+                    align_corners=self.tower.interpolation_align_corners,
+                    spatial_merge_size=merged,
+                ),
+                strict=True,
+            )
+        return {name: value.to(device, non_blocking=True) for name, value in found.items()}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Vision":
         """Moves everything and converts parameters alone: transformers leaves frequencies in fp32, too."""
@@ -50,21 +81,19 @@ def decoder_input(model: torch.nn.Module, ids: Tensor, images: Images | None) ->
         return None
     if images is None:
         raise JobFailed("A model with a vision tower needs `MicroBatch.images`; blank ones mean none.")
-    return gpt.with_images(model, ids, vision(images), images.index)
+    embeddings, behind = vision(images)
+    return vision.deepstack.begin(*gpt.with_images(model, ids, embeddings, behind, images.index))
 
 
-def _tower(architecture: Architecture) -> torch.nn.Module:
+def _tower(architecture: Architecture, of: Tower) -> Any:
     try:
-        from transformers.models.qwen2_5_vl import configuration_qwen2_5_vl as configs
-        from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as towers
+        kind, config = _KINDS[of.family](of)
     except ImportError as error:
         raise EnvironmentUnfit(
             f"the vision tower of {architecture.model_type} is transformers' own: pip install"
             f" 'mcore-bundle[data]' ({error})"
         ) from error
-    of = architecture.vision
-    assert of is not None
-    config = configs.Qwen2_5_VLVisionConfig(
+    made = config(
         depth=of.num_layers,
         hidden_size=of.hidden_size,
         intermediate_size=of.ffn_hidden_size,
@@ -73,10 +102,31 @@ def _tower(architecture: Architecture) -> torch.nn.Module:
         patch_size=of.patch_size,
         temporal_patch_size=of.temporal_patch_size,
         spatial_merge_size=of.merge_size,
-        window_size=of.window_size,
-        fullatt_block_indexes=list(of.full_layers),
         out_hidden_size=architecture.hidden_size,
     )
-    kind = towers.Qwen2_5_VisionTransformerPretrainedModel
-    made: torch.nn.Module = kind._from_config(config, attn_implementation="sdpa", dtype=torch.float32)
-    return made
+    return kind._from_config(made, attn_implementation="sdpa", dtype=torch.float32)
+
+
+def _windowed(of: Tower) -> tuple[Any, Any]:
+    """transformers' class of a tower, and what makes its config."""
+    from transformers.models.qwen2_5_vl import configuration_qwen2_5_vl as configs
+    from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as towers
+
+    full = list(of.full_layers)
+    config = partial(configs.Qwen2_5_VLVisionConfig, window_size=of.window_size, fullatt_block_indexes=full)
+    return towers.Qwen2_5_VisionTransformerPretrainedModel, config
+
+
+def _deep(of: Tower) -> tuple[Any, Any]:
+    from transformers.models.qwen3_vl import configuration_qwen3_vl as configs
+    from transformers.models.qwen3_vl import modeling_qwen3_vl as towers
+
+    config = partial(
+        configs.Qwen3VLVisionConfig,
+        num_position_embeddings=of.positions,
+        deepstack_visual_indexes=list(of.deepstack),
+    )
+    return towers.Qwen3VLVisionModel, config
+
+
+_KINDS = {"qwen2_5_vl": _windowed, "qwen3_vl": _deep}

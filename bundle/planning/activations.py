@@ -290,26 +290,36 @@ def _vocabulary(each: LayerBytes) -> int:
 def _tower(recipe: Recipe, size: int) -> int:
     """What a vision tower keeps of a micro-batch all of whose tokens stand for images; 0 without a tower.
 
-    Every tensor-parallel and context-parallel rank of the first stage computes all images.
+    Every tensor-parallel and context-parallel rank of the first stage computes all images, and has its own
+    part of what is added behind the decoder's first layers.
     """
-    vision = recipe.architecture.vision
+    vision, parallel = recipe.architecture.vision, recipe.parallel
     if vision is None:
         return 0
     tokens = recipe.rows * recipe.data.sequence_length
-    return tokens * vision.patches * bytes_of_a_patch(vision, size)
+    ranks = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
+    added = len(vision.deepstack) * recipe.architecture.hidden_size * size * tokens // ranks
+    return tokens * vision.patches * bytes_of_a_patch(vision, size) + added
 
 
 def bytes_of_a_patch(vision: Vision, size: int) -> int:
     """What a tower keeps of one patch, whose numbers have `size` bytes each.
 
-    Read off the tensors that autograd saves in transformers' tower of Qwen2.5-VL, with torch's own operations
-    and attention.
+    Read off the tensors that autograd saves in transformers' towers, with torch's own operations and
+    attention.
     """
-    width, heads = vision.hidden_size, vision.num_attention_heads
-    norm = width * (FP32 + size) + FP32
+    width, heads, ffn = vision.hidden_size, vision.num_attention_heads, vision.ffn_hidden_size
     # Norms' outputs, queries, keys and values, before and after they are turned, and what attention gives.
     attention = 9 * width * size + heads * FP32
-    block = 2 * norm + attention + 4 * vision.ffn_hidden_size * size
-    merger = norm + 3 * width * size
     turned = 2 * (width // heads) * FP32  # cosines and sines, once for all blocks
-    return vision.num_layers * block + merger + turned + vision.patch_values * size
+    if vision.family == "qwen2_5_vl":
+        norm = width * (FP32 + size) + FP32
+        block = 2 * norm + attention + 4 * ffn * size
+        behind = norm + 3 * width * size
+    else:
+        norm = (width + 2) * size
+        block = 2 * norm + attention + 2 * ffn * size
+        mergers = norm + 3 * width * size
+        mergers += len(vision.deepstack) * (3 * width * size + 2 * size // vision.patches)
+        behind = mergers + 4 * (ID + FP32)  # the four learned positions around a patch
+    return vision.num_layers * block + behind + turned + vision.patch_values * size

@@ -172,6 +172,14 @@ def _vision(recipe: Recipe) -> Iterator[Violation]:
         yield "model.mtp.layers", "multi-token prediction is not computed in models with a vision tower"
     if recipe.task != "sft" or recipe.data.template != "chat":
         yield "data.template", "images come in conversations: task sft, data.template: chat"
+    stages = recipe.parallel.layers_of_stages(recipe.architecture.num_layers)
+    deepest = len(recipe.architecture.vision.deepstack)
+    if stages and (first := stages[0] // (recipe.parallel.vpp or 1)) < deepest:
+        yield (
+            "parallel.pp",
+            f"the tower gives something for the first {deepest} decoder layers, and the first stage has"
+            f" {first} of them: give it more (parallel.num_layers_in_first_pipeline_stage)",
+        )
     if recipe.architecture.vision.channels != 3:
         yield "model.config.vision_config", "in_channels: images are read in three colours"
 

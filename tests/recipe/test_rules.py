@@ -201,3 +201,12 @@ def test_what_is_not_computed_beside_a_vision_tower_is_named(section, change, re
     with pytest.raises(UsageError) as refused:
         from_mapping(SEEING | {section: SEEING[section] | change})
     assert reason in " ".join(refused.value.violations)
+
+
+def test_layers_that_a_tower_gives_something_for_are_on_the_first_stage():
+    deep = next(case for case in CASES if len(case.vision.deepstack) == 2)  # and four decoder layers
+    job = SEEING | {"model": {"config": deep.config}}
+    assert from_mapping(job | {"parallel": {"pp": 2}})
+    for parallel in ({"pp": 4}, {"pp": 2, "vpp": 2}):
+        with pytest.raises(UsageError, match="for the first 2 decoder layers, and the first stage has 1"):
+            from_mapping(job | {"parallel": parallel})

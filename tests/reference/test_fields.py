@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from bundle.architectures import SUPPORTED, from_config
+from bundle.architectures import from_config
 from bundle.architectures.config import ROPE_KINDS, Keys
 from bundle.architectures.families import FAMILIES
 from bundle.errors import UsageError
@@ -134,7 +134,7 @@ def moves(name: str, changes: Config) -> bool:
     return bool((seen - before).abs().max() > 1e-3 * before.abs().max())
 
 
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_field_is_held(family):
     configs = own(family)
     fields = set[str]().union(*map(taken, configs.values()))

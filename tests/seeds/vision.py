@@ -93,7 +93,7 @@ class Vision:
         found = ids == IMAGE
         if mask is not None and mask.dim() == 2:
             found &= mask
-        embedded[found] = self.language.vision(seen)
+        embedded[found], _ = self.language.vision(seen)
         if packing is not None:
             ids, embedded, positions = ids[mask][None], embedded[mask][None], positions[:, mask][:, None]
         logits: Tensor = self.language(

@@ -39,6 +39,21 @@ _TOKENS = {
 _SECTIONS = {"mrope_section": [2, 3, 1]}
 
 
+_DEEP = {
+    "depth": 4,
+    "hidden_size": 24,
+    "num_heads": 2,
+    "intermediate_size": 44,
+    "out_hidden_size": 48,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 25,
+    "deepstack_visual_indexes": [0, 2],
+    "hidden_act": "gelu_pytorch_tanh",
+}
+
+
 @dataclass(frozen=True)
 class Case:
     """A Hugging Face config."""
@@ -62,6 +77,10 @@ class Case:
 
 _OLD = {"rope_theta": 700.0, "rope_scaling": {"type": "mrope", **_SECTIONS}}
 _NEW = {"rope_parameters": {"rope_type": "default", "rope_theta": 700.0, **_SECTIONS}}
+_INTERLEAVED = {
+    "rope_theta": 700.0,
+    "rope_scaling": {"rope_type": "default", "mrope_section": [3, 3, 2], "mrope_interleaved": True},
+}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 CASES = (
@@ -91,6 +110,44 @@ CASES = (
                 "rope_parameters": {**_YARN, "rope_theta": 700.0, **_SECTIONS},
             },
             "vision_config": _TOWER,
+            **_TOKENS,
+        },
+    ),
+    Case(
+        "qwen3_vl as on the Hub",
+        {
+            "model_type": "qwen3_vl",
+            "text_config": {
+                "model_type": "qwen3_vl_text",
+                **_TEXT,
+                **_INTERLEAVED,
+                "num_hidden_layers": 4,
+                "head_dim": 16,
+            },
+            "vision_config": {"model_type": "qwen3_vl", **_DEEP},
+            **_TOKENS,
+        },
+    ),
+    Case(
+        "qwen3_vl tied, another tower",
+        {
+            "model_type": "qwen3_vl",
+            "text_config": {
+                "model_type": "qwen3_vl_text",
+                **_TEXT,
+                "num_hidden_layers": 4,
+                "head_dim": 12,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 300.0,
+                    "mrope_section": [2, 2, 2],
+                    "mrope_interleaved": True,
+                },
+            },
+            "vision_config": _DEEP
+            | {"deepstack_visual_indexes": [3], "num_position_embeddings": 9}
+            | {"temporal_patch_size": 1, "patch_size": 2},
+            "tie_word_embeddings": True,
             **_TOKENS,
         },
     ),

@@ -1,12 +1,14 @@
 """How far models that see images, loaded as `train` loads them, are from transformers' numbers, in a layout.
 
 python -m tests.vision.rank DIRECTORY LAYOUT (by `reference.write`) prints an object on rank 0: case -> the
-largest distances of a log-probability and of a gradient, relative to the largest of them, of a tensor. One
-process also exports each model again, beside what it has loaded.
+largest distances of a log-probability and of a gradient, relative to the largest of them, of a tensor, and of
+a log-probability, an entropy or the loss [nats]. One process also exports each model again, beside what it
+has loaded.
 """
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ ALONE, EXPORTED = "one process", "exported"
 LAYOUTS: dict[str, dict[str, Any]] = {
     ALONE: {},
     "packed": {},
-    "recomputed": {},
+    "recomputed pp2": {"pp": 2},  # the first stage has both sequences under way when it recomputes one
     "tp2 and sequence parallel": {"tp": 2, "sequence_parallel": True},
     "pp2": {"pp": 2},
     "cp2": {"cp": 2},
@@ -49,14 +51,14 @@ def main(directory: Path, layout: str) -> None:
         print(json.dumps(found))
 
 
-def distances(case: Case, directory: Path, layout: str, runtime) -> tuple[float, float]:
+def distances(case: Case, directory: Path, layout: str, runtime) -> tuple[float, float, float]:
     from bundle.engine import Engine
     from bundle.mcore import groups
     from bundle.models import exporting
     from bundle.recipe import from_mapping
 
-    packed = layout.startswith("packed")
-    recompute = {"recompute": {"granularity": "full"}} if layout == "recomputed" else {}
+    packed, apart = layout.startswith("packed"), layout.startswith("recomputed")
+    recompute = {"recompute": {"granularity": "full"}} if apart else {}
     job = from_mapping(
         {
             "name": "seen",
@@ -72,48 +74,63 @@ def distances(case: Case, directory: Path, layout: str, runtime) -> tuple[float,
                 "template": "chat",
                 "packed": packed,
             },
-            "train": {"steps": 1, "global_batch_size": 1, "micro_batch_size": 1},
+            "train": {"steps": 1, "global_batch_size": 2, "micro_batch_size": 1},
             "optimizer": {"warmup_steps": 0, "use_distributed_optimizer": False},
         }
     )
     made = groups.initialize(job.parallel, seed=1, timeout_seconds=60)
     engine = Engine(job, runtime, made, torch.device("cpu"), pretrained.of_recipe(job))
     _, numbers = reference.read(directory)
-    given, wanted = batch(engine, numbers, packed=packed)
-    seen = engine.log_probs([given])[0].log_probs.flatten()
-    engine.forward_backward([given])
-    of_log_probs = (seen - wanted).abs().max() / wanted.abs().max()
+    sequences = [(name,) for name in NAMES] if apart else [NAMES]
+    given = [batch(engine, numbers, names, packed=packed) for names in sequences]
+    seen = engine.log_probs(given)
+    engine.take_losses()
+    engine.forward_backward(given)
+    far = {
+        what: (torch.cat([getattr(one, field).flatten() for one in seen]) - wanted(numbers, what, packed))
+        for what, field in (("log-probs", "log_probs"), ("entropies", "entropy"))
+    }
+    of_log_probs = far["log-probs"].abs().max() / wanted(numbers, "log-probs", packed).abs().max()
     of_gradients = gradients(engine, reference.tensors(directory / reference.GRADIENTS))
-    worst = torch.stack([of_log_probs.float(), of_gradients.float()])
+    of_loss = torch.tensor(engine.take_losses().main) - numbers["loss"]
+    of_nats = torch.stack([*(each.abs().max().double() for each in far.values()), of_loss.abs().double()])
+    worst = torch.stack([of_log_probs.float(), of_gradients.float(), of_nats.max().float()])
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)  # of numbers alone: NaN stays on rank 0, or ends nothing
     if layout == ALONE:
         exporting.export(directory / EXPORTED, job, engine.models, made)
     groups.destroy()
-    first, second = worst.tolist()
-    return first, second
+    first, second, third = worst.tolist()
+    return first, second, third
 
 
-def batch(engine, numbers: dict[str, torch.Tensor], *, packed: bool):
-    """Both sequences as one micro-batch, and their log-probabilities: rows, or a pack of whole and part."""
+def wanted(numbers: dict[str, torch.Tensor], what: str, packed: bool) -> torch.Tensor:
+    """What transformers has of both sequences, of which a pack has the second in part."""
+    first, second = (numbers[f"{name} {what}"] for name in NAMES)
+    return torch.cat([first, second[: KEPT if packed else None]])
+
+
+def batch(engine, numbers: dict[str, torch.Tensor], names: Sequence[str], *, packed: bool):
+    """These sequences as one micro-batch: rows, or a pack of whole and part."""
     from bundle.engine.microbatch import from_packing, from_rows
     from bundle.sequences.images import Images
     from bundle.sequences.packing import Packing
 
     cp, architecture = engine.groups.cp, engine.recipe.architecture
-    first, second = numbers["first ids"], numbers["second ids"]
-    lengths = [len(first) - 1, KEPT if packed else len(second) - 1]
-    ids = torch.cat([first[:-1], second[: lengths[1]]])
-    labels = torch.cat([first[1:], second[1 : lengths[1] + 1]])
-    mask = (torch.arange(len(ids)) < lengths[0] + KEPT).float()
-    wanted = torch.cat([numbers["first log-probs"], numbers["second log-probs"][: lengths[1]]])
-    pixels, grids = (torch.cat([numbers[f"{n} {of}"] for n in NAMES]) for of in ("pixels", "grids"))
+    whole = {name: len(numbers[f"{name} ids"]) - 1 for name in names}
+    learned = whole | ({"second": KEPT} if "second" in names else {})
+    lengths = list((learned if packed else whole).values())
+    each = list(zip(names, lengths, strict=True))
+    ids = torch.cat([numbers[f"{name} ids"][:length] for name, length in each])
+    labels = torch.cat([numbers[f"{name} ids"][1 : length + 1] for name, length in each])
+    mask = torch.cat([(torch.arange(length) < learned[name]).float() for name, length in each])
+    pixels, grids = (torch.cat([numbers[f"{name} {of}"] for name in names]) for of in ("pixels", "grids"))
     images = Images.of(pixels, grids.numpy(), ids.numpy(), np.asarray(lengths), architecture.vision)
     options: dict[str, Any] = {"mtp_layers": 0, "images": images}
     if packed:
         packing = Packing.of(lengths, engine.recipe.alignment, rank=cp.rank)
-        return from_packing(ids, labels, mask, packing, **options), wanted
-    rows = (x.view(2, -1) for x in (ids, labels, mask))
-    return from_rows(*rows, cp=cp.size, rank=cp.rank, **options), wanted
+        return from_packing(ids, labels, mask, packing, **options)
+    rows = (x.view(len(names), -1) for x in (ids, labels, mask))
+    return from_rows(*rows, cp=cp.size, rank=cp.rank, **options)
 
 
 def gradients(engine, theirs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -134,9 +151,12 @@ def gradients(engine, theirs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def of_theirs(name: str, theirs: dict[str, torch.Tensor], architecture) -> torch.Tensor:
     """Their tensor for one of ours."""
+    where = {"qwen2_5_vl": ("", "model."), "qwen3_vl": ("model.", "model.language_model.")}
+    around, decoder = where[architecture.model_type]
     if name.startswith("vision.tower."):
-        return theirs[f"visual.{name.removeprefix('vision.tower.')}"]
-    return weights.ours(name, theirs, architecture)
+        return theirs[f"{around}visual.{name.removeprefix('vision.tower.')}"]
+    of_text = {each.replace(decoder, "model.", 1): value for each, value in theirs.items()}
+    return weights.ours(name, of_text, architecture)
 
 
 if __name__ == "__main__":

@@ -41,11 +41,15 @@ def write(case: Case, directory: Path) -> None:
         pixels = torch.randn(int(grids.prod(1).sum()), values)
         given = (ids[:-1] == IMAGE).int()[None]
         seen = model(ids[None, :-1], pixel_values=pixels, image_grid_thw=grids, mm_token_type_ids=given)
-        log_p = seen.logits[0].double().log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
+        every = seen.logits[0].double().log_softmax(-1)
+        log_p = every.gather(-1, ids[1:, None]).squeeze(-1)
+        numbers[f"{name} entropies"] = -(every.exp() * every).sum(-1).detach()
         losses.append(-log_p[: KEPT if name == "second" else None])
         numbers |= {f"{name} ids": ids, f"{name} grids": grids, f"{name} pixels": pixels}
         numbers[f"{name} log-probs"] = log_p.detach()
-    torch.cat(losses).mean().backward()
+    loss = torch.cat(losses).mean()
+    loss.backward()
+    numbers["loss"] = loss.detach()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.zeros(()) if parameter.grad is None else parameter.grad)

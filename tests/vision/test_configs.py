@@ -5,12 +5,20 @@ import copy
 import pytest
 
 from bundle.architectures import from_config
+from bundle.architectures.config import IRRELEVANT
 from bundle.architectures.tensors import Tensors
 from bundle.errors import UsageError
+from tests.families.record import note
 from tests.vision import reference
 from tests.vision.cases import CASES
+from tools.models import EVERY
 
 FLAT = CASES[0].config
+DEEP = next(case.config for case in CASES if case.family == "qwen3_vl")
+# What no number of a training step follows from, of videos, and of a window that none of these has.
+WITHOUT_EFFECT = {"max_position_embeddings", "initializer_range", "tokens_per_second", "attention_dropout"}
+WITHOUT_EFFECT |= {"video_token_id", "vision_start_token_id", "vision_end_token_id"}
+WITHOUT_EFFECT |= {"use_sliding_window"}
 OLD = ("rope_theta", "rope_scaling", "hidden_size", "num_hidden_layers", "rms_norm_eps", "vocab_size")
 
 
@@ -75,6 +83,77 @@ def test_what_would_not_be_computed_is_refused_by_name(place, change, named):
     else:
         config |= change
     assert named in violations(config)
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "named"),
+    [
+        ("vision_config", {"hidden_act": "gelu"}, "vision_config.hidden_act"),
+        ("vision_config", {"deepstack_visual_indexes": [0, 4]}, "deepstack_visual_indexes [4]: there are 4"),
+        ("vision_config", {"deepstack_visual_indexes": [1, 1]}, "[1, 1]: each block once"),
+        ("vision_config", {"deepstack_visual_indexes": [0, 1, 2, 3]}, "4 for a decoder of 3 layers"),
+        ("vision_config", {"deepstack_visual_indexes": ...}, "deepstack_visual_indexes: missing"),
+        ("vision_config", {"num_position_embeddings": ...}, "num_position_embeddings: missing"),
+        ("vision_config", {"window_size": 8}, "vision_config.window_size: unknown key"),
+        ("text_config", {"rope_theta": ...}, "text_config.rope_theta: missing"),
+        ("text_config", {"rope_scaling": {"mrope_section": [3, 3, 2], "mrope_interleaved": False}}, "order"),
+        (None, {"text_config": ...}, "text_config: missing"),
+    ],
+)
+def test_what_a_deep_tower_would_not_compute_is_refused_by_name(place, change, named):
+    config = copy.deepcopy(DEEP)
+    config["text_config"]["num_hidden_layers"] = 3
+    section = config[place] if place else config
+    section |= change
+    for name in [name for name, value in change.items() if value is ...]:
+        del section[name]
+    assert named in violations(config)
+
+
+@pytest.mark.parametrize("family", sorted({case.family for case in CASES}))
+def test_every_field_is_held(family):
+    """Another value is another model, which the tests of this folder compute, or refused by its name."""
+    pytest.importorskip("transformers")
+    cases = [case for case in CASES if case.family == family]
+    forgotten = [
+        name
+        for case in cases
+        for name, changed in changes(reference._config(case).to_dict())
+        if not is_held(name, changed, from_config(case.config))
+    ]
+    assert not forgotten
+    note(EVERY, "config", {family: 0.0})
+
+
+def changes(config, around=lambda changed: changed):
+    """(field, the config with another value there), for the fields of nested sections too."""
+    for name, value in config.items():
+        if value is None or name in IRRELEVANT | WITHOUT_EFFECT:
+            continue
+        if isinstance(value, dict):
+            inside = lambda changed, name=name: around({**config, name: changed})  # noqa: E731
+            yield from changes(value, inside)
+        else:
+            yield name, around({**config, name: another(value)})
+
+
+def another(value):
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, str):
+        return f"{value} of another kind"
+    if isinstance(value, list):
+        return value[:-1] if value[-1] == 0 else [*value[:-1], another(value[-1])]
+    return value * 2
+
+
+def is_held(name, changed, read):
+    try:
+        return from_config(changed) != read
+    except UsageError as error:
+        of_heads = {"head_dim", "num_attention_heads"}  # mrope_section shares out a head's pairs
+        named = "mrope_section" if name in of_heads else name
+        return any(named in violation for violation in error.violations)
 
 
 def test_families_of_text_turn_by_one_position():
