@@ -173,8 +173,8 @@ def upcoming(
 ) -> Round | None:
     """The round after `last`, of whose members `gone` will not come back; None while it cannot be.
 
-    It can when every member of the last one is gone, out or waiting, and enough nodes wait. Who has run the
-    job goes on with it, and then who was started with the lower node rank.
+    It can when every member of the last one is gone or waits, and enough nodes wait that are not out. Who has
+    run the job goes on with it, and then who was started with the lower node rank.
     """
     here, number = list(alive), (last.number if last else 0) + 1
     before = last.members if last else ()
@@ -189,5 +189,5 @@ def upcoming(
 def resolved(last: Round | None, alive: Iterable[Entry], gone: Iterable[str]) -> bool:
     """Whether no member of the last round runs the job any more."""
     number = (last.number if last else 0) + 1
-    over = {entry.token for entry in alive if entry.waits_for == number or entry.out} | set(gone)
+    over = {entry.token for entry in alive if entry.waits_for == number} | set(gone)
     return last is None or set(last.members) <= over

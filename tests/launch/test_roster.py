@@ -138,9 +138,12 @@ def test_of_two_that_make_the_same_round_one_does_and_it_is_whole(tmp_path):
     nodes = [Roster(tmp_path, n, f"gpu{n}", "h") for n in range(8)]
     both = threading.Barrier(len(nodes), timeout=30)
 
+    seen: set[Round | None] = set()
+
     def propose(one: Roster) -> None:
         both.wait()
         one.propose(Round(1, (one.own.token,), "h", True))
+        seen.add(one.round())  # which is the one that it takes part in, or does not
 
     threads = [threading.Thread(target=propose, args=(one,)) for one in nodes]
     for thread in threads:
@@ -149,6 +152,7 @@ def test_of_two_that_make_the_same_round_one_does_and_it_is_whole(tmp_path):
         thread.join()
     made = nodes[0].round()
     assert made is not None and made.members[0] in {one.own.token for one in nodes}
+    assert seen == {made}
     assert [path.name for path in tmp_path.iterdir()] == ["round-1.json"]
 
 
