@@ -48,6 +48,9 @@ Spares = Annotated[
         help="Machines beyond --nodes: one takes the place of a machine that is lost or bad.",
     ),
 ]
+Preflight = Annotated[
+    bool, typer.Option("--preflight", help="First have every node do what the job will ask of it.")
+]
 NodeRank = Annotated[int | None, typer.Option(help="Which of them this one is, from 0.")]
 Rendezvous = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where they meet: node 0.")]
 Wait = Annotated[int, typer.Option(min=1, metavar="SECONDS", help="How long a node waits for the others.")]

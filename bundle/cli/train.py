@@ -54,9 +54,7 @@ def train(
     wait: options.Wait = command.WAIT_SECONDS,
     restarts: options.Restarts = 0,
     spares: options.Spares = 0,
-    preflight: Annotated[
-        bool, typer.Option("--preflight", help="First have every node do what the job will ask of it.")
-    ] = False,
+    preflight: options.Preflight = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print a command for each node that starts its ranks, and stop.")
     ] = False,

@@ -132,7 +132,13 @@ def unmet(job: Job, rendezvous: str) -> list[str]:
 
 
 def words(
-    job: Job, file: Path, node_rank: int | str = 0, rendezvous: str = "", restarts: int = 0
+    job: Job,
+    file: Path,
+    node_rank: int | str = 0,
+    rendezvous: str = "",
+    restarts: int = 0,
+    *,
+    preflight: bool = False,
 ) -> tuple[str, ...]:
     """What `mcore-bundle` is told on one node of a job, to execute it from a file.
 
@@ -140,6 +146,7 @@ def words(
     Without a `rendezvous`, whoever starts the nodes tells them which they are and where they meet.
     """
     said = ["train", f"--job={file}", *([f"--restarts={restarts}"] if restarts else [])]
+    said += ["--preflight"] if preflight else []
     if job.nodes > 1 and rendezvous:
         said += [f"--nodes={job.nodes}", f"--node-rank={node_rank}", f"--rendezvous={rendezvous}"]
     return tuple(said)

@@ -45,7 +45,8 @@ class Options:
 
     `mounts` are further paths, "SRC" or "SRC:DST" or "SRC:DST:ro"; the values of the variables `environment`
     are handed on unseen. `restarts`: how often ranks are started again in place, without a new checkpoint
-    between. `user` is who the container is, "UID:GID", and who will own what it writes.
+    between; `preflight`: first every node does what the job will ask of it. `user` is who the container is,
+    "UID:GID", and who will own what it writes.
     """
 
     image: str
@@ -55,6 +56,7 @@ class Options:
     shared_memory: str = "64g"
     rdma: bool = False
     restarts: int = 0
+    preflight: bool = False
     grace_seconds: int | None = None  # None: as long as the job's checkpoint takes
 
     def violations(self) -> Iterator[str]:
@@ -119,7 +121,9 @@ def command(job: Job, options: Options, workdir: Path, node_rank: int = 0, rende
         f"--workdir={workdir}",
         *(f"--env={name}" for name in options.environment),
         options.image,
-        *job_file.words(job, placed(job) / NAME, node_rank, rendezvous, options.restarts),
+        *job_file.words(
+            job, placed(job) / NAME, node_rank, rendezvous, options.restarts, preflight=options.preflight
+        ),
     )
     return Command(words)
 

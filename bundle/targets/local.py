@@ -36,11 +36,13 @@ _SHELL = 'trap : TERM INT HUP; "$@"; echo $? >"$0"'
 class Options:
     """How often ranks are started again in place, without a new checkpoint between; what runs them.
 
-    `mcore` is the megatron-core that they import instead of the installed one, as `train` takes it.
+    `mcore` is the megatron-core that they import instead of the installed one, as `train` takes it;
+    `preflight`: first every node does what the job will ask of it.
     """
 
     restarts: int = 0
     mcore: str = ""
+    preflight: bool = False
     python: str = sys.executable
 
 
@@ -56,7 +58,9 @@ def command(job: Job, options: Options, folder: Path, node_rank: int = 0, rendez
     """What runs one node. Raises UsageError where several machines are not told where they meet."""
     if wrong := job_file.unmet(job, rendezvous):
         raise UsageError("no command can be written", wrong)
-    words = job_file.words(job, folder / NAME, node_rank, rendezvous, options.restarts)
+    words = job_file.words(
+        job, folder / NAME, node_rank, rendezvous, options.restarts, preflight=options.preflight
+    )
     mcore = [f"--mcore={options.mcore}"] if options.mcore else []
     return Command((options.python, "-m", "bundle", *words, *mcore))
 

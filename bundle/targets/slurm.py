@@ -51,7 +51,8 @@ class Options:
 
     `sbatch`: further options of sbatch, "partition=gpu" or "exclusive", which win over ours; `mounts`: what a
     container sees of the host, "SRC" or "SRC:DST", beside the working and the run directory; `restarts`: how
-    often ranks are started again in place, without a new checkpoint between.
+    often ranks are started again in place, without a new checkpoint between; `preflight`: first every node
+    does what the job will ask of it.
     """
 
     sbatch: tuple[str, ...] = ()
@@ -59,6 +60,7 @@ class Options:
     container: str = CONTAINERS[0]
     mounts: tuple[str, ...] = ()
     restarts: int = 0
+    preflight: bool = False
     python: str = sys.executable
 
     def violations(self) -> Iterator[str]:
@@ -126,7 +128,7 @@ def script(job: Job, options: Options, workdir: Path) -> str:
     directives = "\n".join(f"#SBATCH {_option(name, value)}" for name, value in (ours | theirs).items())
     # Tasks that are left alone end by themselves, with a code that says why; ended by Slurm, with none.
     step = ["srun", "--cpu-bind=none", "--kill-on-bad-exit=0", *_inside(job, options, workdir)]
-    words = job_file.words(job, where / NAME, restarts=options.restarts)
+    words = job_file.words(job, where / NAME, restarts=options.restarts, preflight=options.preflight)
     stopped, ended = (shlex.quote(f"{where}/{what}-") for what in ("stopped", "ended"))
     return f"""#!/bin/bash
 {directives}

@@ -14,7 +14,7 @@ import pytest
 
 from bundle.errors import LaunchUnavailable, UsageError
 from bundle.launch.job import Job
-from bundle.targets import local
+from bundle.targets import docker, local, slurm
 from bundle.targets.local import Options
 from tests.launch.launched import ROOT
 from tests.targets.test_docker import decided
@@ -42,6 +42,18 @@ def test_several_nodes_are_told_where_they_meet():
     for wrong, said in (("", "2 nodes: say where they meet"), ("node0", "--rendezvous 'node0': HOST:PORT")):
         with pytest.raises(UsageError, match=said):
             local.command(job, Options(), Path("/runs"), 1, wrong)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_preflight_is_asked_of_what_starts_a_node_where_somebody_asks_for_it(asked):
+    job = decided("cpu", "cpu", 1, 2)
+    folder = Path("/runs")
+    said = (
+        local.command(job, Options(preflight=asked), folder).shell(),
+        docker.command(job, docker.Options("bundle", preflight=asked), folder).shell(),
+        slurm.script(job, slurm.Options(preflight=asked), folder),
+    )
+    assert [" --preflight" in text for text in said] == [asked] * 3
 
 
 @pytest.fixture

@@ -49,6 +49,7 @@ def docker(
     ] = False,
     grace: Grace = None,
     restarts: options.Restarts = 0,
+    preflight: options.Preflight = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print a command for each node, and stop.")
     ] = False,
@@ -64,6 +65,7 @@ def docker(
         shared_memory=shared_memory,
         rdma=rdma,
         restarts=restarts,
+        preflight=preflight,
         grace_seconds=grace,
     )
     if dry_run:

@@ -20,13 +20,14 @@ def local(
     node_rank: NodeRank = 0,
     rendezvous: Rendezvous = "",
     restarts: options.Restarts = 0,
+    preflight: options.Preflight = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands, and stop.")] = False,
     detach: Detach = False,
 ) -> None:
     """Run a job here, where it goes on without this command; shows what it writes and ends as it does."""
     job = decided_here(recipe, request, machines, None, looks=not machines.hardware)
     job = replace(job, image=image.own())
-    wanted = machine.Options(restarts, request.mcore)
+    wanted = machine.Options(restarts, request.mcore, preflight)
     if dry_run:
         print(machine.dry_run(job, wanted, rendezvous), end="")
         return
