@@ -227,9 +227,7 @@ class _Trained:
         return self.directory / f"{name}-{dtype}"
 
     def _losses(self, name: str, dtype: str) -> Losses:
-        lines = (self._folder(name, dtype) / "metrics.jsonl").read_text("utf-8").splitlines()
-        rows = [json.loads(line) for line in lines]
-        return {row["step"]: {k: v for k, v in row.items() if "loss" in k} for row in rows}
+        return losses((self._folder(name, dtype) / "metrics.jsonl").read_text("utf-8"))
 
     def _run(
         self,
@@ -256,6 +254,15 @@ class _Trained:
         environ = {"NVIDIA_TF32_OVERRIDE": "0"} | ({AUTOLOAD: "0"} if backend == "cpu" else {})
         code, said, last = _verb(["train", "demo", *words], environ)
         return "" if code == 0 else f"training on {backend} ended with {code}: {last or said}"
+
+
+def losses(metrics: str) -> Losses:
+    """The losses in the lines of a run's metrics; a step that was validated has two lines."""
+    found: dict[int, dict[str, float]] = {}
+    for line in metrics.splitlines():
+        row = json.loads(line)
+        found.setdefault(row["step"], {}).update({k: v for k, v in row.items() if k.endswith("loss")})
+    return found
 
 
 def judged(seen: Losses, expected: Losses, most: float, whose: str) -> Found:

@@ -1,5 +1,6 @@
 """What an acceptance says of a device: nothing that it has not seen, and of emulated ones that they are."""
 
+import json
 import math
 from pathlib import Path
 
@@ -75,6 +76,16 @@ def test_losses_are_as_near_as_is_said(loss, wrong):
         {1: {"loss": 5.0}, 2: {"loss": loss}}, {1: {"loss": 5.0}, 2: {"loss": 2.0}}, 1e-3, "the cpu's"
     )
     assert found.wrong == wrong and set(found.measured) == {"relative distance"}
+
+
+def test_a_step_that_was_validated_keeps_both_losses_and_no_count():
+    rows = (
+        {"step": 5, "train/loss": 2.0, "train/mtp_1_loss": 3.0, "train/loss_spikes": 1},
+        {"step": 5, "validation/loss": 2.5},
+    )
+    assert acceptance.losses("\n".join(map(json.dumps, rows))) == {
+        5: {"train/loss": 2.0, "train/mtp_1_loss": 3.0, "validation/loss": 2.5}
+    }
 
 
 def test_losses_of_other_steps_are_no_answer():
