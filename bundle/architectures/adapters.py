@@ -88,10 +88,10 @@ def pairs(tensor: Tensor, targets: Sequence[str], rank: int) -> tuple[Pair | Non
 
 
 def adaptable(tensor: Tensor) -> bool:
-    """Whether a tensor is a projection's weight that somebody publishes."""
+    """Whether a tensor is a projection's weight that somebody publishes as one tensor."""
     _, module, kind = ("", *tensor.name.rsplit(".", 2))[-3:]
     ours = module.startswith(_ADAPTED) and not tensor.name.startswith(TOWER)
-    return kind == "weight" and ours and bool(tensor.published)
+    return kind == "weight" and ours and bool(tensor.published) and tensor.stack is None
 
 
 def is_target(module: str, target: str) -> bool:

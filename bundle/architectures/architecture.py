@@ -94,7 +94,7 @@ class Vision:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One decoder-only transformer with gated SiLU feed-forward layers and RMS norms."""
+    """One decoder-only transformer with gated feed-forward layers and RMS norms."""
 
     model_type: str
     num_layers: int
@@ -114,6 +114,11 @@ class Architecture:
     rotary_interleaved: bool = False  # these take turns; else one section follows the other
     qk_layernorm: bool = False
     qkv_bias: bool = False
+    linear_bias: bool = False  # of the output projection, of routers and of every expert's two layers
+    gate_limit: float | None = None  # None: SiLU; else the clamped gate of gpt-oss, whose values end here
+    sinks: bool = False  # a learned logit for each head, in every softmax, of a key without a value
+    window: int | None = None  # a token sees so many, itself the last, in layers that `windows` says 1 of
+    windows: tuple[int, ...] = ()
     attention_dropout: float = 0.0
     initializer_range: float = 0.02
     mla: MLA | None = None

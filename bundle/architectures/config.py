@@ -82,7 +82,7 @@ class Keys:
     def optional(self, name: str, default: Any = None) -> int | None:
         """The integer under `name`, or None for null; REQUIRED as default: the key must be there."""
         value = self.value(name, default)
-        return None if value is None or value is REQUIRED else self.integer(name)
+        return None if value is None or value is REQUIRED else self.integer(name, default)
 
     def number(self, name: str, default: Any = REQUIRED, least: float = 0.0, most: float = 1e12) -> float:
         """The number under `name`; `least` and `most` are allowed."""

@@ -9,11 +9,21 @@ from bundle.architectures.architecture import MLA, Architecture, MoE
 from bundle.architectures.config import REQUIRED, Keys, Rope, read_rope
 
 MOST_LAYERS = 4096
-FULL = "full_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def _decoder(keys: Keys, *, num_key_value_heads: Any = REQUIRED, head_dim: Any = None, **chosen: Any) -> dict:
-    """The arguments of an Architecture that all families read alike; `chosen` overrides."""
+def _decoder(
+    keys: Keys,
+    *,
+    num_key_value_heads: Any = REQUIRED,
+    head_dim: Any = None,
+    windows: bool = False,
+    **chosen: Any,
+) -> dict:
+    """The arguments of an Architecture that all families read alike; `chosen` overrides.
+
+    `windows`: the family's reader says itself which layers have one.
+    """
     heads = keys.integer("num_attention_heads")
     hidden = keys.integer("hidden_size")
     kv_channels = chosen.get("kv_channels") or keys.optional("head_dim", head_dim)
@@ -27,7 +37,7 @@ def _decoder(keys: Keys, *, num_key_value_heads: Any = REQUIRED, head_dim: Any =
     keys.only("mlp_bias", False, why="biases in feed-forward layers are not computed")
     keys.only("use_mrope", False, why="positions in several dimensions are not computed")
     kinds = keys.value("layer_types") or [FULL]
-    if not isinstance(kinds, list) or any(kind != FULL for kind in kinds):
+    if not windows and (not isinstance(kinds, list) or any(kind != FULL for kind in kinds)):
         keys.refuse("layer_types", kinds, f"only {FULL} is computed")
     groups = keys.optional("num_key_value_heads", num_key_value_heads) or heads
     common = {
@@ -187,6 +197,56 @@ def glm4_moe(keys: Keys) -> Architecture:
     return Architecture("glm4_moe", **base, moe=_shared_experts(keys, base["num_layers"], **_sigmoid(keys)))
 
 
+def gpt_oss(keys: Keys) -> Architecture:
+    """gpt-oss: sinks, windows in every other layer, biases everywhere, experts behind a clamped gate."""
+    keys.only("attention_bias", True, why="gpt-oss has biases on queries, keys, values and outputs")
+    keys.only("swiglu_alpha", 1.702, why="megatron-core's gate knows 1.702 alone")
+    if not (keys.present("rope_parameters") or keys.present("rope_scaling")):
+        keys.refuse("rope_scaling", None, "transformers would take gpt-oss-20b's for a missing one")
+    rotary = _rotary(read_rope(keys, default_base=150000.0))
+    base = _decoder(
+        keys,
+        head_dim=64,
+        windows=True,
+        norm_epsilon=keys.number("rms_norm_eps", 1e-5, most=1.0),
+        linear_bias=True,
+        gate_limit=keys.number("swiglu_limit", 7.0, least=1e-3),
+        sinks=True,
+        qkv_bias=True,
+        **rotary,
+    )
+    topk, scaling = keys.integer("num_experts_per_tok"), base["rope_scaling"]
+    # What its makers' own code calls two of these.
+    keys.only("experts_per_token", None, topk, why=f"num_experts_per_tok says {topk}")
+    original = scaling.original_max_position_embeddings if scaling else None
+    keys.only("initial_context_length", None, original, why=f"the rotary parameters say {original}")
+    moe = MoE(
+        num_experts=keys.integer("num_local_experts"),
+        topk=topk,
+        ffn_hidden_size=base["ffn_hidden_size"],
+        shared_ffn_hidden_size=0,
+        layer_pattern=(1,) * base["num_layers"],
+        **_on_demand(keys),
+    )
+    return Architecture("gpt_oss", **base, **_windows(keys, base["num_layers"]), moe=moe)
+
+
+def _windows(keys: Keys, layers: int) -> dict[str, Any]:
+    """Which layers see a window alone, and how long it is; every other one, the first too, if nobody says."""
+    kinds = keys.value("layer_types")
+    if kinds is None:
+        kinds = [FULL if number % 2 else SLIDING for number in range(layers)]
+    if not isinstance(kinds, list) or any(kind not in (FULL, SLIDING) for kind in kinds):
+        keys.refuse("layer_types", kinds, f"must be a list of {FULL} and {SLIDING}")
+        return {}
+    if len(kinds) != layers:
+        keys.refuse("layer_types", kinds, f"{len(kinds)} of them for num_hidden_layers {layers}")
+    window = keys.optional("sliding_window", 128)
+    if window is None or SLIDING not in kinds:
+        return {}
+    return {"window": window, "windows": tuple(int(kind == SLIDING) for kind in kinds)}
+
+
 def _latent(keys: Keys, **routing: Any) -> dict[str, Any]:
     """DeepSeek's decoder: multi-head latent attention and experts behind the first dense layers."""
     mla = MLA(
@@ -258,6 +318,7 @@ def _mtp(keys: Keys) -> int:
 FAMILIES: dict[str, Callable[[Keys], Architecture]] = {
     read.__name__: read
     for read in (
-        llama, mistral, mixtral, qwen2, mimo, qwen3, qwen3_moe, deepseek_v2, deepseek_v3, kimi_k2, glm4_moe
+        llama, mistral, mixtral, qwen2, mimo, qwen3, qwen3_moe, deepseek_v2, deepseek_v3, kimi_k2, glm4_moe,
+        gpt_oss,
     )
 }  # fmt: skip

@@ -34,6 +34,12 @@ _MIXTRAL = {
     "mlp.experts.local_experts.#.linear_fc1": "block_sparse_moe.experts.#.{w1,w3}",
     "mlp.experts.local_experts.#.linear_fc2": "block_sparse_moe.experts.#.w2",
 }
+_GPT_OSS = {
+    "self_attention.core_attention": "self_attn",
+    "mlp.router": "mlp.router",
+    "mlp.experts.local_experts.#.linear_fc1": "mlp.experts.gate_up_proj",
+    "mlp.experts.local_experts.#.linear_fc2": "mlp.experts.down_proj",
+}
 _LATENT = {
     "self_attention.linear_q_proj": "self_attn.q_proj",
     "self_attention.linear_q_down_proj": "self_attn.q_a_proj",
@@ -69,6 +75,8 @@ class Names:
     decoder: str = "model."
     vision: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
+    # One tensor for those of a layer, [expert, in, out], gate and up in turns; nobody loads it in FP8 blocks.
+    stacked_experts: bool = False
 
     def of_model(self, module: str) -> str:
         """The published name of a module outside all layers."""
@@ -81,6 +89,16 @@ class Names:
             return _spread(self.layer[module])
         key = f"{module[: number.start()]}#{module[number.end() :]}"
         return _spread(self.layer[key].replace("#", number[0]))
+
+
+def kind_of(kind: str, *, stacked: bool) -> str:
+    """What stands behind the module's published name for a tensor of this kind: weight, bias and the like."""
+    if stacked:
+        return "" if kind == "weight" else f"_{kind}"
+    return f".{_KINDS.get(kind, kind)}"
+
+
+_KINDS = {"expert_bias": "e_score_correction_bias", "softmax_offset": "sinks"}
 
 
 def _spread(pattern: str) -> tuple[str, ...]:
@@ -130,6 +148,7 @@ NAMES: dict[str, Names] = {
     "deepseek_v3": Names("DeepseekV3ForCausalLM", _LAYER | _LATENT, _DEEPSEEK_MTP, config=_NOAUX_TC),
     "kimi_k2": Names("DeepseekV3ForCausalLM", _LAYER | _LATENT, _DEEPSEEK_MTP, config=_NOAUX_TC),
     "glm4_moe": Names("Glm4MoeForCausalLM", mtp=_DEEPSEEK_MTP),
+    "gpt_oss": Names("GptOssForCausalLM", _LAYER | _GPT_OSS, stacked_experts=True),
     "qwen2_5_vl": Names("Qwen2_5_VLForConditionalGeneration", vision="visual."),
     "qwen3_vl": Names(
         "Qwen3VLForConditionalGeneration", decoder="model.language_model.", vision="model.visual."

@@ -20,9 +20,9 @@ _FOLDED = {
     "mlp.linear_fc1": "pre_mlp_layernorm",
 }
 _NORM = "layer_norm_weight"
-_LOCAL_EXPERT = re.compile(r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight)$")
+_LOCAL_EXPERT = re.compile(r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$")
 # `experts.linear_fc1.weight3` of a GroupedLinear: the weight of the rank's fourth expert.
-_GROUPED = re.compile(r"experts\.(linear_fc[12])\.(weight)(\d+)$")
+_GROUPED = re.compile(r"experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
 
 
 def with_folded_norms(at: str, layer: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -51,7 +51,9 @@ def with_grouped_experts(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[
         elif experts:
             for projection in ("linear_fc1", "linear_fc2"):
                 of_it = [(name, tensor) for name, tensor in experts if f".{projection}." in name]
-                for number, (name, tensor) in enumerate(of_it):
+                local = list(dict.fromkeys(name.rpartition(".")[0] for name, _ in of_it))
+                for name, tensor in of_it:
+                    number = local.index(name.rpartition(".")[0])
                     yield _LOCAL_EXPERT.sub(rf"experts.\2.\g<3>{number}", name), tensor
             experts = []
 

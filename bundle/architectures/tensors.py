@@ -11,9 +11,10 @@ from typing import Literal, NamedTuple
 
 from bundle.architectures import multimodal
 from bundle.architectures.architecture import MLA, Architecture, padded_vocabulary
-from bundle.architectures.published import NAMES, Names
+from bundle.architectures.published import NAMES, Names, kind_of
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+SINKS = "softmax_offset"  # what megatron-core and Transformer Engine call a layer's learned sinks
 TOWER = "vision.tower."  # what the names of a vision tower's tensors begin with; every tp rank holds it whole
 
 # What tensor-parallel ranks hold parts of, by module: the dimension that is cut, and how many equal blocks of
@@ -43,6 +44,8 @@ class Cut(NamedTuple):
 def cut(name: str) -> Cut | None:
     """How the tensor of that name is cut; None: every rank holds all of it."""
     *_, module, kind = name.split(".")
+    if kind == SINKS:
+        return Cut("tp", 0, 1)
     if module not in _CUTS or kind not in ("weight", "bias") or name.startswith(TOWER):
         return None
     dim, blocks = _CUTS[module]
@@ -62,11 +65,19 @@ def is_buffer(name: str) -> bool:
 
 
 class Piece(NamedTuple):
-    """The entries [start, stop) of published tensor number `source`, along the dimension of joining."""
+    """Every `step`th of the entries [start, stop) of published tensor number `source`, along the dimension of
+    joining.
+    """
 
     source: int
     start: int
     stop: int
+    step: int = 1
+
+    @property
+    def length(self) -> int:
+        """How many entries that are."""
+        return len(range(self.start, self.stop, self.step))
 
 
 class Rule(NamedTuple):
@@ -74,13 +85,14 @@ class Rule(NamedTuple):
 
     - copy: it is ours; vocabulary: it is the first rows of ours, and the rest is padding
     - gated: all of the first, then all of the second
+    - turns: the first of every two entries, then the second
     - qkv: group by group the group's part of each
     - halves: the second half of its columns, then the first
 
     `widths` are the entries along `dim` of one piece of each source, `repeats` how often one of each comes.
     """
 
-    kind: Literal["copy", "vocabulary", "gated", "qkv", "halves"]
+    kind: Literal["copy", "vocabulary", "gated", "turns", "qkv", "halves"]
     widths: tuple[int, ...]
     repeats: int = 1
     dim: int = 0
@@ -92,9 +104,24 @@ class Rule(NamedTuple):
             yield Piece(0, width // 2, width)
             yield Piece(0, 0, width // 2)
             return
+        if self.kind == "turns":
+            (width,) = self.widths
+            yield Piece(0, 0, width, 2)
+            yield Piece(0, 1, width, 2)
+            return
         for i in range(self.repeats):
             for source, width in enumerate(self.widths):
                 yield Piece(source, i * width, (i + 1) * width)
+
+
+class Stack(NamedTuple):
+    """An entry, of so many, along a first dimension that a published tensor has and ours have not.
+
+    A matrix lies there turned: its columns are our rows.
+    """
+
+    entry: int
+    entries: int
 
 
 class Tensor(NamedTuple):
@@ -104,6 +131,7 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
     published: tuple[str, ...] = ()
     rule: Rule = Rule("copy", ())
+    stack: Stack | None = None
 
     @property
     def elements(self) -> int:
@@ -115,7 +143,8 @@ class Tensor(NamedTuple):
         rule = self.rule
         for name, width in zip(self.published, rule.widths, strict=True):
             size = width * rule.repeats
-            yield name, (*self.shape[: rule.dim], size, *self.shape[rule.dim + 1 :])
+            shape = (*self.shape[: rule.dim], size, *self.shape[rule.dim + 1 :])
+            yield name, (self.stack.entries, *reversed(shape)) if self.stack else shape
 
 
 class Tensors:
@@ -137,6 +166,15 @@ class Tensors:
         if not self.architecture.tied_embeddings:
             yield self.head()
         yield from self.tower()
+
+    def published(self) -> Iterator[Tensor]:
+        """Those that are published, in an order to write them in: the entries of a stack stand together."""
+        of_names: dict[tuple[str, ...], list[Tensor]] = {}
+        for tensor in self:
+            if tensor.published:
+                of_names.setdefault(tensor.published, []).append(tensor)
+        for tensors in of_names.values():
+            yield from tensors
 
     def embedding(self) -> Tensor:
         """The word embedding, with its rows of padding."""
@@ -221,15 +259,20 @@ class _Place(NamedTuple):
     published: str | None
 
     def tensor(
-        self, module: str, shape: tuple[int, ...], rule: Rule | None = None, kind: str = "weight"
+        self,
+        module: str,
+        shape: tuple[int, ...],
+        rule: Rule | None = None,
+        kind: str = "weight",
+        stack: Stack | None = None,
     ) -> Tensor:
         rule = rule or Rule("copy", (shape[0],))
         name = f"{self.at}{module}.{kind}"
         if self.published is None:
             return Tensor(name, shape)
-        kind = "e_score_correction_bias" if kind == "expert_bias" else kind
-        published = (f"{self.published}{theirs}.{kind}" for theirs in self.names.of_layer(module))
-        return Tensor(name, shape, tuple(published), rule)
+        kind = kind_of(kind, stacked=stack is not None)
+        published = (f"{self.published}{theirs}{kind}" for theirs in self.names.of_layer(module))
+        return Tensor(name, shape, tuple(published), rule, stack)
 
 
 def _layer(a: Architecture, to: _Place, *, routed: bool, experts: Iterable[int] | None) -> Iterator[Tensor]:
@@ -240,14 +283,18 @@ def _layer(a: Architecture, to: _Place, *, routed: bool, experts: Iterable[int] 
     if routed:
         yield from _experts(a, to, experts)
     else:
-        yield from _gated(to, "mlp", hidden, a.ffn_hidden_size)
+        yield from _gated(to, "mlp", hidden, a.ffn_hidden_size, bias=a.linear_bias)
 
 
 def _attention(a: Architecture, to: _Place) -> Iterator[Tensor]:
     width, groups, at = a.kv_channels, a.num_query_groups, "self_attention"
     rows = (a.num_attention_heads + 2 * groups) * width
     by_group = Rule("qkv", (a.num_attention_heads // groups * width, width, width), repeats=groups)
+    if a.sinks:
+        yield to.tensor(f"{at}.core_attention", (a.num_attention_heads,), kind=SINKS)
     yield to.tensor(f"{at}.linear_proj", (a.hidden_size, a.num_attention_heads * width))
+    if a.linear_bias:
+        yield to.tensor(f"{at}.linear_proj", (a.hidden_size,), kind="bias")
     yield to.tensor(f"{at}.linear_qkv", (rows, a.hidden_size), by_group)
     if a.qkv_bias:
         yield to.tensor(f"{at}.linear_qkv", (rows,), by_group, "bias")
@@ -272,9 +319,16 @@ def _latent_attention(a: Architecture, to: _Place, mla: MLA) -> Iterator[Tensor]
     yield to.tensor(f"{at}.kv_layernorm", (mla.kv_lora_rank,))
 
 
-def _gated(to: _Place, at: str, hidden: int, width: int) -> Iterator[Tensor]:
-    yield to.tensor(f"{at}.linear_fc1", (2 * width, hidden), Rule("gated", (width, width)))
-    yield to.tensor(f"{at}.linear_fc2", (hidden, width))
+def _gated(
+    to: _Place, at: str, hidden: int, width: int, *, bias: bool = False, stack: Stack | None = None
+) -> Iterator[Tensor]:
+    both = Rule("turns", (2 * width,)) if stack else Rule("gated", (width, width))
+    yield to.tensor(f"{at}.linear_fc1", (2 * width, hidden), both, stack=stack)
+    if bias:
+        yield to.tensor(f"{at}.linear_fc1", (2 * width,), both, "bias", stack)
+    yield to.tensor(f"{at}.linear_fc2", (hidden, width), stack=stack)
+    if bias:
+        yield to.tensor(f"{at}.linear_fc2", (hidden,), kind="bias", stack=stack)
 
 
 def _experts(a: Architecture, to: _Place, numbers: Iterable[int] | None) -> Iterator[Tensor]:
@@ -283,7 +337,11 @@ def _experts(a: Architecture, to: _Place, numbers: Iterable[int] | None) -> Iter
     yield to.tensor("mlp.router", (moe.num_experts, hidden))
     if moe.expert_bias:
         yield to.tensor("mlp.router", (moe.num_experts,), kind="expert_bias")
+    if a.linear_bias:
+        yield to.tensor("mlp.router", (moe.num_experts,), kind="bias")
     for number in range(moe.num_experts) if numbers is None else numbers:
-        yield from _gated(to, f"mlp.experts.local_experts.{number}", hidden, moe.ffn_hidden_size)
+        stack = Stack(number, moe.num_experts) if to.names.stacked_experts else None
+        at = f"mlp.experts.local_experts.{number}"
+        yield from _gated(to, at, hidden, moe.ffn_hidden_size, bias=a.linear_bias, stack=stack)
     if moe.shared_ffn_hidden_size:
         yield from _gated(to, "mlp.shared_experts", hidden, moe.shared_ffn_hidden_size)

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from bundle.architectures.tensors import SINKS
 from bundle.capabilities import AttentionKernel
 from bundle.errors import UsageError
 
@@ -19,9 +21,13 @@ class CoreAttention(torch.nn.Module, ABC):
 
     One constructor for all backends: each of them says `name`, `kernel_of` and `attend`. What another release
     gives beside these arguments is refused by Python, not passed over.
+
+    `softmax_offset` [heads of this rank]: learned sinks, by the name of Transformer Engine's; None without.
+    `window`: so many keys does a query see, itself the last; None: all before it.
     """
 
     name: str
+    sinks_and_windows = False  # whether `attend` computes them
 
     def __init__(
         self,
@@ -47,15 +53,23 @@ class CoreAttention(torch.nn.Module, ABC):
         # it, for the range of fp16: the product is this scale.
         self.scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
         self.groups = pg_collection if pg_collection is not None else model_comm_pgs
+        self.window = _window(config, layer_number)
+        self.register_parameter(SINKS, None)
+        if getattr(config, "softmax_type", "vanilla") == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            made = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, **made))
 
-    @staticmethod
-    def not_computed(config: Any) -> list[str]:
+    @classmethod
+    def not_computed(cls, config: Any) -> list[str]:
         """What this configuration asks for and nobody here computes."""
         wrong = []
-        if getattr(config, "window_size", None) is not None:
-            wrong.append(f"window_size={config.window_size}: sliding windows")
-        if getattr(config, "softmax_type", "vanilla") != "vanilla":
-            wrong.append(f"softmax_type={config.softmax_type}: softmax sinks")
+        window, softmax = getattr(config, "window_size", None), getattr(config, "softmax_type", "vanilla")
+        causal = window is not None and window[0] >= 0 and window[1] == 0
+        if window is not None and not (cls.sinks_and_windows and causal):
+            wrong.append(f"window_size={window}: sliding windows")
+        if softmax != "vanilla" and not (cls.sinks_and_windows and softmax == "learnable"):
+            wrong.append(f"softmax_type={softmax}: softmax sinks")
         return wrong
 
     @staticmethod
@@ -106,6 +120,16 @@ class CoreAttention(torch.nn.Module, ABC):
             out = self.attend(query, key, value, attention_mask, packed, kind).flatten(-2)
         return out.unsqueeze(1) if batched else out
 
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """The sinks, cut by heads; nothing without them."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            state, prefix, {SINKS: 0}, sharded_offsets
+        )
+        return sharded
+
     def context_group(self, packed: Any) -> dist.ProcessGroup | None:
         """The ranks that share these sequences; None for one rank. Dynamic CP brings its own in the batch."""
         if getattr(packed, "cp_group", None) is not None:
@@ -127,3 +151,13 @@ class CoreAttention(torch.nn.Module, ABC):
             return nullcontext()
         fork: AbstractContextManager[None] = tensor_parallel.get_cuda_rng_tracker().fork()
         return fork
+
+
+def _window(config: Any, layer_number: int) -> int | None:
+    """How many keys a query of this layer, counted from 1, sees; None: all before it."""
+    if getattr(config, "window_size", None) is None:
+        return None
+    from megatron.core.transformer.utils import is_layer_window_attention  # since 0.15
+
+    windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+    return int(config.window_size[0]) + 1 if windowed else None

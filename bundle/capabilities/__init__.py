@@ -39,6 +39,7 @@ class AttentionKernel(NamedTuple):
     masks: tuple[str, ...] = ("causal", "padding_causal", "padding", "no_mask")
     dtypes: tuple[str, ...] = ("bf16",)
     context_parallel: bool = True
+    sinks: tuple[str, ...] = ()  # the layouts in which it takes learned sinks; `cp`: between ranks as well
     most_sequences: int | None = None  # in one packed call
 
     def most_in_a_pack(self, cp: int) -> int | None:
@@ -58,6 +59,10 @@ class AttentionKernel(NamedTuple):
             found.append(f"{self.name} takes {offered}, and model.dtype is {recipe.model.dtype}")
         if recipe.parallel.cp > 1 and not self.context_parallel:
             found.append(f"{self.name} has no context parallelism, and parallel.cp is {recipe.parallel.cp}")
+        if recipe.architecture.sinks:
+            wanted = (layout, "cp") if recipe.parallel.cp > 1 else (layout,)
+            if missing := [where for where in wanted if where not in self.sinks]:
+                found.append(f"{self.name} takes no learned sinks with {' and '.join(missing)}")
         return found
 
     def refusals(self, *, layout: str, mask: str, qk_head_dim: int, v_head_dim: int) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ CPU = Capabilities(
     layers=LOCAL,
     kernels=tuple(
         kernel._replace(what=_RUNS.format(kernel.what), dtypes=("bf16", "fp32"), context_parallel=True)
-        for kernel in (FLASH, FUSED, UNFUSED)
+        for kernel in (FLASH, FUSED, UNFUSED._replace(sinks=("bshd", "thd", "cp")))
     ),
     auto_attention=Choice("unfused", "the contract that takes everything: here all three cost the same"),
     fp8=tuple(Fp8Scaling(name, FORMATS, "any cpu", lambda generation: True, _EMULATED) for name in SCALINGS),

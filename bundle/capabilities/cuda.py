@@ -45,7 +45,9 @@ FUSED = AttentionKernel(
     what="cuDNN's attention, through Transformer Engine",
     head_dims={"thd": "any", "bshd": "any"},
     max_head_dim=256,
-    source="run on an H200, thd: 192/128, 96/64, 256/256; 576/512 is given to the unfused kernel instead",
+    sinks=("bshd",),
+    source="run on an H200, thd: 192/128, 96/64, 256/256; 576/512 is given to the unfused kernel instead;"
+    " sinks by get_attention_backend of Transformer Engine (002a3e57): no packs, and with cp only by a2a",
 )
 UNFUSED = AttentionKernel(
     name="unfused",
@@ -54,6 +56,7 @@ UNFUSED = AttentionKernel(
     masks=("causal", "padding_causal", "padding", "no_mask", "arbitrary"),
     dtypes=("bf16", "fp32"),
     context_parallel=False,
+    sinks=("bshd",),
     source="Transformer Engine's UnfusedDotProductAttention: alone of the three it takes arbitrary masks, and"
     " alone it knows no context parallelism",
 )

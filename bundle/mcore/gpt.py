@@ -5,6 +5,7 @@ And attention layers, each built by itself.
 
 import copy
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from bundle.architectures import MLA, Architecture, MoE, padded_vocabulary
+from bundle.architectures.tensors import SINKS
 from bundle.errors import EnvironmentUnfit
 from bundle.mcore import known, rotary, routers
 from bundle.mcore.groups import Groups
@@ -50,7 +52,7 @@ def transformer_config(recipe: Recipe, backend_options: Mapping[str, Any]) -> Tr
         "layernorm_epsilon": architecture.norm_epsilon,
         "normalization": "RMSNorm",
         "qk_layernorm": architecture.qk_layernorm,
-        "add_bias_linear": False,
+        "add_bias_linear": architecture.linear_bias,
         "add_qkv_bias": architecture.qkv_bias,
         "gated_linear_unit": True,
         "activation_func": F.silu,
@@ -84,6 +86,14 @@ def transformer_config(recipe: Recipe, backend_options: Mapping[str, Any]) -> Tr
         }
     if model.recompute is not None:
         options |= _recompute(model.recompute)
+    if architecture.gate_limit is not None:
+        options |= _clamped_gate(architecture.gate_limit)
+    if architecture.sinks:
+        options["softmax_type"] = "learnable"
+    if architecture.window is not None:
+        # Keys before the query's own; each layer says whether it has a window.
+        options["window_size"] = (architecture.window - 1, 0)
+        options["window_attn_skip_freq"] = list(architecture.windows)
     if architecture.moe is not None:
         options |= _experts(architecture.moe) | {
             "moe_router_bias_update_rate": model.moe.bias_update_rate,
@@ -96,6 +106,16 @@ def transformer_config(recipe: Recipe, backend_options: Mapping[str, Any]) -> Tr
         fused = bool(backend_options.get("apply_rope_fusion"))
         options |= _latent_attention(architecture, architecture.mla, fused=fused)
     return kind(**{**options, **backend_options})
+
+
+def _clamped_gate(limit: float) -> dict[str, Any]:
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu  # since 0.15
+
+    return {
+        "activation_func": quick_gelu,
+        "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": limit,
+    }
 
 
 def _uneven_stages(parallel: Parallel) -> dict[str, Any]:
@@ -223,6 +243,9 @@ def model(
     )
     built.model_type = ModelType.encoder_or_decoder
     drop_unread_head(built)
+    _mark_sinks(built)
+    if architecture.linear_bias:
+        _own_results(built)
     rotary.turn_by_three(built, architecture)
     rotary.stretch(built, architecture)
     if architecture.moe is not None and architecture.moe.groups is not None:
@@ -230,6 +253,26 @@ def model(
     if architecture.mla is not None:
         _set_norm_epsilon(built, architecture.mla.norm_epsilon)
     return built
+
+
+def _mark_sinks(built: torch.nn.Module) -> None:
+    """Has every rank's learned sinks counted in the norm of gradients: there is one for each of its heads.
+
+    What nothing marks as one rank's share is taken for a copy of the first rank's.
+    """
+    for name, parameter in built.named_parameters():
+        if name.endswith(f".{SINKS}") and not getattr(parameter, "tensor_model_parallel", False):
+            tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+
+
+def _own_results(built: torch.nn.Module) -> None:
+    """Gives each of megatron's local experts a result of its own, to which it adds its bias in place.
+
+    A layer that has nothing to reduce returns what autograd calls a view, and refuses to have changed.
+    """
+    for name, module in built.named_modules():
+        if re.search(r"\.local_experts\.\d+\.linear_fc2$", name):
+            module.register_forward_hook(lambda _module, _inputs, of: (of[0].clone(), of[1]))
 
 
 def with_images(

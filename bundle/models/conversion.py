@@ -23,9 +23,10 @@ from bundle.errors import UsageError
 from bundle.mcore.torch_dist import Directory, Part, write
 from bundle.models import loading
 from bundle.models.exporting import warn_of_left_out
+from bundle.models.mapped import Files
 from bundle.models.published import DTYPES, Output, files_of, parts, stored
 from bundle.pretrained import Pretrained, writing
-from bundle.pretrained.directory import FP8, SCALE, summarized
+from bundle.pretrained.directory import FP8, MXFP4, SCALE, summarized
 from bundle.pretrained.writing import Numbers, Published
 
 _OPTIMIZER = re.compile(r"(^|\.)optimizer\.")
@@ -46,15 +47,16 @@ class HuggingFace:
     """A Hugging Face directory; scales are no tensors of their own."""
 
     def __init__(self, weights: Pretrained) -> None:
-        self._weights = weights
+        self._weights, self._files = weights, Files()
+        kinds = {**DTYPES, MXFP4: torch.bfloat16}
         self.tensors = {
-            name: (entry.shape, DTYPES[entry.dtype])
+            name: (entry.shape, kinds[entry.dtype])
             for name, entry in weights.entries.items()
-            if entry.dtype in DTYPES and not name.endswith(SCALE)
+            if entry.dtype in kinds and not name.endswith(SCALE)
         }
 
     def read(self, name: str) -> Tensor:
-        return loading.published(self._weights, name)
+        return loading.published(self._weights, name, self._files)
 
 
 class Megatron:
@@ -84,7 +86,10 @@ class AsPublished:
         """Raises UsageError with every tensor that the checkpoint lacks or has in another shape."""
         self._checkpoint = checkpoint
         self._places = found_in(checkpoint, table)
-        self._of = {name: tensor for tensor in table for name in tensor.published}
+        self._of: dict[str, list[tensors.Tensor]] = {}  # more than one: the entries of a stack
+        for tensor in table:
+            for name in tensor.published:
+                self._of.setdefault(name, []).append(tensor)
         self.tensors = {
             name: (shape, checkpoint.tensors[self._places[tensor.name].key][1])
             for tensor in table
@@ -92,9 +97,13 @@ class AsPublished:
         }
 
     def read(self, name: str) -> Tensor:
-        tensor = self._of[name]
-        of_it = zip(tensor.published, parts(tensor, self.whole(tensor)), strict=True)
-        return next(part for published, part in of_it if published == name)
+        found = [
+            part
+            for tensor in self._of[name]
+            for published, part in zip(tensor.published, parts(tensor, self.whole(tensor)), strict=True)
+            if published == name
+        ]
+        return torch.stack(found) if self._of[name][0].stack else found[0]
 
     def whole(self, tensor: tensors.Tensor) -> Tensor:
         """A tensor of the table."""
@@ -128,9 +137,9 @@ def found_in(checkpoint: Directory, table: Tensors) -> dict[str, Place]:
 
 
 def dtype_of(weights: Pretrained, tensor: tensors.Tensor) -> torch.dtype:
-    """What holds all of a tensor's published numbers; for those in FP8 bf16, in which such models train."""
+    """What holds all of a tensor's published numbers; for FP8 and MXFP4 bf16, in which such models train."""
     kinds = [weights.entries[name].dtype for name in tensor.published]
-    found = [torch.bfloat16 if kind == FP8 else DTYPES[kind] for kind in kinds]
+    found = [torch.bfloat16 if kind in (FP8, MXFP4) else DTYPES[kind] for kind in kinds]
     whole = found[0]
     for other in found[1:]:
         whole = torch.promote_types(whole, other)
@@ -210,9 +219,11 @@ def to_hugging_face(checkpoint: Directory, model: Published, directory: Path, nu
     the new one is whole.
     """
     table = Tensors(model.architecture)
+    if numbers == "fp8" and table.names.stacked_experts:
+        raise UsageError(f"nobody loads {model.architecture.model_type} in FP8 blocks: write it in bf16")
     source = AsPublished(checkpoint, table)
     warn_of_left_out(directory, table)
-    everything = [tensor for tensor in table if tensor.published]
+    everything = list(table.published())
     (of_files,) = files_of([[each for tensor in everything for each in stored(tensor, numbers)]])
     with writing.replacing(directory) as whole:
         output = Output(whole, of_files)
@@ -263,9 +274,10 @@ def newest(named: Path) -> Path:
 
 
 def _parts(weights: Pretrained, table: Tensors) -> Iterator[Part]:
+    opened = Files()
     for tensor in table:
         if tensor.published:
             dtype = dtype_of(weights, tensor)
             for place in spellings.written(tensor, table.architecture):
-                values = partial(loading.whole, weights, tensor, dtype)
+                values = partial(loading.whole, weights, tensor, dtype, opened)
                 yield Part(place.key, place.entry, place.entries, tensor.shape, dtype, values)

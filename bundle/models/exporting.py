@@ -5,6 +5,7 @@ files of their own, and none has more in memory than one whole tensor. Adapters 
 """
 
 import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -33,10 +34,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Whole:
-    """One tensor that is published, and the ranks that hold its parts in order."""
+    """One tensor that is published, the ranks that hold its parts in order, and the one that writes it."""
 
     tensor: tensors.Tensor
     holders: tuple[int, ...]
+    writer: int
 
 
 def write(
@@ -54,18 +56,24 @@ def write(
     for chunk in chunks:
         for named in (*naming.parameters(chunk, groups), *naming.buffers(chunk, groups)):
             own.setdefault(named.name, named)
-    everything = _planned([tensor for tensor in table if tensor.published], own)
-    rank, writers = dist.get_rank(), sorted({whole.holders[0] for whole in everything})
+    everything = _planned(list(table.published()), own)
+    rank, writers = dist.get_rank(), sorted({whole.writer for whole in everything})
     of_writers = files_of(
-        [each for whole in everything if whole.holders[0] == writer for each in stored(whole.tensor, numbers)]
+        [each for whole in everything if whole.writer == writer for each in stored(whole.tensor, numbers)]
         for writer in writers
     )
     mine = dict(zip(writers, of_writers, strict=True)).get(rank, {})
     output = Output(directory, mine)
+    likes = {_of_any(name): named for name, named in own.items()}
     for whole in everything:
-        if rank not in whole.holders:
+        if rank not in (*whole.holders, whole.writer):
             continue
-        values = _gathered(adapters.merged(own[whole.tensor.name], chunks), whole.holders, whole.holders[0])
+        name = whole.tensor.name
+        held = own.get(name)
+        if held is None:  # an entry of a stack, of which this rank has others
+            like = likes[_of_any(name)]
+            held = Named(name, torch.empty_like(like.parameter), like.shard)
+        values = _gathered(adapters.merged(held, chunks), whole.holders, whole.writer)
         if values is not None:
             output.append(whole.tensor, values, numbers)
     on_all_ranks(output.close)
@@ -141,7 +149,10 @@ def _modules(names: Iterable[str], *, of_experts: bool) -> set[str]:
 
 
 def _planned(everything: Sequence[tensors.Tensor], own: Mapping[str, Named]) -> list[_Whole]:
-    """Who holds which part of each of these tensors: of replicas those of the lowest ranks."""
+    """Who holds which part of each of these tensors: of replicas those of the lowest ranks.
+
+    The holder of the first part writes it; what becomes one published tensor, the first one's.
+    """
     held = [
         (number, named.shard.rank if named.shard else 0)
         for number, tensor in enumerate(everything)
@@ -153,10 +164,17 @@ def _planned(everything: Sequence[tensors.Tensor], own: Mapping[str, Named]) -> 
     for rank, of_rank in enumerate(seen):
         for number, part in of_rank:
             holders.setdefault(number, {}).setdefault(part, rank)
-    return [
-        _Whole(tensor, tuple(holders[number][part] for part in sorted(holders[number])))
-        for number, tensor in enumerate(everything)
-    ]
+    found: list[_Whole] = []
+    writers: dict[tuple[str, ...], int] = {}
+    for number, tensor in enumerate(everything):
+        of_parts = tuple(holders[number][part] for part in sorted(holders[number]))
+        found.append(_Whole(tensor, of_parts, writers.setdefault(tensor.published, of_parts[0])))
+    return found
+
+
+def _of_any(name: str) -> str:
+    """The name of an expert's tensor without the expert's number."""
+    return re.sub(r"(?<=local_experts\.)\d+", "#", name)
 
 
 def _gathered(named: Named, holders: tuple[int, ...], writer: int) -> Tensor | None:

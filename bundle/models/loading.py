@@ -7,10 +7,8 @@ never more than a few megabytes of one.
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bundle import pretrained
@@ -20,10 +18,11 @@ from bundle.distributed.world import on_all_ranks, on_rank_0
 from bundle.errors import JobFailed, UsageError
 from bundle.mcore.groups import Groups
 from bundle.models import naming
+from bundle.models.mapped import Files
 from bundle.models.naming import Named, Shard
-from bundle.models.published import DTYPES, dequantized
+from bundle.models.published import DTYPES, dequantized, of_four_bits
 from bundle.pretrained import Entry, Pretrained
-from bundle.pretrained.directory import FP8, SCALE
+from bundle.pretrained.directory import FP8, MX_BLOCKS, MX_SCALES, MX_SIZE, MXFP4, SCALE
 from bundle.recipe import Recipe
 
 Slices = tuple[slice, ...]
@@ -32,12 +31,16 @@ _AT_ONCE = 2**24  # bytes
 
 @dataclass(frozen=True)
 class Read:
-    """A part of a published tensor, and the part of a parameter that it becomes."""
+    """A part of a published tensor, and the part of a parameter that it becomes.
+
+    `number`: of a stack's entry, whose rows and columns are the parameter's here; None: it is no stack.
+    """
 
     name: str
     entry: Entry
     source: Slices
     target: Tensor
+    number: int | None = None
 
 
 def load(
@@ -59,9 +62,8 @@ def load(
         raise JobFailed(f"{strangers[0]}: no published tensor becomes this parameter of megatron-core")
     pairs = [(named, published[named.name]) for named in own if named.name in published]
     with torch.no_grad():
-        on_all_ranks(
-            lambda: _read(weights, itertools.chain.from_iterable(_reads(weights, *pair) for pair in pairs))
-        )
+        reads = itertools.chain.from_iterable(_reads(weights, *pair) for pair in pairs)
+        on_all_ranks(lambda: _read(weights, reads, Files()))
     return unpublished
 
 
@@ -77,25 +79,43 @@ def load_adapters(matrices: Sequence[Named], recipe: Recipe) -> None:
             pairs = ((named, adapters.published(named.name, named.whole_shape())) for named in matrices)
             # PEFT knows no MTP layers
             there = (pair for pair in pairs if pair[1].published[0] in found.entries)
-            _read(found, itertools.chain.from_iterable(_reads(found, *pair) for pair in there))
+            _read(found, itertools.chain.from_iterable(_reads(found, *pair) for pair in there), Files())
 
     with torch.no_grad():
         on_all_ranks(body)
 
 
-def whole(weights: Pretrained, tensor: tensors.Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor of the table; raises JobFailed for files that cannot be read."""
+def whole(weights: Pretrained, tensor: tensors.Tensor, dtype: torch.dtype, files: Files) -> Tensor:
+    """A tensor of the table, not to be written to: where the file has it as it is, that memory.
+
+    Raises JobFailed for files that cannot be read.
+    """
+    if tensor.rule.kind in ("copy", "vocabulary") and tensor.stack is None:
+        (name,) = tensor.published
+        entry = weights.entries[name]
+        if entry.shape == tensor.shape and DTYPES.get(entry.dtype) is dtype:
+            return files.tensor(name, entry)
     target = torch.empty(tensor.shape, dtype=dtype)
-    _read(weights, _reads(weights, Named(tensor.name, target, None), tensor))
+    _read(weights, _reads(weights, Named(tensor.name, target, None), tensor), files)
     return target
 
 
-def published(weights: Pretrained, name: str) -> Tensor:
-    """A published tensor, in the kind of numbers that it is stored in, or in fp32 where that is FP8."""
+def published(weights: Pretrained, name: str, files: Files) -> Tensor:
+    """A published tensor, not to be written to, in the kind of numbers that it is stored in.
+
+    In fp32 where that is FP8, and in bf16 where it is MXFP4.
+    """
     entry = weights.entries[name]
-    dtype = torch.float32 if entry.dtype == FP8 else DTYPES[entry.dtype]
-    target = torch.empty(entry.shape, dtype=dtype)
-    _read(weights, [Read(name, entry, (slice(None),) * target.ndim, target)])
+    if entry.dtype not in (FP8, MXFP4):
+        return files.tensor(name, entry)
+    whole = slice(None), slice(None)
+    if entry.dtype == FP8:
+        target = torch.empty(entry.shape, dtype=torch.float32)
+        reads = [Read(name, entry, whole, target)]
+    else:
+        target = torch.empty(entry.shape, dtype=torch.bfloat16)
+        reads = [Read(name, entry, whole, part.T, number) for number, part in enumerate(target)]
+    _read(weights, reads, files)
     return target
 
 
@@ -111,19 +131,21 @@ def _reads(weights: Pretrained, named: Named, tensor: tensors.Tensor) -> Iterato
     at = 0
     for piece in tensor.rule.pieces():
         name = tensor.published[piece.source]
-        length = piece.stop - piece.start
+        length, step = piece.length, piece.step
         for start, stop, place in held:
             source, target = ([slice(None)] * local.ndim for _ in range(2))
-            source[joined], target[joined] = slice(piece.start, piece.stop), slice(at, at + length)
+            source[joined], target[joined] = slice(piece.start, piece.stop, step), slice(at, at + length)
             if cut == joined:
                 first, last = max(at, start), min(at + length, stop)
                 if first >= last:
                     continue
-                source[joined] = slice(piece.start + first - at, piece.start + last - at)
+                begin = piece.start + (first - at) * step
+                source[joined] = slice(begin, begin + (last - first) * step, step)
                 target[joined] = slice(place + first - start, place + last - start)
             else:
                 source[cut], target[cut] = slice(start, stop), slice(place, place + stop - start)
-            yield Read(name, weights.entries[name], tuple(source), local[tuple(target)])
+            number = tensor.stack.entry if tensor.stack else None
+            yield Read(name, weights.entries[name], tuple(source), local[tuple(target)], number)
         at += length
     for start, stop, place in held:
         if cut == joined and stop > at:
@@ -143,15 +165,10 @@ def _held(shard: Shard | None, shape: tuple[int, ...], dim: int) -> Iterator[tup
         yield start, start + part, number * part
 
 
-def _read(weights: Pretrained, reads: Iterable[Read]) -> None:
+def _read(weights: Pretrained, reads: Iterable[Read], files: Files) -> None:
     ordered = sorted(reads, key=lambda read: (read.entry.file, read.entry.start))
-    for path, of_file in itertools.groupby(ordered, key=lambda read: read.entry.file):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for read in itertools.chain.from_iterable(map(_in_pieces, of_file)):
-                    read.target.copy_(_values(file, read, weights))
-        except (OSError, SafetensorError) as error:
-            raise JobFailed(f"{path}: cannot be read any more: {error}") from error
+    for read in itertools.chain.from_iterable(map(_in_pieces, ordered)):
+        read.target.copy_(_values(files, read, weights))
 
 
 def _in_pieces(read: Read) -> Iterator[Read]:
@@ -162,27 +179,34 @@ def _in_pieces(read: Read) -> Iterator[Read]:
         return
     step = max(1, _AT_ONCE * rows[0] // (target.numel() * target.element_size()))
     first, *rest = read.source
-    begin = first.start or 0
+    begin, every = first.start or 0, first.step or 1
     for row in range(0, rows[0], step):
         last = min(row + step, rows[0])
-        source = (slice(begin + row, begin + last), *rest)
+        source = (slice(begin + row * every, begin + last * every, every), *rest)
         yield replace(read, source=source, target=target[row:last])
 
 
-def _values(file: Any, read: Read, weights: Pretrained) -> Tensor:
-    """The numbers that a slice of an open file means: FP8 is multiplied by the scale of its block."""
-    stored: Tensor = file.get_slice(read.name)[read.source]
-    if read.entry.dtype != FP8:
+def _values(files: Files, read: Read, weights: Pretrained) -> Tensor:
+    """The numbers that a part of a tensor means: those of FP8 and MXFP4 are multiplied by their scales."""
+    entry, source = read.entry, read.source
+    if entry.dtype == MXFP4:
+        count, columns, rows = entry.shape
+        packed, scales = (
+            files.bytes(name, weights.entries[name]).view(count, rows, columns // MX_SIZE, -1)[read.number]
+            for name in (f"{read.name}{MX_BLOCKS}", f"{read.name}{MX_SCALES}")
+        )
+        return of_four_bits(packed[source[0]], scales[source[0]].squeeze(-1))[:, source[1]]
+    stored = files.tensor(read.name, entry)
+    if read.number is not None:
+        stored = stored[read.number].T if stored.ndim == 3 else stored[read.number]
+    stored = stored[source]
+    if entry.dtype != FP8:
         return stored
     assert weights.block is not None
     name = f"{read.name}{SCALE}"
-    if (elsewhere := weights.entries[name].file) == read.entry.file:
-        of_blocks = file.get_tensor(name).float()
-    else:
-        with safe_open(elsewhere, framework="pt") as other:
-            of_blocks = other.get_tensor(name).float()
-    rows, columns = (at.start or 0 for at in read.source)
-    return dequantized(stored, of_blocks, weights.block, (rows, columns))
+    of_blocks = files.tensor(name, weights.entries[name]).float()
+    first, second = (at.start or 0 for at in source)
+    return dequantized(stored, of_blocks, weights.block, (first, second))
 
 
 def refuse_unequal(weights: Pretrained, copies: Mapping[str, str]) -> None:

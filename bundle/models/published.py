@@ -1,6 +1,8 @@
 """A tensor of the table as the published ones that it is made of, and the files that these come into."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from bundle.architectures import tensors
+from bundle.architectures.tensors import Piece
 from bundle.errors import JobFailed
 from bundle.pretrained.directory import FP8, SCALE, blocks
 from bundle.pretrained.writing import BLOCK, File, Numbers, Stored, is_quantized, names_of_files, shares
@@ -40,13 +43,31 @@ def dequantized(part: Tensor, scales: Tensor, block: tuple[int, int], start: tup
     return part.float() * scales
 
 
+# The values of 4 bits, sign first (E2M1).
+_OF_FOUR_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def of_four_bits(blocks: Tensor, scales: Tensor) -> Tensor:
+    """The numbers [..., n * 32], bf16, of MXFP4 blocks [..., n, 16] and scales [..., n], both uint8.
+
+    The lower half of a byte comes first; a scale is the exponent of a power of two, 127 more.
+    """
+    values = torch.tensor(_OF_FOUR_BITS, dtype=torch.bfloat16)
+    halves = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
+    numbers = torch.ldexp(values[halves.int()], scales.int().unsqueeze(-1) - 127)
+    return numbers.to(torch.bfloat16).flatten(-2)
+
+
 # Of torch's kinds of numbers those that are read and written, as safetensors spells them.
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, FP8: torch.float8_e4m3fn}
 
 
 def stored(tensor: tensors.Tensor, numbers: Numbers) -> Iterator[Stored]:
-    """What is written of a tensor, in order. Biases that steer the choice of experts stay in fp32."""
-    for name, shape in tensor.published_shapes():
+    """What is written of a tensor, in order. Biases that steer the choice of experts stay in fp32.
+
+    All of a stack is written for its first entry.
+    """
+    for name, shape in () if tensor.stack and tensor.stack.entry else tensor.published_shapes():
         if numbers == "fp8" and is_quantized(tensor.name):
             yield Stored(name, FP8, shape)
             yield Stored(f"{name}{SCALE}", "F32", blocks(shape, BLOCK))
@@ -57,23 +78,36 @@ def stored(tensor: tensors.Tensor, numbers: Numbers) -> Iterator[Stored]:
 
 
 def values(tensor: tensors.Tensor, whole: Tensor, numbers: Numbers) -> Iterator[Tensor]:
-    """The numbers of all that is `stored` of a tensor."""
+    """The numbers of all that is `stored` of a tensor; of a stack those of its own entry."""
     in_fp8 = numbers == "fp8" and is_quantized(tensor.name)
     for part in parts(tensor, whole):
         yield from quantized(part, BLOCK) if in_fp8 else (part,)
 
 
 def parts(tensor: tensors.Tensor, whole: Tensor) -> Iterator[Tensor]:
-    """The published tensors that one of ours is made of, in their order."""
+    """The published tensors that one of ours is made of, in their order: views where nothing is put together.
+
+    Of a stack its own entry.
+    """
     rule = tensor.rule
-    pieces, at = [], 0
+    pieces: list[list[tuple[Piece, Tensor]]] = [[] for _ in tensor.published]
+    at = 0
     for piece in rule.pieces():
-        length = piece.stop - piece.start
-        pieces.append((piece, whole.narrow(rule.dim, at, length)))
-        at += length
-    for source in range(len(tensor.published)):
-        of_it = {piece.start: part for piece, part in pieces if piece.source == source}
-        yield torch.cat([of_it[start] for start in sorted(of_it)], rule.dim)
+        pieces[piece.source].append((piece, whole.narrow(rule.dim, at, piece.length)))
+        at += piece.length
+    for of_it, width in zip(pieces, rule.widths, strict=True):
+        part = of_it[0][1] if len(of_it) == 1 else _joined(of_it, rule.dim, width * rule.repeats)
+        yield part.T if tensor.stack and part.ndim == 2 else part
+
+
+def _joined(pieces: Sequence[tuple[Piece, Tensor]], dim: int, size: int) -> Tensor:
+    """A published tensor, of this size along `dim`, of all its pieces."""
+    shape = list(pieces[0][1].shape)
+    shape[dim] = size
+    joined = pieces[0][1].new_empty(shape)
+    for piece, part in pieces:
+        joined[(slice(None),) * dim + (slice(piece.start, piece.stop, piece.step),)] = part
+    return joined
 
 
 def files_of(writers: Iterable[Iterable[Stored]]) -> list[dict[str, list[Stored]]]:
@@ -84,7 +118,7 @@ def files_of(writers: Iterable[Iterable[Stored]]) -> list[dict[str, list[Stored]
 
 
 class Output:
-    """Files that are written one after the other, tensor by tensor.
+    """Files that are written one after the other, tensor by tensor; each is put on the disk meanwhile.
 
     An error waits until `close`, so that others who send tensors need not wait for ever.
     """
@@ -93,35 +127,45 @@ class Output:
         self._waiting = [(directory / name, list(share)) for name, share in of.items()]
         self._file: File | None = None
         self._left: list[Stored] = []
+        self._dtype = torch.float32
         self._error: JobFailed | None = None
+        self._syncing = ThreadPoolExecutor(1)
+        self._synced: list[Future[None]] = []
 
     def append(self, tensor: tensors.Tensor, whole: Tensor, numbers: Numbers) -> None:
         """Writes all that is `stored` of the next tensor."""
-        of = zip(stored(tensor, numbers), values(tensor, whole, numbers), strict=True)
+        of = itertools.zip_longest(stored(tensor, numbers), values(tensor, whole, numbers))
         with self._remembering():
             for each, part in () if self._error else of:
                 self._append(each, part)
 
     def close(self) -> None:
-        """Raises what went wrong on the way."""
-        with self._remembering():
-            self._finish()
+        """Raises what went wrong on the way, when all is on the disk."""
+        self._finish()
+        for synced in self._synced:
+            with self._remembering():
+                synced.result()
+        self._syncing.shutdown()
         if self._error is not None:
             raise self._error
 
-    def _append(self, each: Stored, part: Tensor) -> None:
-        if not self._left:
-            self._finish()
-            path, self._left = self._waiting.pop(0)
-            self._file = File(path, self._left)
-        assert self._file is not None and self._left.pop(0) == each
-        flat = part.to("cpu", DTYPES[each.dtype]).contiguous().flatten()
+    def _append(self, each: Stored | None, part: Tensor) -> None:
+        """The numbers of `each`; None: more of what came last, which is a stack."""
+        if each is not None:
+            if not self._left:
+                self._finish()
+                path, self._left = self._waiting.pop(0)
+                self._file = File(path, self._left)
+            assert self._left.pop(0) == each
+            self._dtype = DTYPES[each.dtype]
+        assert self._file is not None
+        flat = part.to("cpu", self._dtype).contiguous().flatten()
         self._file.append(memoryview(flat.view(torch.uint8).numpy()))
 
     def _finish(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            file.close()
+            self._synced.append(self._syncing.submit(file.close))
 
     @contextmanager
     def _remembering(self) -> Iterator[None]:

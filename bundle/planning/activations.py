@@ -50,13 +50,20 @@ class SavedForBackward(NamedTuple):
     size: int
     fused: bool
     shifted_gate: bool  # an unfused gate adds an offset to b, which makes a copy
+    clamped_gate: bool = False  # gpt-oss's, counted by its code and not measured
+    sinks: bool = False  # unfused attention always has a mask
 
     def norm(self, width: int) -> int:
         """An RMS norm: fused, the input as it is; else the input and the normalised input in fp32."""
         return width * self.size + FP32 if self.fused else 2 * width * FP32 + FP32
 
     def gate(self, width: int) -> int:
-        """silu(a) * b of two halves of `width`: fused, the halves alone; else silu(a) too, and b shifted."""
+        """silu(a) * b of two halves of `width`: fused, the halves alone; else silu(a) too, and b shifted.
+
+        Clamped: the halves before and behind that, and unfused a sigmoid, its product and b shifted.
+        """
+        if self.clamped_gate:
+            return (4 if self.fused else 7) * width * self.size
         unfused = 4 if self.shifted_gate else 3
         return (2 if self.fused else unfused) * width * self.size
 
@@ -79,6 +86,8 @@ class SavedForBackward(NamedTuple):
 
         Chunk c of 2·cp sees the c + 1 chunks that end with it; a rank has one from each end.
         """
+        if self.sinks and not self.fused and cp == 1:
+            return rows**2 * FP32
         return 0 if self.fused or cp == 1 else (rows // 2) ** 2 * (2 * cp + 1) * FP32
 
     def attention_without_inputs(self, heads: int, width: int, value_width: int, cp: int) -> int:
@@ -103,7 +112,13 @@ class LayerBytes:
         self.recipe, self.traits = recipe, traits
         parallel, recompute = recipe.parallel, recipe.model.recompute
         size = BF16 if recipe.model.dtype == "bf16" else FP32
-        self.saved = SavedForBackward(size, traits.fused_kernels, shifted_gate=code.has(SHIFTED_GATE))
+        self.saved = SavedForBackward(
+            size,
+            traits.fused_kernels,
+            shifted_gate=code.has(SHIFTED_GATE),
+            clamped_gate=recipe.architecture.gate_limit is not None,
+            sinks=recipe.architecture.sinks,
+        )
         self.cp = parallel.cp
         self.rows = recipe.data.sequence_length // parallel.cp
         self.tokens = self.rows * recipe.rows

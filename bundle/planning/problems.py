@@ -21,6 +21,7 @@ BF16_FROM = (8, 0)  # Transformer Engine's support matrix
 # Modules that discard their output ask a name of Transformer Engine whether there is FP8.
 DISCARD_ASKS_FP8 = SourcePredicate("tensor_parallel/random.py", "FP8GlobalStateManager", "0.13")
 SHARED_EXPERTS_AGAIN = SourcePredicate("transformer/transformer_config.py", '"shared_experts"', "0.14")
+SINKS = SourcePredicate("transformer/transformer_config.py", "softmax_type", "0.15")
 # Weights of the layers that multiply in FP8: not the embedding, the output layer, routers and norms.
 _MULTIPLIED = r"(linear_\w+|eh_proj)\.weight\d*$"
 _NUMBERS = r"\.\d+|\d+$"
@@ -63,6 +64,11 @@ def backend_problems(
         why = can.fp8_refusal(model.fp8.scaling, model.fp8.format, hardware.generation.value)
         if why is not None:
             yield hardware_problem(f"model.fp8: {why}")
+    if recipe.architecture.sinks and not code.has(SINKS):
+        yield recipe_problem(
+            f"model.config: megatron-core {code.release} has no learned sinks, windows in some layers and"
+            f" clamped gate ({code.said_by(SINKS)}), which {model.config['model_type']} needs; 0.15 has"
+        )
     yield from _optimizer(recipe, can)
     yield from _recomputation(recipe, can, code)
 

@@ -9,7 +9,8 @@ FLOPs of a forward pass are those of the model's matrix products, 2 for each mul
 - a weight matrix once for each token; of routed experts the `topk` that a token goes through; the output
   layer once for each loss, the main one and MTP's; the embedding is a look-up;
 - in every layer a query meets the keys up to its own position: n tokens make n (n + 1) / 2 pairs, each of as
-  many multiply-adds as all heads of a key and of a value are wide.
+  many multiply-adds as all heads of a key and of a value are wide; in a layer with a window of w no more than
+  n w, which is w (w - 1) / 2 for each sequence more than there are.
 
 The backward pass takes twice as many; as many for weights that are frozen, which have no gradient. Norms,
 rotations, softmax and all else that goes element by element is not counted, nor are adapters, padding (of the
@@ -146,9 +147,11 @@ class ModelSize(NamedTuple):
     active: int  # of these, what a token has to do with: not the experts that it is not sent to
     mtp: int  # of the MTP layers
     flops_per_token: int  # in weights
-    flops_per_pair: int  # of a query and a key that it sees, over all layers
+    flops_per_pair: int  # of a query and a key that it sees, over all layers without a window
     stored: int  # parameters of a checkpoint: all, with the rows of padding; adapters alone where these train
     adapters: int = 0  # parameters of them; 0: the weights themselves are trained
+    window: int = 0
+    flops_per_windowed_pair: int = 0  # over all layers with a window
 
     def training_flops(self, lengths: Iterable[int]) -> int:
         """FLOPs of training on sequences of these lengths, forward and backward."""
@@ -160,7 +163,9 @@ class ModelSize(NamedTuple):
     def step_flops(self, tokens: int, pairs: int) -> int:
         """The same from the sums over the sequences: their tokens, and their pairs of query and key."""
         of_weights = 2 if self.adapters else 3
-        return of_weights * tokens * self.flops_per_token + 3 * pairs * self.flops_per_pair
+        of_attention = pairs * self.flops_per_pair
+        of_attention += min(pairs, tokens * self.window) * self.flops_per_windowed_pair
+        return of_weights * tokens * self.flops_per_token + 3 * of_attention
 
     def checkpoint_bytes(self, dtype: str, optimizer: Optimizer) -> int:
         """Bytes of a checkpoint: the weights in `dtype` (bf16, fp32), an fp32 copy, the optimizer's state.
@@ -191,9 +196,11 @@ def model_size(architecture: Architecture, lora: LoRA | None = None) -> ModelSiz
         active=_count(main, chosen) + tables * vocabulary,
         mtp=_count(own, experts) - _count(main, experts),
         flops_per_token=2 * (_count(matrices, chosen) + (1 + mtp) * vocabulary * hidden),
-        flops_per_pair=(architecture.num_layers + mtp) * pair,
+        flops_per_pair=(architecture.num_layers + mtp - sum(architecture.windows)) * pair,
         stored=added or _count(own, experts) + tables * padded_vocabulary(vocabulary, 1),
         adapters=added,
+        window=architecture.window or 0,
+        flops_per_windowed_pair=sum(architecture.windows) * pair,
     )
 
 

@@ -23,6 +23,10 @@ BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, 
 BYTES |= {"U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
 _METADATA = "__metadata__"
 FP8, SCALE = "F8_E4M3", "_scale_inv"
+# Two numbers of 4 bits in a byte, and of 32 in a row one exponent: how gpt-oss has its experts (OCP's MX
+# formats, v1.0). A stack [n, columns, rows] lies in files as [n, rows, columns / 32, 16] bytes and as many
+# scales.
+MXFP4, MX_BLOCKS, MX_SCALES, MX_SIZE = "MXFP4", "_blocks", "_scales", 32
 _OTHERS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf")
 
 
@@ -37,7 +41,10 @@ class Entry(NamedTuple):
 
 
 class Pretrained(NamedTuple):
-    """The tensors of a directory by their published names. `block`: rows and columns of one FP8 scale."""
+    """The tensors of a directory by their published names. `block`: rows and columns of one FP8 scale.
+
+    A stack in MXFP4 is an entry by its own name, of its blocks' bytes, beside these and its scales.
+    """
 
     directory: Path
     entries: Mapping[str, Entry]
@@ -46,10 +53,14 @@ class Pretrained(NamedTuple):
     @property
     def bytes(self) -> int:
         """What all of them take in the files."""
-        return sum(entry.stop - entry.start for entry in self.entries.values())
+        return sum(entry.stop - entry.start for entry in self._stored)
+
+    @property
+    def _stored(self) -> list[Entry]:
+        return [entry for entry in self.entries.values() if entry.dtype != MXFP4]
 
     def __str__(self) -> str:
-        return f"{self.directory}: {len(self.entries)} tensors, {self.bytes / 2**30:.2f} GiB"
+        return f"{self.directory}: {len(self._stored)} tensors, {self.bytes / 2**30:.2f} GiB"
 
 
 def weights_in(directory: Path) -> Pretrained | None:

@@ -12,6 +12,10 @@ from bundle.errors import UsageError, shown
 from bundle.pretrained.directory import (
     FP8,
     INDEX,
+    MX_BLOCKS,
+    MX_SCALES,
+    MX_SIZE,
+    MXFP4,
     SCALE,
     SINGLE,
     Entry,
@@ -75,25 +79,21 @@ def opened(directory: Path) -> Pretrained | None:
     found = weights_in(directory)
     assert found is not None
     config = read_config(directory) if files.is_file(directory / "config.json") else {}
-    block, violations = _block_of(config)
+    found, violations = _with_quantization(found, config)
     entries = found.entries
-    tensors = {
-        name: entry
-        for name, entry in entries.items()
-        if name.removesuffix(SCALE) not in entries.keys() - {name}
-    }
-    for name, entry in tensors.items():
-        violations += _misfit(name, entry, entry.shape, entries.get(f"{name}{SCALE}"), block)
+    beside = {f"{name}{suffix}" for name in entries for suffix in (SCALE, *_beside(entries[name]))}
+    for name, entry in entries.items():
+        if name not in beside:
+            violations += _misfit(name, entry, entry.shape, entries.get(f"{name}{SCALE}"), found.block)
     if violations:
         raise UsageError(f"{directory}: cannot be compared", summarized(violations))
-    return found._replace(block=block)
+    return found
 
 
 def _matched(
     found: Pretrained, config: Mapping[str, Any], table: Tensors, depths: int, otherwise: str
 ) -> Pretrained:
-    block, violations = _block_of(config)
-    found = found._replace(block=block)
+    found, violations = _with_quantization(found, config)
     violations = violations or list(_against(found, table, depths))
     if violations:
         raise UsageError(f"{found.directory}: {otherwise}", summarized(violations))
@@ -130,8 +130,10 @@ def _against(found: Pretrained, table: Tensors, depths: int) -> Iterator[str]:
     of_mtp = {name for tensor in table if tensor.name.startswith("mtp.") for name in tensor.published}
     if missing and of_mtp.issuperset(missing):
         yield "all that is missing is multi-token prediction: model.mtp.layers: 0 trains without it"
-    scales = {f"{name}{SCALE}" for name in expected} if found.block else set()
-    known = expected.keys() | scales
+    known = set(expected)
+    for name in expected:
+        known |= {f"{name}{SCALE}"} if found.block else set()
+        known |= {f"{name}{suffix}" for suffix in _beside(entries.get(name))}
     extra = [name for name in entries if name not in known and not _CONSTANTS.search(name)]
     yield from _alike(extra, "is no tensor of this model")
     for name, shape in expected.items():
@@ -152,8 +154,8 @@ def _misfit(
         if scale.shape != wanted or scale.dtype not in FLOATS:
             held = f"{scale.dtype} {list(scale.shape)}"
             yield f"{name}{SCALE} is {held}, must be {list(wanted)} numbers, one per block of {list(block)}"
-    elif entry.dtype not in FLOATS:
-        yield f"{name} is {entry.dtype}: only {', '.join(FLOATS)} and {FP8} are read"
+    elif entry.dtype not in (*FLOATS, MXFP4):
+        yield f"{name} is {entry.dtype}: only {', '.join(FLOATS)}, {FP8} and {MXFP4} are read"
     elif scale is not None:
         yield f"{name} is {entry.dtype} and has a {SCALE}, which only {FP8} needs"
 
@@ -168,18 +170,53 @@ def _alike(names: Iterable[str], reason: str) -> Iterator[str]:
         yield f"{quoted(of[0])} {reason}{more}"
 
 
-def _block_of(config: Mapping[str, Any]) -> tuple[tuple[int, int] | None, list[str]]:
-    """The block of a published model's scales, and what is against how its weights are quantised."""
+def _with_quantization(found: Pretrained, config: Mapping[str, Any]) -> tuple[Pretrained, list[str]]:
+    """The weights with what is known of how they are quantised, and what is against that."""
     said = config.get("quantization_config")
     if said is None:
-        return None, []
+        return found, []
     method = said.get("quant_method") if isinstance(said, dict) else None
+    if method == "mxfp4":
+        stacks, violations = _stacks_of_mxfp4(found.entries)
+        return found._replace(entries={**found.entries, **stacks}), violations
     if not isinstance(said, dict) or method != "fp8":
-        return None, [f"quantization_config.quant_method {shown(method)}: only fp8 with blocks is read"]
+        key = f"quantization_config.quant_method {shown(method)}"
+        return found, [f"{key}: only mxfp4, and fp8 with blocks, are read"]
     block = said.get("weight_block_size")
     if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
-        return (block[0], block[1]), []
-    return None, [f"quantization_config.weight_block_size {shown(block)}: must be two sizes, as [128, 128]"]
+        return found._replace(block=(block[0], block[1])), []
+    return found, [f"quantization_config.weight_block_size {shown(block)}: must be two sizes, as [128, 128]"]
+
+
+def _stacks_of_mxfp4(entries: Mapping[str, Entry]) -> tuple[dict[str, Entry], list[str]]:
+    """What pairs of blocks and scales are together, by its own name, and which of these do not fit."""
+    stacks, violations = {}, []
+    for stored, entry in entries.items():
+        if not stored.endswith(MX_BLOCKS):
+            continue
+        name, bytes_of_block = stored.removesuffix(MX_BLOCKS), MX_SIZE // 2
+        scales = entries.get(f"{name}{MX_SCALES}")
+        if scales is None or scales.shape != entry.shape[:-1] or len(entry.shape) != 4:
+            held = "missing" if scales is None else f"{list(scales.shape)}"
+            violations.append(
+                f"{quoted(name)}{MX_SCALES} is {held}: {MXFP4} blocks {list(entry.shape)} must be"
+                f" [n, rows, columns / {MX_SIZE}, {bytes_of_block}], with a scale for each"
+            )
+        elif entry.shape[-1] != bytes_of_block or {entry.dtype, scales.dtype} != {"U8"}:
+            violations.append(
+                f"{quoted(stored)}: {MXFP4} is U8 [n, rows, columns / {MX_SIZE}, {bytes_of_block}]"
+            )
+        elif name in entries:
+            violations.append(f"{quoted(name)} is there, and in {MXFP4} beside it")
+        else:
+            count, rows, blocks_of_row, _ = entry.shape
+            stacks[name] = entry._replace(dtype=MXFP4, shape=(count, blocks_of_row * MX_SIZE, rows))
+    return stacks, violations
+
+
+def _beside(entry: Entry | None) -> tuple[str, ...]:
+    """The suffixes of what a tensor has beside it."""
+    return (MX_BLOCKS, MX_SCALES) if entry is not None and entry.dtype == MXFP4 else ()
 
 
 def adapter_of_recipe(recipe: Recipe) -> Pretrained | None:

@@ -332,6 +332,7 @@ class Recipe(Section):
             "pretrain": self.task == "pretrain",
             "sft": self.task == "sft",
             "mla": architecture.mla is not None,
+            "attention-sinks": architecture.sinks,
             "gqa": architecture.num_query_groups < architecture.num_attention_heads,
             "unequal-head-dims": head_dims[0] != head_dims[1],
             "tied-embeddings": architecture.tied_embeddings,

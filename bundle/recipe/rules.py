@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from bundle.architectures import from_config
 from bundle.architectures.adapters import projections, unmatched
+from bundle.architectures.published import NAMES
 from bundle.architectures.tensors import Tensors
 from bundle.recipe.recipe import Recipe
 from bundle.recipe.sections import BYTE_VOCABULARY, Parallel
@@ -87,6 +88,8 @@ def _experts(recipe: Recipe) -> Iterator[Violation]:
         )
     if moe.num_experts % parallel.ep:
         yield "parallel.ep", f"{parallel.ep} does not divide the {moe.num_experts} experts"
+    if recipe.architecture.linear_bias and parallel.etp > 1:
+        yield "parallel.etp", "megatron-core adds the experts' biases on every rank of one: 1"
     if moe.ffn_hidden_size % parallel.etp:
         yield "parallel.etp", f"{parallel.etp} does not divide moe_intermediate_size {moe.ffn_hidden_size}"
 
@@ -152,6 +155,8 @@ def _prediction(recipe: Recipe) -> Iterator[Violation]:
     for key in ("detach_trunk", "detach_embeddings"):
         if getattr(recipe.model.mtp, key) and not depth:
             yield f"model.mtp.{key}", "the model has no MTP layers to detach"
+    if depth and recipe.architecture.windows:
+        yield "model.mtp.layers", "windows in some layers, and nothing says whether these have one: 0"
     if depth >= recipe.data.sequence_length:
         yield (
             "model.mtp.layers",
@@ -214,6 +219,9 @@ def _recomputation(recipe: Recipe) -> Iterator[Violation]:
 def _arithmetic(recipe: Recipe) -> Iterator[Violation]:
     if recipe.model.dtype == "fp32" and recipe.model.fp8 is not None:
         yield "model.dtype", "FP8 computes beside bf16: use dtype bf16"
+    family = recipe.architecture.model_type
+    if recipe.checkpoint.export == "hf-fp8" and NAMES[family].stacked_experts:
+        yield "checkpoint.export", f"nobody loads {family} in FP8 blocks: use hf"
 
 
 def _adapters(recipe: Recipe) -> Iterator[Violation]:

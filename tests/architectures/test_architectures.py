@@ -70,6 +70,17 @@ V3 = {
 }
 
 
+GPT_OSS = DENSE | {
+    "model_type": "gpt_oss",
+    "num_hidden_layers": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "experts_per_token": 2,
+    "initial_context_length": 64,
+    "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},
+}
+
+
 def violations(config: dict) -> tuple[str, ...]:
     with pytest.raises(UsageError) as caught:
         from_config(config)
@@ -182,7 +193,7 @@ def test_every_family_reads_what_transformers_writes(model_type):
     mapping = pytest.importorskip("transformers.models.auto.configuration_auto").CONFIG_MAPPING
     written = mapping[model_type]().to_dict() | {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1}
     written |= {"head_dim": 64} if "deepseek" in model_type else {"head_dim": 128, "sliding_window": None}
-    if model_type in {"llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"}:
+    if model_type in {"llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt_oss"}:
         written = {k: v for k, v in written.items() if k not in {"n_group", "topk_group"}}
     if model_type in {"llama", "mistral", "qwen2", "qwen3"}:
         del written["num_experts_per_tok"]
@@ -231,6 +242,29 @@ def test_routing_and_latent_attention_that_megatron_would_compute_otherwise(chan
     assert len(found) == 1 and named in found[0]
 
 
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"swiglu_alpha": 1.5}, "swiglu_alpha"),
+        ({"attention_bias": False}, "attention_bias"),
+        ({"layer_types": ["full_attention"]}, "1 of them for num_hidden_layers 2"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
+        ({"experts_per_token": 3}, "num_experts_per_tok says 2"),
+        ({"initial_context_length": 32}, "the rotary parameters say 64"),
+        ({"rope_scaling": None, "initial_context_length": None}, "transformers would take gpt-oss-20b's"),
+    ],
+)
+def test_what_gpt_oss_would_compute_otherwise_is_refused(change, named):
+    found = violations(GPT_OSS | change)
+    assert len(found) == 1 and named in found[0]
+
+
+def test_gpt_oss_has_windows_in_every_other_layer_where_nobody_says():
+    read = from_config(GPT_OSS)
+    assert (read.window, read.windows) == (128, (1, 0))
+    assert from_config(GPT_OSS | {"sliding_window": None}).windows == ()
+
+
 def test_the_window_that_never_cuts_and_the_inactive_one_are_fine():
     from_config(DENSE | {"model_type": "mistral", "sliding_window": 128})
     from_config(DENSE | {"model_type": "qwen2", "sliding_window": 32, "use_sliding_window": False})
@@ -258,6 +292,12 @@ def test_unknown_model_types_list_the_supported_ones():
     assert "deepseek_v3" in caught.value.violations[0]
     with pytest.raises(UsageError, match="model_type: None"):
         from_config({})
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "qwen3_5_moe_text"])
+def test_models_of_gated_delta_nets_are_refused_with_the_reason(family):
+    (said,) = violations({"model_type": family})
+    assert said.startswith(f"model_type {family}: ") and "gated delta net" in said
 
 
 def test_read_config_refuses_what_is_no_config(tmp_path):

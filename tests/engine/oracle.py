@@ -37,6 +37,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
 
 def recipe(config: dict[str, Any], parallel: dict[str, int], *, packed: bool) -> Recipe:
     """A job that trains this model in fp32."""
+    if config["model_type"] == "gpt_oss":  # experts with biases are never cut
+        parallel = {**parallel, "etp": 1}
     return from_mapping(
         {
             "name": "oracle",

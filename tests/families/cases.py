@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from bundle.environment import packages
+
 LENGTH = 48  # tokens to predict: beyond the original length of every stretching below
 ORIGINAL = 16
 
@@ -36,6 +38,7 @@ _V3 = _LATENT | _SHARED | {"q_lora_rank": 24, "norm_topk_prob": True}
 # So many experts of so few groups that megatron-core would rank these by more of their experts.
 _GROUPS: dict[str, Any] = {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 3}
 
+_ODD_WINDOWS = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL}
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -46,6 +49,15 @@ _LLAMA3 = {
 }
 _LINEAR = {"rope_type": "linear", "factor": 3.0}
 
+_GPT_OSS = _SIZES | {
+    "num_experts_per_tok": 2,
+    "num_local_experts": 4,
+    "head_dim": 16,
+    "sliding_window": 7,
+    "swiglu_limit": 0.8,  # which values reach
+    "num_hidden_layers": 4,
+}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -54,6 +66,11 @@ class Case:
     name: str
     config: dict[str, Any]
     ours: str = ""  # our family's name, where transformers has no class of it
+
+    @property
+    def parallel(self) -> dict[str, Any]:
+        """What every layout of this model says: experts with biases are never cut."""
+        return {"etp": 1} if self.family == "gpt_oss" else {}
 
     @property
     def family(self) -> str:
@@ -100,4 +117,13 @@ CASES = (
     _case("deepseek_v3", _V3, "yarn without mscale", **_new(_YARN)),
     _case("deepseek_v3", _V3, "yarn with one mscale", **_old(_YARN | {"mscale_all_dim": 0.8})),
     _case("deepseek_v3", _V3, "llama3", **_new(_LLAMA3)),
+    _case("gpt_oss", _GPT_OSS, "of other windows", **_new(_YARN), layer_types=_ODD_WINDOWS),
+    _case("gpt_oss", _GPT_OSS, "as published", **_old(_YARN | {"truncate": False})),
 )  # fmt: skip
+
+
+def of_release(release: str) -> tuple[Case, ...]:
+    """Those that this megatron-core computes."""
+    if packages.within(release, "<0.15"):
+        return tuple(case for case in CASES if case.family != "gpt_oss")
+    return CASES

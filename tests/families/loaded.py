@@ -17,7 +17,7 @@ from bundle.patches import applying
 from bundle.verification import decide, everything
 from tests import world
 from tests.families import reference
-from tests.families.cases import CASES, LENGTH, Case
+from tests.families.cases import LENGTH, Case, of_release
 
 ALONE, EXPORTED = "one process", "exported"
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -31,11 +31,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 LENGTHS = (LENGTH, 13)
 
 
-def cases_of(layout: str) -> list[Case]:
+def cases_of(layout: str, release: str) -> list[Case]:
     """All on one process; elsewhere one of each family, Qwen2's tied one among them."""
     if layout == ALONE:
-        return list(CASES)
-    of_families = {case.family: case for case in CASES}.values()
+        return list(of_release(release))
+    of_families = {case.family: case for case in of_release(release)}.values()
     return [case for case in of_families if layout != "ep2" or "num_experts_per_tok" in case.config]
 
 
@@ -45,7 +45,9 @@ def main(directory: Path, layout: str) -> None:
     runtime = backends.prepare("cpu")
     rank = world.join()
     with runtime.megatron():
-        cases = ((case.name, case) for case in cases_of(layout))
+        import megatron.core
+
+        cases = ((case.name, case) for case in cases_of(layout, megatron.core.__version__))
         found = world.each(cases, lambda case: distance(case, directory / case.name, layout, runtime))
     if rank == 0:
         print(json.dumps(found))
@@ -68,7 +70,7 @@ def distance(case: Case, directory: Path, layout: str, runtime) -> float:
                 "dtype": "fp32",
                 "mtp": {"layers": 0},
             },
-            "parallel": LAYOUTS[layout],
+            "parallel": LAYOUTS[layout] | case.parallel,
             "data": {
                 "source": "text",
                 "path": ["none"],

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.families import reference
-from tests.families.cases import CASES
+from tests.families.cases import CASES, of_release
 from tests.families.loaded import ALONE, EXPORTED, LAYOUTS, cases_of
 from tests.families.record import note
 
@@ -19,7 +19,7 @@ OF_GRADIENTS = 2e-5  # of the largest in a tensor; both sides are float32
 def test_every_family_computes_what_transformers_does(references, core):
     (said,) = core.world.run("tests.families.rank", 1, str(references), timeout=300)
     found = json.loads(said.splitlines()[-1])
-    assert found.keys() == {case.name for case in CASES}
+    assert found.keys() == {case.name for case in of_release(core.version)}
     assert not {name: both for name, both in found.items() if not both[0] <= AGREES}
     assert not {name: both for name, both in found.items() if not both[1] <= OF_GRADIENTS}
     note(core.version, "forward", by_family({name: both[0] for name, both in found.items()}))
@@ -32,11 +32,12 @@ def test_loaded_weights_give_what_transformers_computes(references, core, layout
     ranks = 1 if layout == ALONE else 2
     said = core.world.run("tests.families.loaded", ranks, str(references), layout, timeout=500)
     found = json.loads(said[0].splitlines()[-1])
-    assert found.keys() == {case.name for case in cases_of(layout)}
+    assert found.keys() == {case.name for case in cases_of(layout, core.version)}
     assert not {name: distance for name, distance in found.items() if not distance <= AGREES}
     note(core.version, layout, by_family(found))
     if layout == ALONE:
-        assert not {case.name: wrong for case in CASES if (wrong := exported(references / case.name, case))}
+        there = of_release(core.version)
+        assert not {case.name: wrong for case in there if (wrong := exported(references / case.name, case))}
         note(core.version, EXPORTED, by_family(dict.fromkeys(found, 0.0)))
 
 

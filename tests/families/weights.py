@@ -41,7 +41,11 @@ def ours(name: str, theirs: Mapping[str, Tensor], architecture: Architecture) ->
         layer, part = f"model.layers.{found[1]}.", found[2]
     if leaf == "expert_bias":
         return theirs[f"{layer}mlp.gate.e_score_correction_bias"]
+    if leaf == "softmax_offset":
+        return theirs[f"{layer}self_attn.sinks"]
     if found := re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])", part):
+        if f"{layer}mlp.experts.gate_up_proj" in theirs:
+            return _of_stack(theirs, f"{layer}mlp.experts.", int(found[1]), found[2], leaf)
         return _expert(theirs, layer, found[1], found[2])
     if part == "self_attention.linear_qkv":
         return _qkv(theirs, f"{layer}self_attn", leaf, architecture)
@@ -50,6 +54,8 @@ def ours(name: str, theirs: Mapping[str, Tensor], architecture: Architecture) ->
         return torch.cat([theirs[one] for one in both])
     if part == "mlp.router" and f"{layer}block_sparse_moe.gate.{leaf}" in theirs:
         return theirs[f"{layer}block_sparse_moe.gate.{leaf}"]
+    if part == "mlp.router" and f"{layer}mlp.router.{leaf}" in theirs:
+        return theirs[f"{layer}mlp.router.{leaf}"]
     names = _COPIED | _LATENT if architecture.mla else _COPIED
     return theirs[f"{layer}{names[part]}.{leaf}"]
 
@@ -62,6 +68,13 @@ def _expert(theirs: Mapping[str, Tensor], layer: str, expert: str, linear: str) 
         mixtral = f"{layer}mlp.experts.{expert}."
         names = {"1": ("gate_proj", "up_proj"), "2": ("down_proj",)}
     return torch.cat([theirs[f"{mixtral}{name}.weight"] for name in names[linear]])
+
+
+def _of_stack(theirs: Mapping[str, Tensor], experts: str, number: int, linear: str, leaf: str) -> Tensor:
+    """gpt-oss multiplies from the left; gate and up take turns in what comes out of the first matrix."""
+    name = f"{experts}{'gate_up' if linear == '1' else 'down'}_proj{'_bias' if leaf == 'bias' else ''}"
+    out = theirs[name][number].movedim(-1, 0)
+    return torch.cat((out[::2], out[1::2])) if linear == "1" else out
 
 
 def _qkv(theirs: Mapping[str, Tensor], attention: str, leaf: str, architecture: Architecture) -> Tensor:

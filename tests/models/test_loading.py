@@ -144,6 +144,16 @@ def test_files_that_went_away_meanwhile_fail_the_job(tmp_path, alone):
         loaded(model(), found)
 
 
+def test_a_file_that_was_replaced_meanwhile_fails_the_job(tmp_path, alone):
+    write(tmp_path / "model", weights())
+    found = found_in(tmp_path / "model")
+    other = {name: value for name, value in weights().items() if "norm" not in name}
+    (tmp_path / "model" / "model-1.safetensors").unlink()
+    save_file(other, tmp_path / "model" / "model-1.safetensors")
+    with pytest.raises(JobFailed, match=r"model-1\.safetensors: (is another file|cannot be read)"):
+        loaded(model(), found)
+
+
 def test_a_parameter_that_the_table_does_not_know_is_named(tmp_path, alone):
     write(tmp_path / "model", weights())
     tree = chunk({f"{LAYER}self_attention.linear_gate.weight": Weight((8, 8))})

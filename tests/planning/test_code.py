@@ -1,13 +1,18 @@
 """What is read in a tree decides, and a number only where there is no tree; each says which."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.version import Version
 
+from bundle import capabilities
 from bundle.environment.packages import MegatronCode, SourcePredicate
+from bundle.errors import UsageError
 from bundle.planning import activations, memory, plan_for, problems
 from bundle.recipe import load
+from tests.planning.jobs import job
+from tests.reference.configs import CONFIGS
 
 SIGNS = [
     sign
@@ -15,6 +20,7 @@ SIGNS = [
     for sign in vars(room).values()
     if isinstance(sign, SourcePredicate)
 ]
+GPT_OSS = CONFIGS["gpt_oss"] | {"vocab_size": 258}
 KEY = "model.recompute.modules: megatron-core"
 
 
@@ -36,6 +42,39 @@ def test_a_tree_is_believed_before_its_number(tmp_path: Path) -> None:
     assert number.said_by(sign) == "by the number 0.12.3 alone"
     file.write_text("")
     assert not MegatronCode(Version("0.19.2"), tmp_path).has(sign)
+
+
+def test_gpt_oss_needs_a_release_with_sinks(release_trees: dict[str, Path]) -> None:
+    recipe = job(GPT_OSS)
+    for number, root in release_trees.items():
+        made = plan_for(recipe, backend="cpu", mcore=str(root))
+        refused = [problem.text for problem in made.problems if "sinks" in problem.text]
+        assert bool(refused) == (Version(number) < Version("0.15")), number
+
+
+def test_what_nobody_computes_of_gpt_oss_is_refused_by_its_key() -> None:
+    with pytest.raises(UsageError, match=r"parallel\.etp"):
+        job(GPT_OSS, parallel={"tp": 2})
+    with pytest.raises(UsageError, match=r"checkpoint\.export"):
+        job(GPT_OSS, checkpoint={"export": "hf-fp8"})
+    with pytest.raises(UsageError, match=r"model\.mtp\.layers"):
+        job(GPT_OSS, model={"mtp": {"layers": 1}})
+
+
+@pytest.mark.parametrize(
+    ("backend", "sections", "missing"),
+    [
+        ("cuda", {}, None),
+        ("cuda", {"data": {"packed": True}}, "learned sinks with thd"),
+        ("cuda", {"parallel": {"cp": 2}}, "learned sinks with cp"),
+        ("cpu", {"data": {"packed": True}, "parallel": {"cp": 2}}, None),
+        ("ascend", {}, "learned sinks with bshd"),
+    ],
+)
+def test_kernels_without_sinks_are_named(backend: str, sections: dict[str, Any], missing: str | None) -> None:
+    recipe = job(GPT_OSS, **sections)
+    found = capabilities.of(backend).attention_refusals(recipe)
+    assert any(missing in why for why in found) if missing else not found
 
 
 def test_a_refusal_says_what_decided_it(release_trees: dict[str, Path]) -> None:

@@ -12,6 +12,7 @@ from bundle.planning.size import model_size
 from tests.planning.jobs import job
 from tests.reference import model
 from tests.reference.configs import CONFIGS
+from tests.reference.layers import window
 from tests.reference.weights import drawn, shapes
 
 STEERING = "e_score_correction_bias"  # counts tokens; nothing is learned in it
@@ -40,10 +41,14 @@ def test_flops_are_those_that_torch_counts(config):
     pair, odd = divmod(long * SHORT - short * LONG, LONG * SHORT * (LONG - SHORT))
     assert not odd
     token = long // LONG - pair * LONG
-    assert (size.flops_per_token, size.flops_per_pair) == (token, pair)
+    assert (size.flops_per_token, size.flops_per_pair + size.flops_per_windowed_pair) == (token, pair)
     assert backward == 2 * long
-    causal = [token * n + pair * n * (n + 1) // 2 for n in (SHORT, LONG, LONG)]
-    assert size.training_flops([SHORT, LONG, LONG]) == 3 * sum(causal)
+    tokens, pairs = SHORT + 2 * LONG, sum(n * (n + 1) // 2 for n in (SHORT, LONG, LONG))
+    windowed = sum(window(config, layer) is not None for layer in range(config["num_hidden_layers"]))
+    of_layer = pair // (config["num_hidden_layers"] + model.depths(config))
+    fewer = pairs - min(pairs, tokens * config.get("sliding_window", 0))
+    wanted = token * tokens + pair * pairs - windowed * of_layer * fewer
+    assert size.training_flops([SHORT, LONG, LONG]) == 3 * wanted
 
 
 def test_parameters_are_those_of_a_published_checkpoint(config):

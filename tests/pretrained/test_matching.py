@@ -112,7 +112,7 @@ def test_only_floating_point_numbers_are_read(tmp_path):
     shapes = {name: tuple(value["shape"]) for name, value in of.items()}
     write_file(tmp_path / "model.safetensors", header(shapes, "I8"))
     assert len(refused(tmp_path).violations) == len(shapes)
-    assert "is I8: only F32, BF16, F16 and F8_E4M3 are read" in refused(tmp_path).violations[0]
+    assert "is I8: only F32, BF16, F16, F8_E4M3 and MXFP4 are read" in refused(tmp_path).violations[0]
 
 
 def test_names_of_files_stay_in_the_directory(tmp_path):
@@ -141,7 +141,7 @@ def test_an_index_that_contradicts_the_files_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("quantization", "said"),
     [
-        ({"quant_method": "awq"}, "quant_method 'awq': only fp8 with blocks is read"),
+        ({"quant_method": "awq"}, "quant_method 'awq': only mxfp4, and fp8 with blocks, are read"),
         ("fp8", "quant_method None"),
         ({"quant_method": "fp8"}, "weight_block_size None: must be two sizes"),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size [0, 128]"),

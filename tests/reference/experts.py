@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.reference.layers import Config, Weights, feed_forward, under
+from tests.reference.layers import Config, Weights, clamped_feed_forward, feed_forward, project, under
 
 STEERED = ("deepseek_v3", "kimi_k2", "glm4_moe")  # sigmoid scores, and a bias that steers the choice
 _DEEPSEEK_LIKE = ("deepseek_v2", *STEERED)
@@ -20,7 +20,8 @@ def number(config: Config) -> int:
 
 def width(config: Config) -> int:
     """Inner width of one expert."""
-    return int(config["intermediate_size" if config["model_type"] == "mixtral" else "moe_intermediate_size"])
+    of_dense = config["model_type"] in ("mixtral", "gpt_oss")
+    return int(config["intermediate_size" if of_dense else "moe_intermediate_size"])
 
 
 def stand_in(config: Config, layer: int) -> bool:
@@ -32,7 +33,7 @@ def stand_in(config: Config, layer: int) -> bool:
     if family == "qwen3_moe":
         dense = config.get("mlp_only_layers") or ()
         return bool(layer not in dense and (layer + 1) % config.get("decoder_sparse_step", 1) == 0)
-    return bool(family == "mixtral")
+    return bool(family in ("mixtral", "gpt_oss"))
 
 
 def mixture(config: Config, weights: Weights, x: Tensor) -> Tensor:
@@ -42,7 +43,11 @@ def mixture(config: Config, weights: Weights, x: Tensor) -> Tensor:
     for expert in range(number(config)):
         rows = shares[:, expert].nonzero()[:, 0]
         if len(rows):
-            result = feed_forward(x[rows], under(weights, f"experts.{expert}."))
+            own = under(weights, f"experts.{expert}.")
+            if config["model_type"] == "gpt_oss":
+                result = clamped_feed_forward(x[rows], own, config.get("swiglu_limit", 7.0))
+            else:
+                result = feed_forward(x[rows], own)
             found = found.index_add(0, rows, result * shares[rows, expert, None])
     if config.get("n_shared_experts"):
         found = found + feed_forward(x, under(weights, "shared_experts."))
@@ -51,7 +56,7 @@ def mixture(config: Config, weights: Weights, x: Tensor) -> Tensor:
 
 def _shares(config: Config, weights: Weights, x: Tensor) -> Tensor:
     """The weight of each expert in each token's result [n, experts]; 0: not chosen."""
-    logits = x @ weights["gate.weight"].t()
+    logits = project(x, weights, "gate")
     family, k = config["model_type"], config["num_experts_per_tok"]
     if family in STEERED:
         scores, ranked = logits.sigmoid(), logits.sigmoid() + weights["gate.e_score_correction_bias"]

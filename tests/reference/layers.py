@@ -31,7 +31,7 @@ def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 def norm_epsilon(config: Config) -> float:
     """That of all norms but latent attention's."""
-    default = 1e-5 if config["model_type"] in ("mixtral", "glm4_moe") else 1e-6
+    default = 1e-5 if config["model_type"] in ("mixtral", "glm4_moe", "gpt_oss") else 1e-6
     return float(config.get("rms_norm_eps", default))
 
 
@@ -47,10 +47,28 @@ def feed_forward(x: Tensor, weights: Weights) -> Tensor:
     )
 
 
-def attention(config: Config, weights: Weights, x: Tensor) -> Tensor:
-    """Causal self-attention over one sequence `x` [n, h]."""
-    heads = _latent if config["model_type"] in LATENT else _grouped
-    return project(heads(config, weights, x), weights, "o_proj")
+def clamped_feed_forward(x: Tensor, weights: Weights, limit: float) -> Tensor:
+    """gpt-oss: a gate that ends at `limit`, and one more than a projection that ends there on both sides."""
+    gate = project(x, weights, "gate_proj").clamp(max=limit)
+    up = project(x, weights, "up_proj").clamp(-limit, limit)
+    return project(gate * torch.sigmoid(1.702 * gate) * (up + 1), weights, "down_proj")
+
+
+def attention(config: Config, weights: Weights, x: Tensor, layer: int) -> Tensor:
+    """Causal self-attention of a layer over one sequence `x` [n, h]."""
+    if config["model_type"] in LATENT:
+        heads = _latent(config, weights, x)
+    else:
+        heads = _grouped(config, weights, x, window(config, layer))
+    return project(heads, weights, "o_proj")
+
+
+def window(config: Config, layer: int) -> int | None:
+    """How many tokens one sees in a layer, itself the last; None: all before it."""
+    if config["model_type"] != "gpt_oss":
+        return None
+    kinds = config.get("layer_types") or ["sliding_attention", "full_attention"] * config["num_hidden_layers"]
+    return config.get("sliding_window", 128) if kinds[layer] == "sliding_attention" else None
 
 
 def head_width(config: Config) -> int:
@@ -63,7 +81,7 @@ def kv_heads(config: Config) -> int:
     return int(config.get("num_key_value_heads") or config["num_attention_heads"])
 
 
-def _grouped(config: Config, weights: Weights, x: Tensor) -> Tensor:
+def _grouped(config: Config, weights: Weights, x: Tensor, window: int | None) -> Tensor:
     n, width, epsilon = len(x), head_width(config), norm_epsilon(config)
     q, k, v = (project(x, weights, f"{name}_proj").view(n, -1, width) for name in "qkv")
     if "q_norm.weight" in weights:
@@ -71,7 +89,8 @@ def _grouped(config: Config, weights: Weights, x: Tensor) -> Tensor:
     turns = rotary.table(config, int(width * rotary.settings(config)["fraction"]), n)
     q, k = rotary.turn_halves(q, turns), rotary.turn_halves(k, turns)
     each = config["num_attention_heads"] // kv_heads(config)
-    return _attended(q, k.repeat_interleave(each, 1), v.repeat_interleave(each, 1), 1.0)
+    k, v = k.repeat_interleave(each, 1), v.repeat_interleave(each, 1)
+    return _attended(q, k, v, 1.0, window, weights.get("sinks"))
 
 
 def _latent(config: Config, weights: Weights, x: Tensor) -> Tensor:
@@ -92,10 +111,20 @@ def _latent(config: Config, weights: Weights, x: Tensor) -> Tensor:
     return _attended(q, k, v, rotary.softmax_factor(config))
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, factor: float) -> Tensor:
-    """What each position takes of those up to its own [n, heads * width]; q, k, v are [n, heads, width]."""
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, factor: float, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """What each position takes of those up to its own [n, heads * width]; q, k, v are [n, heads, width].
+
+    Of so many at most, and as if one more had the logit of the head's sink [heads], and nothing to give.
+    """
     n = len(q)
     logits = torch.einsum("nhd,mhd->hnm", q, k) * (factor / math.sqrt(q.shape[-1]))
-    later = torch.ones(n, n, dtype=torch.bool).triu(1)
-    weights = logits.masked_fill(later, -math.inf).softmax(-1)
+    before = torch.arange(n)[:, None] - torch.arange(n)
+    hidden = (before < 0) | (before >= (window or n))
+    exponentials = logits.masked_fill(hidden, -math.inf).exp()
+    total = exponentials.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + sinks.exp()[:, None, None]
+    weights = exponentials / total
     return torch.einsum("hnm,mhd->nhd", weights, v).flatten(1)

@@ -56,7 +56,7 @@ def trained(
 def _decoder_layer(config: Config, weights: Weights, layer: int, x: Tensor) -> Tensor:
     own, epsilon = under(weights, f"model.layers.{layer}."), norm_epsilon(config)
     seen = norm(x, own["input_layernorm.weight"], epsilon)
-    x = x + attention(config, under(own, "self_attn."), seen)
+    x = x + attention(config, under(own, "self_attn."), seen, layer)
     seen = norm(x, own["post_attention_layernorm.weight"], epsilon)
     if experts.stand_in(config, layer):
         return x + experts.mixture(config, under(own, "mlp."), seen)

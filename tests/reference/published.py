@@ -1,4 +1,4 @@
-"""The references' weights as their family publishes them: MiMo and Mixtral have words of their own."""
+"""The references' weights as their family publishes them, where that has words of its own."""
 
 import re
 from collections.abc import Mapping
@@ -26,6 +26,8 @@ def published(config: Config, drawn: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return dict(_of_mimo(config, *item) for item in values.items())
         case "mixtral":
             return {_of_mixtral(name): value for name, value in values.items()}
+        case "gpt_oss":
+            return of_gpt_oss(values)
     return values
 
 
@@ -45,3 +47,24 @@ def _of_mixtral(name: str) -> str:
     for theirs, its in _MIXTRAL.items():
         name = re.sub(rf"(experts\.\d+)\.{theirs}", rf"\1.{its}", name)
     return name.replace(".mlp.", ".block_sparse_moe.")
+
+
+def of_gpt_oss(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The experts of a layer are one tensor, [expert, in, out]; gate and up take turns in the last."""
+    found = {
+        re.sub(r"\.mlp\.gate\.", ".mlp.router.", name): value
+        for name, value in values.items()
+        if ".experts." not in name
+    }
+    for layer in {name.partition(".experts.")[0] for name in values if ".experts." in name}:
+        for kind, suffix in (("weight", ""), ("bias", "_bias")):
+
+            def stacked(projection: str, layer: str = layer, kind: str = kind) -> Tensor:
+                ending = f".{projection}_proj.{kind}"
+                own = [v for name, v in values.items() if name.startswith(layer) and name.endswith(ending)]
+                return torch.stack(own).movedim(-1, 1) if kind == "weight" else torch.stack(own)
+
+            both = torch.stack((stacked("gate"), stacked("up")), -1).flatten(-2)
+            found[f"{layer}.experts.gate_up_proj{suffix}"] = both
+            found[f"{layer}.experts.down_proj{suffix}"] = stacked("down")
+    return found

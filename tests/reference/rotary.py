@@ -11,7 +11,7 @@ Config = Mapping[str, Any]
 Table = tuple[Tensor, Tensor]  # cosines and sines [n, dim / 2]
 
 # Where a config names neither: the family's own values, else transformers' common ones.
-_THETA = {"mixtral": 1e6}
+_THETA = {"mixtral": 1e6, "gpt_oss": 150000.0}
 _FRACTION = {"glm4_moe": 0.5}
 
 

@@ -6,6 +6,7 @@ import torch
 from tests.reference import model
 from tests.reference.configs import CONFIGS
 from tests.reference.layers import Config
+from tests.reference.published import of_gpt_oss
 from tests.reference.weights import drawn
 
 # Layers that the published code of DeepSeek places by this key, which transformers does not read.
@@ -16,6 +17,8 @@ THERE = [name for name, config in CONFIGS.items() if config["model_type"] != "mi
 
 def state(config: Config, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The weights as transformers holds them: the experts of a layer in two tensors."""
+    if config["model_type"] == "gpt_oss":
+        return of_gpt_oss({name: tensor.detach() for name, tensor in weights.items()})
     found = {name: tensor.detach() for name, tensor in weights.items() if ".experts." not in name}
     layers = {name.partition(".experts.")[0] for name in weights if ".experts." in name}
     for layer in layers:

@@ -85,16 +85,22 @@ def _layer(config: Config, layer: int) -> Iterator[tuple[str, Shape]]:
     yield "mlp.gate.weight", (experts.number(config), hidden)
     if config["model_type"] in experts.STEERED:
         yield _BIAS, (experts.number(config),)
+    biased = config["model_type"] == "gpt_oss"
+    if biased:
+        yield "mlp.gate.bias", (experts.number(config),)
     for expert in range(experts.number(config)):
-        yield from _feed_forward(f"mlp.experts.{expert}.", hidden, experts.width(config))
+        yield from _feed_forward(f"mlp.experts.{expert}.", hidden, experts.width(config), biased=biased)
     if shared := config.get("n_shared_experts"):
         yield from _feed_forward("mlp.shared_experts.", hidden, shared * experts.width(config))
 
 
-def _feed_forward(prefix: str, hidden: int, inner: int) -> Iterator[tuple[str, Shape]]:
-    yield f"{prefix}gate_proj.weight", (inner, hidden)
-    yield f"{prefix}up_proj.weight", (inner, hidden)
-    yield f"{prefix}down_proj.weight", (hidden, inner)
+def _feed_forward(
+    prefix: str, hidden: int, inner: int, *, biased: bool = False
+) -> Iterator[tuple[str, Shape]]:
+    for name, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
+        yield f"{prefix}{name}_proj.weight", (rows, columns)
+        if biased:
+            yield f"{prefix}{name}_proj.bias", (rows,)
 
 
 def _grouped(config: Config) -> Iterator[tuple[str, Shape]]:
@@ -102,11 +108,14 @@ def _grouped(config: Config) -> Iterator[tuple[str, Shape]]:
     outputs = {"q": config["num_attention_heads"], "k": kv_heads(config), "v": kv_heads(config)}
     for name, heads in outputs.items():
         yield f"{name}_proj.weight", (heads * width, hidden)
-        if family in ("qwen2", "mimo") or (family == "glm4_moe" and config.get("attention_bias")):
+        if family in ("qwen2", "mimo", "gpt_oss") or (family == "glm4_moe" and config.get("attention_bias")):
             yield f"{name}_proj.bias", (heads * width,)
     if family in ("qwen3", "qwen3_moe") or config.get("use_qk_norm"):
         yield from ((f"{name}_norm.weight", (width,)) for name in "qk")
     yield "o_proj.weight", (hidden, outputs["q"] * width)
+    if family == "gpt_oss":
+        yield "o_proj.bias", (hidden,)
+        yield "sinks", (outputs["q"],)
 
 
 def _latent(config: Config) -> Iterator[tuple[str, Shape]]:
@@ -146,6 +155,8 @@ def _megatron_layer(config: Config, own: Mapping[str, Tensor]) -> Iterator[tuple
         module, _, kind = name.rpartition(".")
         if name == _BIAS:
             yield "mlp.router.expert_bias", tensor
+        elif name == "self_attn.sinks":
+            yield "self_attention.core_attention.softmax_offset", tensor
         elif module in _RENAMED:
             yield f"{_RENAMED[module]}.{kind}", tensor
         elif module == "self_attn.q_proj":
@@ -158,5 +169,5 @@ def _megatron_layer(config: Config, own: Mapping[str, Tensor]) -> Iterator[tuple
         elif module.endswith("gate_proj"):
             block = re.sub(r"\bexperts\.", "experts.local_experts.", module.removesuffix("gate_proj"))
             both = torch.cat((tensor, own[name.replace("gate_proj", "up_proj")]))
-            yield f"{block}linear_fc1.weight", both
-            yield f"{block}linear_fc2.weight", own[name.replace("gate_proj", "down_proj")]
+            yield f"{block}linear_fc1.{kind}", both
+            yield f"{block}linear_fc2.{kind}", own[name.replace("gate_proj", "down_proj")]

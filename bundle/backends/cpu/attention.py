@@ -30,6 +30,14 @@ class Block:
     keys: int  # 0: padding
 
 
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a query sees: all keys, or those up to its own place, or of these the last `window` ones."""
+
+    causal: bool
+    window: int | None = None
+
+
 @dataclass(frozen=True)
 class Layout:
     """One attention call: `blocks` cover the rank's rows in order; `keys`: each sequence's rows on all ranks.
@@ -51,6 +59,7 @@ class CoreAttention(core_attention.CoreAttention):
     """
 
     name = "cpu"
+    sinks_and_windows = True
 
     @staticmethod
     def kernel_of(config: Any) -> AttentionKernel:
@@ -72,7 +81,16 @@ class CoreAttention(core_attention.CoreAttention):
             both = gather_in_order(torch.cat((key, value), -1), layout.order, group)
             key, value = both[..., :width], both[..., width:]
         out = attend(
-            query, key, value, layout, causal=causal, scale=self.scale, hidden=hidden, dropout=self.dropped
+            query,
+            key,
+            value,
+            layout,
+            causal=causal,
+            scale=self.scale,
+            hidden=hidden,
+            dropout=self.dropped,
+            window=self.window,
+            sinks=self.softmax_offset,
         )
         return out if packed is None else out.squeeze(1)
 
@@ -205,16 +223,25 @@ def attend(
     scale: float,
     hidden: Tensor | None = None,
     dropout: float = 0.0,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention [rows, b, n, dv] of queries [rows, b, n, dk] to keys and values [keys, b, groups, d].
 
     `hidden`: bool [b or 1, n or 1, rows or 1, keys], True = not seen. Rows of padding, and rows that see
-    nothing, give zeros (as Transformer Engine's packed kernels do). Computed in float32 at least.
+    nothing, give zeros (as Transformer Engine's packed kernels do). Computed in float32 at least. `window`:
+    of the keys that a causal query sees, only so many. `sinks` [n] are logits of one more key, whose value is
+    zero: one of its channels multiplies ones of the queries, so that kernels need not know of it.
     """
     heads, out_dim = query.shape[2], value.shape[-1]
     # The fused kernel takes one head dim for all three; zeros change no product and cost little.
     width = max(query.shape[-1], out_dim)
     q, k, v = (_heads_first(x, heads, width) for x in (query, key, value))
+    sink = None
+    if sinks is not None:
+        q, k, v = F.pad(q, (0, 1), value=1.0), F.pad(k, (0, 1)), F.pad(v, (0, 1))
+        sink = F.pad(sinks.to(q.dtype)[:, None, None] / scale, (width, 0))
+    order = Order(causal, window)
     pieces = q.split([block.rows for block in layout.blocks], 2)
     keys, values = k.split(layout.keys, 2), v.split(layout.keys, 2)
     outputs, first = [], 0
@@ -225,7 +252,7 @@ def attend(
             mask = hidden[:, :, rows, : block.keys]
         if block.keys:
             k_block, v_block = (x[block.sequence][:, :, : block.keys] for x in (keys, values))
-            outputs.append(_block(piece, k_block, v_block, mask, causal=causal, scale=scale, dropout=dropout))
+            outputs.append(_block(piece, k_block, v_block, mask, order, sink, scale=scale, dropout=dropout))
         else:
             outputs.append(torch.zeros_like(piece))
         first += block.rows
@@ -249,22 +276,39 @@ def _heads_first(x: Tensor, heads: int, width: int) -> Tensor:
 
 
 def _block(
-    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, *, causal: bool, scale: float, dropout: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    hidden: Tensor | None,
+    order: Order,
+    sink: Tensor | None,
+    *,
+    scale: float,
+    dropout: float,
 ) -> Tensor:
+    """`sink`: the key [n, 1, d] in front of all others; None: there is none."""
     rows, keys = q.shape[2], k.shape[2]
-    square = causal and rows == keys and hidden is None
-    if square or (hidden is None and not causal):
+    square = order == Order(causal=True) and rows == keys
+    if hidden is None and sink is None and (square or not order.causal):
         return F.scaled_dot_product_attention(q, k, v, is_causal=square, scale=scale, dropout_p=dropout)
-    if hidden is None:
-        seen = _ends_together(rows, keys)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, dropout_p=dropout)
-    seen = ~hidden & _ends_together(rows, keys) if causal else ~hidden
-    blind = ~seen.any(-1, keepdim=True)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen | blind, scale=scale, dropout_p=dropout)
-    return out.masked_fill(blind, 0.0)
+    seen, blind = _seen(rows, keys, order), None
+    if hidden is not None:
+        seen = ~hidden & seen
+        blind = ~seen.any(-1, keepdim=True)
+        seen = seen | blind
+    if sink is not None:
+        k, v = torch.cat((sink.expand(k.shape[0], -1, -1, -1), k), 2), F.pad(v, (0, 0, 1, 0))
+        seen = F.pad(seen, (1, 0), value=True)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, dropout_p=dropout)
+    return out if blind is None else out.masked_fill(blind, 0.0)
 
 
 @lru_cache(maxsize=16)
-def _ends_together(rows: int, keys: int) -> Tensor:
+def _seen(rows: int, keys: int, order: Order) -> Tensor:
     """Bool [rows, keys], True = seen, of the last `rows` queries of `keys` positions."""
-    return torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
+    everything = torch.ones(rows, keys, dtype=torch.bool)
+    if not order.causal:
+        return everything
+    last = keys - rows
+    seen = everything.tril(last)
+    return seen if order.window is None else seen.triu(last - order.window + 1)

@@ -1,0 +1,55 @@
+"""Published tensors where they lie: views of mapped files, in which nothing is copied."""
+
+import mmap
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bundle.errors import JobFailed, UsageError
+from bundle.models.published import DTYPES
+from bundle.pretrained import Entry
+from bundle.pretrained.directory import tensors_of
+
+_AT_ONCE = 4
+
+
+class Files:
+    """The files that a pass reads, the last few of them mapped. What is read of them is the file's memory."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[Path, tuple[mmap.mmap, dict[str, Entry]]] = {}  # the oldest first
+
+    def bytes(self, name: str, entry: Entry) -> Tensor:
+        """The stored bytes of a tensor, uint8 [n]; must not be written to.
+
+        Raises JobFailed for a file that cannot be read, or that is another one than the entry was read in.
+        """
+        mapped, entries = self._opened(entry.file)
+        if entries.get(name) != entry:
+            raise JobFailed(f"{entry.file}: is another file than the one whose header was checked ({name})")
+        size = entry.stop - entry.start
+        if size == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given buffer is not writable")
+            return torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=entry.start)
+
+    def tensor(self, name: str, entry: Entry) -> Tensor:
+        """The numbers of a tensor as they are stored, in its shape; must not be written to."""
+        return self.bytes(name, entry).view(DTYPES[entry.dtype]).view(entry.shape)
+
+    def _opened(self, path: Path) -> tuple[mmap.mmap, dict[str, Entry]]:
+        if path not in self._mapped:
+            try:
+                entries = tensors_of(path)
+                with path.open("rb") as file:
+                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            except (OSError, UsageError) as error:
+                raise JobFailed(f"{path}: cannot be read any more: {error}") from error
+            mapped.madvise(mmap.MADV_SEQUENTIAL)
+            if len(self._mapped) == _AT_ONCE:  # tensors that somebody still looks at keep theirs
+                del self._mapped[next(iter(self._mapped))]
+            self._mapped[path] = mapped, entries
+        return self._mapped[path]
