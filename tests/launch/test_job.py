@@ -88,9 +88,10 @@ def changed(job: Job, **changes: object) -> str:
 )
 def test_a_job_comes_back_as_it_was(anywhere, start, directory, drift, image, counts):
     nodes, per_node = counts
+    environment = anywhere.environment if nodes == 1 else {"OMP_NUM_THREADS": str(per_node)}
     told = replace(
         anywhere, start=start, directory=Path(directory), allow_drift=drift, image=image, nodes=nodes,
-        per_node=per_node,
+        per_node=per_node, environment=environment,
     )  # fmt: skip
     read = parse(told.text())
     assert read == told and read.digest == told.digest and read.text() == told.text()
