@@ -246,6 +246,7 @@ def model(
     _mark_sinks(built)
     if architecture.linear_bias:
         _own_results(built)
+        _keep_apart(built)
     rotary.turn_by_three(built, architecture)
     rotary.stretch(built, architecture)
     if architecture.moe is not None and architecture.moe.groups is not None:
@@ -273,6 +274,19 @@ def _own_results(built: torch.nn.Module) -> None:
     for name, module in built.named_modules():
         if re.search(r"\.local_experts\.\d+\.linear_fc2$", name):
             module.register_forward_hook(lambda _module, _inputs, of: (of[0].clone(), of[1]))
+
+
+def _keep_apart(built: torch.nn.Module) -> None:
+    """Has the biases of experts reduced and counted in the norm of gradients as their weights are.
+
+    Megatron takes the bias of every row-parallel layer for a copy that tensor-parallel ranks share: under
+    sequence parallelism it adds up their gradients, and it counts the first rank's. They are other experts'.
+    """
+    for name, parameter in built.named_parameters():
+        if ".experts." in name and "bias" in name.rpartition(".")[2]:
+            parameter.sequence_parallel = False
+            if not getattr(parameter, "tensor_model_parallel", False):
+                tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, 0, 1)
 
 
 def with_images(

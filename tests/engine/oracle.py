@@ -140,9 +140,11 @@ def _possible(name: str, layout: str) -> bool:
     config, (parallel, form) = CONFIGS[name], LAYOUTS[layout]
     if "ep" in parallel and not experts.number(config):
         return False
+    release = megatron.core.__version__
+    if config["model_type"] == "gpt_oss" and "tp" in parallel and "ep" not in parallel:
+        return not packages.within(release, "<0.19")  # the trap moe-tensor-without-expert-parallel
     if not model.depths(config):
         return True
-    release = megatron.core.__version__
     packed, over_tensor_ranks = form == "thd", "tp" in parallel
     return not (packed and packages.within(release, "<0.16")) and not (
         over_tensor_ranks and packages.within(release, "<0.13")

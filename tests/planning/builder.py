@@ -27,7 +27,7 @@ from tests.planning.megatron import ready
 from tests.reference.configs import CONFIGS
 from tests.vision.cases import CASES as CASES_THAT_SEE
 
-GPT_OSS = CONFIGS["gpt_oss"]
+GPT_OSS = CONFIGS["gpt_oss"] | {"vocab_size": 300}
 _FIRST, _LAST = ({f"num_layers_in_{end}_pipeline_stage": 1} for end in ("first", "last"))
 _FOUR, _TWO = {"num_layers_in_first_pipeline_stage": 4}, {"num_layers_in_last_pipeline_stage": 2}
 _LORA = {"rank": 3, "alpha": 6.0}
