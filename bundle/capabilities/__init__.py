@@ -162,7 +162,8 @@ class Operator(NamedTuple):
     name: str  # in the recipe's `operators`
     what: str  # the code that runs
     why: str
-    where: "Callable[[Recipe], bool]" = lambda recipe: True  # there is such an operation in this job
+    when: frozenset[str] = frozenset()  # features of a recipe whose jobs have such an operation
+    unless: frozenset[str] = frozenset()
 
 
 class Emulated(NamedTuple):
@@ -230,7 +231,8 @@ class Capabilities(NamedTuple):
 
     def operators_of(self, recipe: "Recipe") -> list[Operator]:
         """The operators for operations that this job has, left in or not."""
-        return [one for one in self.operators if one.where(recipe)]
+        has = recipe.features
+        return [one for one in self.operators if one.when <= has and not one.unless & has]
 
     def operator_refusals(self, recipe: "Recipe") -> list[str]:
         """The operators that are asked for and that there are none of."""

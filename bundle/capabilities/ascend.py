@@ -1,7 +1,6 @@
 """What the ascend backend offers: torch-npu's operators in megatron's local layers, HCCL. Met no NPU yet."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from bundle.capabilities import (
     AttentionKernel,
@@ -16,14 +15,6 @@ from bundle.capabilities import (
     Variable,
     connections,
 )
-
-if TYPE_CHECKING:
-    from bundle.recipe import Recipe
-
-
-def _has_experts(recipe: "Recipe") -> bool:
-    return recipe.architecture.moe is not None
-
 
 _PLUGIN = "MindCluster's ascend-device-plugin, which has one name for A1, A2 and A3; a cluster names its gres"
 
@@ -79,19 +70,21 @@ ASCEND = Capabilities(
             "permute",
             "npu_moe_token_permute_with_routing_map",
             "tokens go to their experts and back by one kernel each; the order is not read back to the host",
-            _has_experts,
+            frozenset({"moe"}),
         ),
         Operator(
             "grouped_experts",
             "npu_grouped_matmul",
             "one product for all experts of a rank, where they would be multiplied one after the other",
-            lambda recipe: _has_experts(recipe) and recipe.model.lora is None,
+            frozenset({"moe"}),
+            unless=frozenset({"lora"}),
         ),
         Operator(
             "adamw",
             "_fused_adamw_",
             "one kernel for a tensor's update, where torch takes a dozen",
-            lambda recipe: recipe.optimizer.name == "adam" and not recipe.optimizer.optimizer_cpu_offload,
+            frozenset({"adam"}),
+            unless=frozenset({"optimizer-cpu-offload"}),
         ),
     ),
     fp8=(),

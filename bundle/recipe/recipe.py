@@ -360,6 +360,8 @@ class Recipe(Section):
             "overlap-param-gather": self.distributed.overlap_param_gather,
             "distributed-checkpoint": True,
             "async-checkpoint": self.checkpoint.async_,
+            "lora": model.lora is not None,
+            "adam": self.optimizer.name == "adam",
             "optimizer-cpu-offload": self.optimizer.optimizer_cpu_offload,
         }
         return frozenset(name for name, is_used in used.items() if is_used)
