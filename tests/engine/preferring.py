@@ -1,5 +1,6 @@
 """How far an engine's preference loss is from its formula over transformers' own log-probabilities."""
 
+import copy
 import functools
 from typing import Any
 
@@ -76,8 +77,9 @@ def answers() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _model(seed: int) -> Any:
+    settings = transformers.AutoConfig.for_model(**copy.deepcopy(CONFIG))
     made = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(**CONFIG), dtype=torch.float64, attn_implementation="eager"
+        settings, dtype=torch.float64, attn_implementation="eager"
     )
     weights = {name: tensor.detach() for name, tensor in drawn(CONFIG, seed).items()}
     assert not made.load_state_dict(weights, strict=False).unexpected_keys

@@ -191,8 +191,3 @@ def test_packed_mistakes_are_refused():
     other.cu_seqlens_kv = torch.tensor([0, 6, 12])
     with pytest.raises(JobFailed, match="self-attention only"):
         attention(*x, None, packed_seq_params=other)
-
-
-def test_sliding_windows_and_sinks_are_refused_before_training():
-    with pytest.raises(UsageError, match="sliding windows"):
-        core_attention("causal", window_size=(4, 0))
