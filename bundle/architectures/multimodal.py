@@ -9,6 +9,7 @@ from bundle.architectures.architecture import Architecture, Vision
 from bundle.architectures.config import IRRELEVANT, REQUIRED, Keys, read_rope
 
 MOST_BLOCKS, MOST_POSITIONS = 1024, 2**20
+_FULL = (7, 15, 23, 31)  # what transformers takes for Qwen2.5-VL's blocks without windows
 Shaped = tuple[str, tuple[int, ...]]  # name, shape
 _TEXT, _TOWER, _TIED = "text_config", "vision_config", "tie_word_embeddings"
 
@@ -92,8 +93,10 @@ def _windowed(keys: Keys, patches: dict[str, Any]) -> Vision:
     keys.only("in_chans", channels, why=f"must be in_channels, {channels}")
     keys.only("spatial_patch_size", patch, why=f"must be patch_size, {patch}")
     keys.integer("tokens_per_second", 0, least=0)  # of videos
-    window, full = keys.integer("window_size"), keys.integers("fullatt_block_indexes")
-    return Vision("qwen2_5_vl", window_size=window, full_layers=full, **patches)
+    full = tuple(number for number in _FULL if number < patches["num_layers"])
+    if keys.present("fullatt_block_indexes"):
+        full = keys.integers("fullatt_block_indexes")
+    return Vision("qwen2_5_vl", window_size=keys.integer("window_size"), full_layers=full, **patches)
 
 
 def _deep(keys: Keys, patches: dict[str, Any]) -> Vision:

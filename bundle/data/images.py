@@ -10,7 +10,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,10 +30,10 @@ MOST_UNEQUAL = 200  # times that an image may be as high as wide, or as wide as 
 _KEYS = ("image", "image_url", "path", "url", "base64", "bytes")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _DATA = re.compile(r"data:image/[\w.+-]+;base64,")
-# Of transformers' Qwen2VLImageProcessor, where no file says otherwise.
+# Of transformers' Qwen2VLImageProcessor, which all families have, where no file says otherwise.
 _PIXELS = (56 * 56, 28 * 28 * 1280)
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-_SETTINGS = ("preprocessor_config.json", "processor_config.json")
+_NESTED, _OWN = "processor_config.json", "preprocessor_config.json"
 
 
 class Picture(NamedTuple):
@@ -209,18 +209,27 @@ def _of_file(name: str, folder: Path, limit: int) -> bytes:
 
 
 def _settings(directories: Sequence[Path]) -> dict[str, Any]:
-    """What the first of these says of its image processor; {} where none does."""
-    for path in _candidates(directories):
-        try:
-            said = json.loads(files.content(path, 2**20))
-        except (OSError, ValueError) as error:
-            raise UsageError(f"{path}: cannot be read: {error}") from error
-        said = said.get("image_processor", said) if isinstance(said, dict) else None
-        if not isinstance(said, dict):
-            raise UsageError(f"{path}: must hold a JSON object")
-        return said
+    """What the first of these says of its image processor; {} where none does.
+
+    As transformers has it: the section of one in the file of all processors, or else its own file.
+    """
+    for at in directories:
+        for path in (at / _NESTED, at / _OWN):
+            said = _object(path) if files.is_file(path) else {}
+            if path.name == _NESTED:
+                said = said.get("image_processor") or {}
+            if not isinstance(said, dict):
+                raise UsageError(f"{path}: image_processor must be a JSON object")
+            if said:
+                return said
     return {}
 
 
-def _candidates(directories: Sequence[Path]) -> Iterator[Path]:
-    return (path for at in directories for name in _SETTINGS if files.is_file(path := at / name))
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        said = json.loads(files.content(path, 2**20))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(said, dict):
+        raise UsageError(f"{path}: must hold a JSON object")
+    return said

@@ -241,11 +241,11 @@ class Images(Section):
 
     min_pixels: Count | None = Field(
         default=None,
-        description="An image is made at least so large [pixels]; null: what preprocessor_config.json of the"
-        " model or its tokenizer says.",
+        description="An image is made at least so large [pixels]; null: what processor_config.json or"
+        " preprocessor_config.json of the model or its tokenizer says, or else transformers' class.",
     )
     max_pixels: Count | None = Field(
-        default=None, description="And at most so large [pixels]; null: what that file says."
+        default=None, description="And at most so large [pixels]; null: as with min_pixels."
     )
     limit_bytes: Count = Field(
         default=2**25, description="A larger file, or base64 of more bytes, is corrupt."

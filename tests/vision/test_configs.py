@@ -10,7 +10,7 @@ from bundle.architectures.tensors import Tensors
 from bundle.errors import UsageError
 from tests.families.record import note
 from tests.vision import reference
-from tests.vision.cases import CASES
+from tests.vision.cases import CASES, Case
 from tools.models import EVERY
 
 FLAT = CASES[0].config
@@ -44,6 +44,17 @@ def test_the_numbers_of_an_architecture():
     assert (read.model_type, read.rotary_sections, read.rotary_base) == ("qwen2_5_vl", (2, 3, 1), 700.0)
     assert read.vision and (read.vision.patch_values, read.vision.patches) == (3 * 2 * 16, 4)
     assert (read.vision.full_layers, read.vision.image_token, read.qkv_bias) == ((1,), 190, True)
+
+
+@pytest.mark.parametrize("depth", [7, 20, 32])
+def test_blocks_that_see_all_where_none_are_named_are_those_of_transformers(depth):
+    pytest.importorskip("transformers")
+    config = copy.deepcopy(FLAT)
+    config["vision_config"] |= {"depth": depth}
+    del config["vision_config"]["fullatt_block_indexes"]
+    vision = from_config(config).vision
+    theirs = reference._config(Case("", config)).vision_config.fullatt_block_indexes
+    assert vision and vision.full_layers == tuple(number for number in theirs if number < depth)
 
 
 def test_a_table_names_what_transformers_saves(seen):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from bundle.architectures.multimodal import FAMILIES as OF_IMAGES
 from bundle.data import prepare
 from bundle.data.images import Processing, placed
 from bundle.data.sources import Corrupt
@@ -14,6 +15,7 @@ from bundle.data.tokenizers import HuggingFace
 from bundle.errors import JobFailed, UsageError
 from bundle.recipe import from_mapping, load
 from tests.vision import rows
+from tests.vision.cases import CASES
 from tests.vision.rows import asking, content, image
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -252,7 +254,7 @@ def test_settings_of_an_image_processor(tmp_path):
     directory = rows.write(tmp_path / "data", [], {})
     settings = directory / "tokenizer" / "preprocessor_config.json"
     assert processing(tmp_path).mean == (0.5, 0.5, 0.5)
-    settings.rename(settings.with_name("processor_config.json"))
+    # What is said of all processors together goes before the image processor's own file.
     nested = (
         '{"image_processor": {"size": {"shortest_edge": 64, "longest_edge": 4096}, "image_std": [1, 2, 3]}}'
     )
@@ -261,9 +263,32 @@ def test_settings_of_an_image_processor(tmp_path):
     assert found and (found.min_pixels, found.max_pixels, found.std) == (64, 4096, (1, 2, 3))
     with pytest.raises(UsageError, match="min_pixels 5000 exceeds max_pixels 4096"):
         Processing.of(job(directory, "data.images.min_pixels=5000"))
-    settings.with_name("processor_config.json").write_text("[1]")
-    with pytest.raises(UsageError, match="must hold a JSON object"):
-        Processing.of(job(directory))
+    for wrong, why in (
+        ("[1]", "must hold a JSON object"),
+        ('{"image_processor": 3}', "image_processor must"),
+    ):
+        settings.with_name("processor_config.json").write_text(wrong)
+        with pytest.raises(UsageError, match=why):
+            Processing.of(job(directory))
+    settings.with_name("processor_config.json").write_text('{"processor_class": "Qwen2_5_VLProcessor"}')
+    found = Processing.of(job(directory))
+    assert found and (found.min_pixels, found.std) == (256, (0.5, 0.5, 0.5))
+
+
+@pytest.mark.parametrize("family", sorted(OF_IMAGES))
+def test_settings_that_no_file_says_are_those_of_transformers(tmp_path, family):
+    auto = pytest.importorskip("transformers.models.auto.image_processing_auto")
+    # Qwen3-VL-MoE has the processor of Qwen3-VL, by whose name transformers finds an image processor.
+    names = auto.IMAGE_PROCESSOR_MAPPING_NAMES[family.removesuffix("_moe")]
+    theirs = auto.get_image_processor_class_from_name(names["pil"])()
+    directory = rows.write(tmp_path / "data", [], {})
+    (directory / "tokenizer" / "preprocessor_config.json").unlink()
+    config = next(case.config for case in CASES if case.family == family)
+    limits = ("data.images.min_pixels=null", "data.images.max_pixels=null")
+    given = job(directory, *limits).dump() | {"model": {"config": config}}
+    ours = Processing.of(from_mapping(given))
+    assert ours and (ours.mean, ours.std) == (tuple(theirs.image_mean), tuple(theirs.image_std))
+    assert (ours.min_pixels, ours.max_pixels) == (theirs.size["shortest_edge"], theirs.size["longest_edge"])
 
 
 def test_tokens_are_made_anew_for_other_patches(tmp_path):
