@@ -4,6 +4,7 @@ import json
 import math
 import struct
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,11 +34,13 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
 def logged(data: bytes) -> Iterator[bytes]:
     """The records of a LevelDB log behind 7 bytes: blocks of 32 KiB, records in one or more parts."""
     at, whole = 7, b""
-    while at < len(data):
+    while at + 7 <= len(data):
         if (left := -at % 2**15) and left < 7:
             at += left
             continue
         _, length, kind = struct.unpack_from("<IHB", data, at)
+        if at + 7 + length > len(data):  # still being written
+            return
         whole += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # whole, or a last part
@@ -45,15 +48,23 @@ def logged(data: bytes) -> Iterator[bytes]:
             whole = b""
 
 
-def wandb_runs(directory: RunDirectory) -> dict[str, dict[int, dict[str, float]]]:
-    """run -> step -> numbers, from the offline files."""
+def whole(path: Path) -> list[Any]:
+    """The records of an offline file: wandb's service writes the last ones after its client is done."""
     from wandb.proto import wandb_internal_pb2
 
+    for _ in range(300):
+        records = [wandb_internal_pb2.Record.FromString(data) for data in logged(path.read_bytes())]
+        if any(record.HasField("exit") for record in records):
+            return records
+        time.sleep(0.1)
+    raise AssertionError(f"{path} has no end")
+
+
+def wandb_runs(directory: RunDirectory) -> dict[str, dict[int, dict[str, float]]]:
+    """run -> step -> numbers, from the offline files."""
     found: dict[str, dict[int, dict[str, float]]] = defaultdict(dict)
     for path in sorted((directory.root / "wandb").glob("offline-run-*/run-*.wandb")):
-        for data in logged(path.read_bytes()):
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(data)
+        for record in whole(path):
             items = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
             if "step" in items:
                 found[path.stem.removeprefix("run-")][items["step"]] = items
