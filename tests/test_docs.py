@@ -20,8 +20,9 @@ def commands() -> list[tuple[str, str]]:
         for block in CONSOLE.findall(page.read_text(encoding="utf-8")):
             prompts = [line[2:] for line in block.splitlines() if line.startswith("$ ")]
             shown = (line.partition("#")[0].strip() for line in prompts)
-            # `weights` needs weights: tests.cli.test_weights has some, and runs the page's commands in order
-            found += [(page.name, line) for line in shown if not line.startswith("mcore-bundle weights")]
+            # These need weights: tests.cli.test_weights and test_generate have some, and run what is shown.
+            without = ("mcore-bundle weights", "mcore-bundle generate")
+            found += [(page.name, line) for line in shown if not line.startswith(without)]
     return found
 
 

@@ -25,6 +25,7 @@ VERBS: dict[str, str] = {
     "plan": "All that a job will be, before it starts, and what stands against it.",
     "check": "What the data of a job comes to: counts, epochs, and samples with their loss masks.",
     "weights": "Weights between Hugging Face and megatron: check, export, import, diff.",
+    "generate": "What a trained model answers, to look at it.",
     "report": "One page about a run, or several side by side: curves, plan, patches.",
     "doctor": "Can this machine run a job? What is wrong, why, and what to do.",
     "preflight": "Can this node compute, write and read what a job will ask of it? By doing it.",

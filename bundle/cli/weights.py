@@ -1,6 +1,7 @@
 """`mcore-bundle weights`: a model's weights between Hugging Face and megatron, looked at and compared."""
 
 import json
+import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,6 +25,13 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Weights between Hugging Face and megatron: check, export, import, diff.",
 )
+
+
+@app.callback()
+def quiet() -> None:
+    """Megatron tells of kernels that are not installed when it is imported; weights need none."""
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+
 
 HuggingFace = Annotated[Path, typer.Argument(metavar="DIR", help="A Hugging Face directory.")]
 Out = Annotated[
@@ -74,7 +82,7 @@ def export_(
     ] = "",
 ) -> None:
     """Write a checkpoint, of any layout, as a Hugging Face directory."""
-    found, job = _checkpoint(checkpoint, like, verified=True)
+    found, job = checkpoint_of(checkpoint, like, verified=True)
     if job is not None:
         model, numbers = Published.of(job), dtype or job.model.dtype
     elif like is not None:
@@ -129,7 +137,9 @@ def diff(
         raise typer.Exit(int(ExitCode.JOB_FAILED))
 
 
-def _checkpoint(named: Path, like: Path | None, *, verified: bool) -> tuple["Directory", Recipe | None]:
+def checkpoint_of(
+    named: Path, like: Path | None = None, *, verified: bool
+) -> tuple["Directory", Recipe | None]:
     """A checkpoint's tensors, and the recipe of the run that it is of, where it is one of ours."""
     from bundle.checkpoints import manifest
     from bundle.checkpoints.directory import MEGATRON
@@ -138,6 +148,8 @@ def _checkpoint(named: Path, like: Path | None, *, verified: bool) -> tuple["Dir
     from bundle.models.conversion import newest
     from bundle.runs.directory import RunDirectory, newest_checkpoint
 
+    if not named.is_dir():
+        raise UsageError(f"{named}: there is no such directory")
     step = newest_checkpoint(named)
     if step is None:
         return Directory(newest(named)), None
@@ -168,7 +180,7 @@ def _source(named: Path, other: Path) -> "Source":
 
     if (weights := pretrained.opened(named)) is not None:
         return HuggingFace(weights)
-    checkpoint, _ = _checkpoint(named, None, verified=False)
+    checkpoint, _ = checkpoint_of(named, None, verified=False)
     if pretrained.opened(other) is None:
         return Megatron(checkpoint)
     return AsPublished(checkpoint, Tensors(_as(other, checkpoint).architecture))

@@ -16,7 +16,7 @@ from jinja2 import TemplateSyntaxError  # torch needs it, too
 from bundle.data import images
 from bundle.data.sources import Corrupt, Values, text_of
 from bundle.data.store import Document
-from bundle.data.tokenizers import HuggingFace, Tokenizer
+from bundle.data.tokenizers import HuggingFace, Tokenizer, Tokens
 from bundle.errors import UsageError, shown
 from bundle.recipe.sections import Data, Fields
 
@@ -287,10 +287,15 @@ class Headings:
             raise Corrupt("data.template: plain does not write images; use chat")
         pieces = []
         for index, message in enumerate(conversation.messages):
-            pieces.append((f"### {message['role'].capitalize()}\n", False, False))
+            pieces.append((_heading(message["role"]), False, False))
             answers, learned = message["role"] == "assistant", index in conversation.turns
             pieces.append((f"{message['content']}\n", answers, learned))
         return pieces
+
+    def prompt(self, messages: list[Message]) -> Tokens:
+        """The tokens after which the assistant speaks."""
+        pieces = [*self.draft(Conversation(messages, ())), (_heading("assistant"), False, False)]
+        return next(self.encode([pieces])).ids
 
     def encode(self, drafts: Sequence[list[tuple[str, bool, bool]]]) -> Iterator[Document]:
         """The tokens of each draft."""
@@ -299,6 +304,10 @@ class Headings:
             parts = [np.append(next(encoded), self._end) if ends else next(encoded) for _, ends, _ in pieces]
             learned = np.repeat([learned for _, _, learned in pieces], [len(part) for part in parts])
             yield Document(np.concatenate(parts), learned)
+
+
+def _heading(role: str) -> str:
+    return f"### {role.capitalize()}\n"
 
 
 class ChatTemplate:
@@ -319,19 +328,17 @@ class ChatTemplate:
         """
         if conversation.tools and "tools" not in self._template:
             raise Corrupt("the chat template does not write the tools that the row has")
-        try:
+        with self._understood():
             text, parts = self._written(conversation)
-        except (Corrupt, UsageError):
-            raise
-        except TemplateSyntaxError as error:
-            where = f"{self._tokenizer.directory} cannot be read: {error.message}, line {error.lineno}"
-            raise UsageError(f"data.template: the chat template of {where}") from error
-        except Exception as error:  # a template raises what it likes about a row
-            raise Corrupt(f"the chat template refuses it: {error}") from error
         learned = [text[start:until] for start, until in parts]
         for index in conversation.turns:
             _refuse_left_out(conversation.messages[index], learned)
         return text, parts
+
+    def prompt(self, messages: list[Message]) -> Tokens:
+        """The tokens after which the assistant speaks. Raises Corrupt where the template refuses."""
+        with self._understood():
+            return self._tokenizer.encode([self._render(messages, None, prompt=True)])[0]
 
     def encode(self, drafts: Sequence[tuple[str, list[Part]]]) -> Iterator[Document]:
         """The tokens of each draft: one is learned when it begins in a part that is."""
@@ -341,6 +348,18 @@ class ChatTemplate:
             for start, until in parts:
                 learned |= (places >= start) & (places < until)
             yield Document(ids, learned)
+
+    @contextmanager
+    def _understood(self) -> Iterator[None]:
+        try:
+            yield
+        except (Corrupt, UsageError):
+            raise
+        except TemplateSyntaxError as error:
+            where = f"{self._tokenizer.directory} cannot be read: {error.message}, line {error.lineno}"
+            raise UsageError(f"data.template: the chat template of {where}") from error
+        except Exception as error:  # a template raises what it likes about a row
+            raise Corrupt(f"the chat template refuses it: {error}") from error
 
     def _written(self, conversation: Conversation) -> tuple[str, list[Part]]:
         messages, tools = conversation.messages, conversation.tools

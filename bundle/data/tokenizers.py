@@ -97,6 +97,11 @@ class HuggingFace:
             for ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
         ]
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether there is one, usable or not."""
+        return bool(self._tokenizer.chat_template)
+
     def chat_template(self) -> str:
         """The tokenizer's chat template. Raises UsageError where it has none that we can use."""
         try:

@@ -1,0 +1,72 @@
+"""What a model answers, by transformers' own class: token ids in, token ids out."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bundle.errors import EnvironmentUnfit, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen; at temperature 0 the likeliest one."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+def answers(
+    directory: Path, prompts: Iterable[Sequence[int]], end: int, sampling: Sampling
+) -> Iterator[list[int]]:
+    """The ids that follow each prompt in the model of a Hugging Face directory, one prompt after the other.
+
+    An answer ends with `end`, with what the directory's generation config ends it with, or is cut at
+    `max_tokens`. Nothing else of that config counts. MTP layers take no part.
+    Raises EnvironmentUnfit without transformers, UsageError for a directory that it does not open whole.
+    """
+    model = _opened(directory)
+    ends = model.generation_config.eos_token_id
+    ends = {end, *(ends if isinstance(ends, list) else () if ends is None else (ends,))}
+    chosen = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+    settings = type(model.generation_config)(
+        max_new_tokens=sampling.max_tokens,
+        eos_token_id=sorted(ends),
+        pad_token_id=end,
+        **(chosen if sampling.temperature else {"do_sample": False}),
+    )
+    torch.manual_seed(sampling.seed)
+    for prompt in prompts:
+        ids = torch.tensor([list(prompt)], device=model.device)
+        model.generation_config = settings
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+        yield found[0, ids.shape[1] :].tolist()
+
+
+def _opened(directory: Path) -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise EnvironmentUnfit("generate needs transformers: pip install 'mcore-bundle[data]'") from error
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    local = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        config = transformers.AutoConfig.from_pretrained(directory, **local)
+        with_images = hasattr(config, "vision_config")
+        kind = transformers.AutoModelForImageTextToText if with_images else transformers.AutoModelForCausalLM
+        model, found = kind.from_pretrained(
+            directory, config=config, dtype="auto", output_loading_info=True, **local
+        )
+    except Exception as error:  # transformers trusts what stands in the files
+        version = transformers.__version__
+        said = str(error).strip().partition("\n")[0]
+        raise UsageError(f"{directory}: transformers {version} does not open it: {said}") from error
+    if missing := sorted(found["missing_keys"]):
+        raise UsageError(f"{directory}: weights that transformers asks for are missing", missing[:10])
+    place = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    return model.eval().to(place)

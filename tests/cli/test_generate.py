@@ -1,0 +1,151 @@
+"""`mcore-bundle generate`: a model that has learned a few rows by heart says them, and how it is refused."""
+
+import json
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from bundle.cli import main
+from tests.data.chat import SIMPLE, directory
+from tests.training import command
+
+ROWS = {"What is red?": "A poppy in June.", "What is blue?": "Nobody knows: ask again."}
+MODEL = {
+    "model_type": "qwen3",
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+
+
+def train(place: Path, data: dict, **sections: dict) -> Path:
+    """The run of a model that is trained until it knows the rows by heart."""
+    rows = [{"prompt": question, "response": answer} for question, answer in ROWS.items()]
+    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = {
+        "name": "heart",
+        "task": "sft",
+        "model": {"config": MODEL, "dtype": "fp32"},
+        "data": {
+            "source": "jsonl",
+            "path": [str(place / "rows.jsonl")],
+            "sequence_length": 96,
+            "validation": 0,
+        }
+        | data,
+        "train": {"steps": 70, "global_batch_size": 2, "micro_batch_size": 2, "eval_interval": 0},
+        "optimizer": {"lr": 5e-3, "warmup_steps": 5},
+        "metrics": {"tensorboard": False},
+        "checkpoint": {"interval": 0},
+    } | sections
+    (place / "heart.yaml").write_text(json.dumps(recipe))
+    command.finish(command.train(str(place / "heart.yaml"), place / "run", (), "--backend=cpu"))
+    return place / "run"
+
+
+def generate(capfd, *words: str | Path) -> tuple[int, str, str]:
+    """(what the command would end with, what it printed, what it said of errors)."""
+    capfd.readouterr()
+    before, sys.argv = sys.argv, ["mcore-bundle", "generate", *map(str, words)]
+    try:
+        main()
+        code = 0
+    except SystemExit as end:
+        code = int(end.code or 0)
+    finally:
+        sys.argv = before
+    return code, *capfd.readouterr()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    pytest.importorskip("megatron.core")
+    pytest.importorskip("transformers")
+    return train(tmp_path_factory.mktemp("plain"), {"tokenizer": "bytes", "template": "plain"})
+
+
+@pytest.mark.world
+def test_what_was_learned_is_said(run, capfd):
+    asked = [word for question in ROWS for word in ("--prompt", question)]
+    code, out, err = generate(capfd, run, *asked, "--json")
+    assert code == 0, err
+    found = [json.loads(line) for line in out.splitlines()]
+    assert {one["prompt"]: one["answer"].strip() for one in found} == ROWS
+    # A turn ends with a line and the end of text.
+    assert [one["tokens"] for one in found] == [len(answer) + 2 for answer in ROWS.values()]
+
+
+@pytest.mark.world
+def test_a_checkpoint_and_one_prompt_are_enough(run, capfd):
+    code, out, err = generate(capfd, run / "checkpoints" / "step-00000070", "--prompt=What is red?")
+    assert (code, out.strip()) == (0, "A poppy in June."), err
+    code, out, _ = generate(capfd, run, "--prompt=What is red?", "--max-tokens=7")
+    assert (code, out.rstrip("\n")) == (0, "A poppy")
+
+
+@pytest.mark.world
+def test_what_is_drawn_comes_from_the_seed(run, capfd):
+    hot = ("--prompt=What is red?", "--temperature=3", "--max-tokens=40")
+    one, same, other = (generate(capfd, run, *hot, f"--seed={seed}") for seed in (1, 1, 2))
+    assert one == same and one[1] != other[1]
+    # So little mass is the likeliest token, however hot.
+    assert generate(capfd, run, *hot[:2], "--top-p=0.0001")[1].strip() == "A poppy in June."
+
+
+@pytest.fixture(scope="module")
+def chatting(tmp_path_factory) -> Path:
+    pytest.importorskip("megatron.core")
+    pytest.importorskip("transformers")
+    place = tmp_path_factory.mktemp("chat")
+    data = {"tokenizer": f"hf:{directory(place / 'words', SIMPLE)}", "template": "chat"}
+    return train(place, data, checkpoint={"interval": 0, "export": "hf"})
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("part", ["", "hf"])
+def test_a_run_and_its_export_answer_by_the_chat_template(chatting, part, capfd):
+    code, out, err = generate(capfd, chatting / part, "--prompt=What is blue?")
+    assert (code, out) == (0, "Nobody knows: ask again.\n"), err
+
+
+@pytest.mark.world
+def test_a_directory_without_one_of_its_tensors_is_not_asked(chatting, tmp_path, capfd):
+    safetensors = pytest.importorskip("safetensors.torch")
+    shutil.copytree(chatting / "hf", tmp_path / "hf")
+    (file,) = (tmp_path / "hf").glob("*.safetensors")
+    tensors = safetensors.load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    safetensors.save_file(tensors, file, {"format": "pt"})
+    code, out, err = generate(capfd, tmp_path / "hf", "--prompt=What is blue?")
+    assert code == 2 and not out and "model.layers.1.mlp.up_proj.weight" in err
+
+
+@pytest.mark.world
+def test_the_pages_command_runs(run, tmp_path, monkeypatch, capfd):
+    page = Path(__file__).parents[2] / "docs" / "pretrained.md"
+    (shown,) = re.findall(r"^\$ mcore-bundle generate (.*)$", page.read_text(), re.MULTILINE)
+    place, *words = shlex.split(shown)
+    (tmp_path / place).parent.mkdir()
+    (tmp_path / place).symlink_to(run)
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = generate(capfd, place, *words)
+    assert (code, out.count("> ")) == (0, 2)
+
+
+def test_what_is_no_run_is_said(tmp_path, capfd):
+    pytest.importorskip("torch")
+    code, _, err = generate(capfd, tmp_path / "none", "--prompt=a")
+    assert code == 2 and f"{tmp_path / 'none'}: there is no" in err and "Warning" not in err
+    assert generate(capfd, tmp_path)[0] == 2  # nothing is asked
