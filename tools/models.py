@@ -37,7 +37,8 @@ parallelism: Transformer Engine's kernels take no sinks otherwise. It was run on
 read in MXFP4 as published, as the numbers that transformers makes of them, and written in bf16.
 
 A model that sees images is tried on texts with several, of unequal sizes; gradients are those of the tower
-and of the projector too, in every layout.
+and of the projector too, in every layout. Either can be frozen, or have a learning rate of its own
+(`model.vision`).
 """
 MODELS = {
     "llama": "Llama 2, 3.1, 3.2, 3.3",

@@ -16,6 +16,7 @@ from bundle.architectures.published import NAMES, Names, kind_of
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 SINKS = "softmax_offset"  # what megatron-core and Transformer Engine call a layer's learned sinks
 TOWER = "vision.tower."  # what the names of a vision tower's tensors begin with; every tp rank holds it whole
+_PROJECTOR = (f"{TOWER}merger.", f"{TOWER}deepstack_merger_list.")
 
 # What tensor-parallel ranks hold parts of, by module: the dimension that is cut, and how many equal blocks of
 # it are cut one by one (2: gate and up). Experts are cut alike, between expert-tensor-parallel ranks.
@@ -57,6 +58,11 @@ def cut(name: str) -> Cut | None:
 def is_expert(name: str) -> bool:
     """Whether this is a routed expert's, of which each ep rank has its own."""
     return ".experts." in name
+
+
+def is_projector(name: str) -> bool:
+    """Whether this is of those modules of a tower that make embeddings as wide as the decoder's."""
+    return name.startswith(_PROJECTOR)
 
 
 def is_buffer(name: str) -> bool:

@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import tee
 from typing import Any
 
 import torch
 from megatron.core import distributed
+from megatron.core import optimizer as optimizers
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -90,7 +92,35 @@ def optimizer(
         **_kept(options),
         **megatrons,
     )
-    return get_megatron_optimizer(config, list(chunks))
+    with _groups_by_rate(recipe, chunks):
+        return get_megatron_optimizer(config, list(chunks))
+
+
+@contextmanager
+def _groups_by_rate(recipe: Recipe, chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
+    """Inside, megatron's groups of parameters are divided by learning rates, on every rank alike.
+
+    The recipe's own comes first. By `lr_mult` megatron knows a group when it loads a checkpoint, in every
+    release; how it can be asked for several differs by release.
+    """
+    vision, usual, divide = recipe.model.vision, recipe.optimizer.lr, optimizers._get_param_groups
+    rates = dict.fromkeys((usual, vision.tower_lr or usual, vision.projector_lr or usual))
+    named = [(name.rpartition("module.")[2], of) for chunk in chunks for name, of in chunk.named_parameters()]
+    own = {id(of): lr for name, of in named if (lr := vision.lr(name))}
+
+    def divided(*args: Any, **keywords: Any) -> list[dict[str, Any]]:
+        return [
+            {**group, "params": [of for of in group["params"] if own.get(id(of), usual) == rate]}
+            | {"lr_mult": rate / usual}
+            for group in divide(*args, **keywords)
+            for rate in rates
+        ]
+
+    optimizers._get_param_groups = divided
+    try:
+        yield
+    finally:
+        optimizers._get_param_groups = divide
 
 
 def _kept(options: Optimizer) -> dict[str, Any]:
@@ -147,6 +177,16 @@ def leave_out_what_is_not_finite(optimizer: MegatronOptimizer) -> None:
     optimizer.prepare_grads = prepare_grads
 
 
+class _Schedule(OptimizerParamScheduler):
+    """The rate of a step times `lr_mult` of each group of parameters; megatron's looks at that up to 0.15."""
+
+    def step(self, increment: int) -> None:
+        super().step(increment)
+        rate: float = self.get_lr({})
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group.get("lr_mult", 1.0)
+
+
 def schedule(recipe: Recipe, of: MegatronOptimizer) -> OptimizerParamScheduler:
     """The learning rate and weight decay by optimizer step; call `.step(increment=1)` after each.
 
@@ -156,7 +196,7 @@ def schedule(recipe: Recipe, of: MegatronOptimizer) -> OptimizerParamScheduler:
     """
     options = recipe.optimizer
     before_highest = max(0, options.warmup_steps - 1)
-    return OptimizerParamScheduler(
+    return _Schedule(
         of,
         init_lr=options.lr / max(1, options.warmup_steps),
         max_lr=options.lr,

@@ -48,6 +48,8 @@ def build(
         )
         if architecture.vision is not None and groups.is_first_stage(index):
             chunk.add_module("vision", Vision(architecture, config.params_dtype))
+            for name, parameter in chunk.vision.named_parameters(prefix="vision"):
+                parameter.requires_grad_(not recipe.model.vision.freezes(name))
             chunk.vision.deepstack.attach(chunk.decoder.layers[: len(architecture.vision.deepstack)])
         chunks.append(chunk)
     if weights is None:

@@ -13,6 +13,7 @@ from bundle.environment.packages import MegatronCode, SourcePredicate
 from bundle.planning.layout import Chunk, RankLayout
 from bundle.planning.size import BF16, FP32
 from bundle.recipe import Recipe
+from bundle.recipe.recipe import Vision as Trained
 
 # The gate of experts is computed with glu_linear_offset, zero or not.
 SHIFTED_GATE = SourcePredicate("transformer/mlp.py", "glu_linear_offset", "0.15")
@@ -314,27 +315,34 @@ def _tower(recipe: Recipe, size: int) -> int:
     tokens = recipe.rows * recipe.data.sequence_length
     ranks = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
     added = len(vision.deepstack) * recipe.architecture.hidden_size * size * tokens // ranks
-    return tokens * vision.patches * bytes_of_a_patch(vision, size) + added
+    return tokens * vision.patches * bytes_of_a_patch(vision, size, recipe.model.vision) + added
 
 
-def bytes_of_a_patch(vision: Vision, size: int) -> int:
-    """What a tower keeps of one patch, whose numbers have `size` bytes each.
+def bytes_of_a_patch(vision: Vision, size: int, how: Trained) -> int:
+    """What a tower keeps of one patch, whose numbers have `size` bytes each, for what is trained of it.
 
     Read off the tensors that autograd saves in transformers' towers, with torch's own operations and
-    attention.
+    attention. What is frozen keeps no inputs of its matrices, and nothing before what is trained.
     """
     width, heads, ffn = vision.hidden_size, vision.num_attention_heads, vision.ffn_hidden_size
+    windows = vision.family == "qwen2_5_vl"
+    if windows:
+        norm, matrices = width * (FP32 + size) + FP32, 4
+        behind, inputs = norm + 3 * width * size, 3 * width * size
+        alone = 4 * width * size + ID // vision.patches
+    else:
+        norm, matrices = (width + 2) * size, 2
+        behind = norm + 3 * width * size
+        behind += len(vision.deepstack) * (3 * width * size + 2 * size // vision.patches)
+        inputs = (1 + len(vision.deepstack)) * 2 * width * size
+        # Inputs of mergers that nothing else keeps.
+        alone = behind + len({*vision.deepstack} - {vision.num_layers - 1}) * width * size
+    if how.freeze_tower:
+        return 0 if how.freeze_projector else alone
     # Norms' outputs, queries, keys and values, before and after they are turned, and what attention gives.
     attention = 9 * width * size + heads * FP32
     turned = 2 * (width // heads) * FP32  # cosines and sines, once for all blocks
-    if vision.family == "qwen2_5_vl":
-        norm = width * (FP32 + size) + FP32
-        block = 2 * norm + attention + 4 * ffn * size
-        behind = norm + 3 * width * size
-    else:
-        norm = (width + 2) * size
-        block = 2 * norm + attention + 2 * ffn * size
-        mergers = norm + 3 * width * size
-        mergers += len(vision.deepstack) * (3 * width * size + 2 * size // vision.patches)
-        behind = mergers + 4 * (ID + FP32)  # the four learned positions around a patch
-    return vision.num_layers * block + behind + turned + vision.patch_values * size
+    block = 2 * norm + attention + matrices * ffn * size
+    positions = 0 if windows else 4 * (ID + FP32)  # the four learned ones around a patch
+    of_tower = vision.num_layers * block + positions + turned + vision.patch_values * size
+    return of_tower + behind - (inputs if how.freeze_projector else 0)

@@ -186,7 +186,7 @@ class StateBuffers(NamedTuple):
     bf16: bool
     optimizer: Optimizer
     traits: LayerTraits
-    frozen: tuple[int, ...]  # weights beside the buffers of every stage, which adapters leave as they are
+    frozen: tuple[int, ...]  # weights beside the buffers of every stage, which stay as they are
 
     @classmethod
     def of(cls, recipe: Recipe, layout: RankLayout, traits: LayerTraits, code: MegatronCode) -> Self:
@@ -195,16 +195,7 @@ class StateBuffers(NamedTuple):
             tuple(_buffers(recipe, layout, chunk, traits, code) for chunk in chunks)
             for chunks in layout.stages
         )
-        frozen = tuple(
-            sum(
-                tensor.elements
-                for chunk in chunks
-                for tensor in parameters(recipe.architecture, recipe.parallel, chunk, traits)
-            )
-            if recipe.model.lora
-            else 0
-            for chunks in layout.stages
-        )
+        frozen = tuple(sum(_frozen(recipe, chunk, traits) for chunk in chunks) for chunks in layout.stages)
         return cls(layout, stages, recipe.model.dtype == "bf16", recipe.optimizer, traits, frozen)
 
     def rank(self, rank: int) -> StateBytes:
@@ -261,6 +252,13 @@ class StateBuffers(NamedTuple):
         )
 
 
+def _frozen(recipe: Recipe, chunk: Chunk, traits: LayerTraits) -> int:
+    """The elements of a chunk's weights that have no gradient."""
+    of_chunk = recipe.architecture, recipe.parallel, chunk, traits
+    learning = {of.name for of in trained(*of_chunk, recipe.model)}
+    return sum(of.elements for of in parameters(*of_chunk) if of.name not in learning)
+
+
 def _buffers(
     recipe: Recipe, layout: RankLayout, chunk: Chunk, traits: LayerTraits, code: MegatronCode
 ) -> tuple[Buffer, Buffer]:
@@ -268,7 +266,7 @@ def _buffers(
     parallel, ranks = recipe.parallel, layout.size("dp") * layout.size("cp")
     by_etp = recipe.model.lora is not None or code.has(EXPERT_GROUPS_BY_ETP)  # adapters are marked by us
     apart = parallel.ep > 1 or (parallel.etp != parallel.tp and by_etp)
-    all_of_them = trained(recipe.architecture, parallel, chunk, traits, recipe.model.lora)
+    all_of_them = trained(recipe.architecture, parallel, chunk, traits, recipe.model)
     experts = [p for p in all_of_them if p.expert and apart]
     dense = [p for p in all_of_them if not (p.expert and apart)]
     bucket = _bucket_size(recipe, layout, chunk)

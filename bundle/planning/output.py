@@ -146,7 +146,8 @@ def _model(size: ModelSize) -> str:
     active = f", {_decimal(size.active, 'KMBT')} active" if size.active < size.parameters else ""
     mtp = f"; {_decimal(size.mtp, 'KMBT')} more in MTP layers" if size.mtp else ""
     trained = f"; {_decimal(size.adapters, 'KMBT')} of adapters are trained" if size.adapters else ""
-    return f"{_decimal(size.parameters, 'KMBT')} parameters{active}{mtp}{trained}"
+    frozen = f"; {_decimal(size.frozen, 'KMBT')} of the vision tower are frozen" if size.frozen else ""
+    return f"{_decimal(size.parameters, 'KMBT')} parameters{active}{mtp}{trained}{frozen}"
 
 
 def _step(plan: Plan) -> str:

@@ -214,7 +214,7 @@ def plan_on(
         target=target,
         nodes=nodes,
         per_node=per_node,
-        size=model_size(recipe.architecture, recipe.model.lora),
+        size=model_size(recipe.architecture, recipe.model),
         peak=can.peak(hardware.devices[0].name) if hardware.devices else None,
         layout=layout,
         memory=stages,

@@ -199,7 +199,7 @@ def _fp8_rows(recipe: Recipe, scaling: Scaling) -> Iterator[Problem]:
 
 def _without_adapters(recipe: Recipe, can: Capabilities, layout: RankLayout) -> Iterator[Problem]:
     for chunk in layout.all_chunks():
-        if not trained(recipe.architecture, recipe.parallel, chunk, can.layers, recipe.model.lora):
+        if not trained(recipe.architecture, recipe.parallel, chunk, can.layers, recipe.model):
             layers = ", ".join(map(str, chunk.layers))
             yield recipe_problem(
                 f"model.lora.targets: none is in layers {layers}, which are all of a chunk of stage"

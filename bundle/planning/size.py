@@ -42,7 +42,7 @@ from bundle.capabilities import LayerTraits
 from bundle.capabilities.cpu import LOCAL
 from bundle.planning.layout import Chunk, whole_model
 from bundle.recipe import Parallel, Recipe
-from bundle.recipe.recipe import LoRA
+from bundle.recipe.recipe import Model
 from bundle.recipe.sections import Optimizer
 
 FP32, BF16 = 4, 2  # bytes of a value
@@ -107,11 +107,14 @@ def parameters(
 
 
 def trained(
-    architecture: Architecture, parallel: Parallel, chunk: Chunk, traits: LayerTraits, lora: LoRA | None
+    architecture: Architecture, parallel: Parallel, chunk: Chunk, traits: LayerTraits, model: Model
 ) -> tuple[Parameter, ...]:
-    """Those that have gradients and optimizer state: with `lora` the chunk's adapters, and no weight."""
+    """Those that have gradients and optimizer state: beside frozen weights the chunk's adapters, or all but
+    what is frozen of a tower."""
+    lora = model.lora
     if lora is None:
-        return parameters(architecture, parallel, chunk, traits)
+        every = parameters(architecture, parallel, chunk, traits)
+        return tuple(of for of in every if not model.vision.freezes(of.name))
     table, local = Tensors(architecture, parallel.tp), _local_experts(architecture, parallel)
     layers = [table.layer(number, local) for number in chunk.layers]
     layers += [table.mtp_layer(depth, local) for depth in range(chunk.mtp_layers)]
@@ -150,6 +153,7 @@ class ModelSize(NamedTuple):
     flops_per_pair: int  # of a query and a key that it sees, over all layers without a window
     stored: int  # parameters of a checkpoint: all, with the rows of padding; adapters alone where these train
     adapters: int = 0  # parameters of them; 0: the weights themselves are trained
+    frozen: int = 0  # parameters of a checkpoint without optimizer state: what is frozen of a tower
     window: int = 0
     flops_per_windowed_pair: int = 0  # over all layers with a window
 
@@ -174,11 +178,11 @@ class ModelSize(NamedTuple):
         """
         bf16 = dtype == "bf16"
         in_fp32 = len(optimizer.states) + (bf16 or optimizer.use_distributed_optimizer)
-        return self.stored * ((BF16 if bf16 else FP32) + in_fp32 * FP32)
+        return self.stored * (BF16 if bf16 else FP32) + (self.stored - self.frozen) * in_fp32 * FP32
 
 
-def model_size(architecture: Architecture, lora: LoRA | None = None) -> ModelSize:
-    """The size of a model, whose adapters are trained where there is a `lora`."""
+def model_size(architecture: Architecture, model: Model | None = None) -> ModelSize:
+    """The size of a model, of which is trained what `model` says; None: all of it."""
     moe, hidden, vocabulary = architecture.moe, architecture.hidden_size, architecture.vocab_size
     experts, chosen = (moe.num_experts, moe.topk) if moe else (1, 1)
     # Each of `experts` ranks holds one of them, and the rest of the model.
@@ -190,7 +194,9 @@ def model_size(architecture: Architecture, lora: LoRA | None = None) -> ModelSiz
     tables = (len(tensors) - len(own)) * hidden  # parameters for each entry of the vocabulary
     mtp, (key, value) = architecture.mtp_layers, architecture.head_dims
     pair = 2 * architecture.num_attention_heads * (key + value)
-    added = _count(trained(architecture, parallel, whole, _TRAITS, lora), experts) if lora else 0
+    adapted = model is not None and model.lora is not None
+    learning = trained(architecture, parallel, whole, _TRAITS, model) if model else tensors
+    added = _count(learning, experts) if adapted else 0
     return ModelSize(
         parameters=_count(main, experts) + tables * vocabulary,
         active=_count(main, chosen) + tables * vocabulary,
@@ -199,6 +205,7 @@ def model_size(architecture: Architecture, lora: LoRA | None = None) -> ModelSiz
         flops_per_pair=(architecture.num_layers + mtp - sum(architecture.windows)) * pair,
         stored=added or _count(own, experts) + tables * padded_vocabulary(vocabulary, 1),
         adapters=added,
+        frozen=0 if adapted else _count(tensors, experts) - _count(learning, experts),
         window=architecture.window or 0,
         flops_per_windowed_pair=sum(architecture.windows) * pair,
     )
@@ -224,6 +231,6 @@ class Disk(NamedTuple):
 
 def disk(recipe: Recipe, directory: Path) -> Disk:
     """The disk of the run that would live in `directory`, which need not be there yet."""
-    size = model_size(recipe.architecture, recipe.model.lora)
+    size = model_size(recipe.architecture, recipe.model)
     one = size.checkpoint_bytes(recipe.model.dtype, recipe.optimizer)
     return Disk(one, one * recipe.checkpoint.most, files.free(directory))

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from bundle.architectures import Architecture, from_config
+from bundle.architectures.tensors import TOWER, is_projector
 from bundle.environment import MOST_RANKS
 from bundle.fp8 import SCALINGS, Format, Scaling
 from bundle.recipe.alignment import Alignment
@@ -149,6 +150,32 @@ class LoRA(Section):
     )
 
 
+class Vision(Section):
+    """What is trained of a vision tower, and how fast."""
+
+    freeze_tower: bool = Field(
+        default=False,
+        description="Leave the tower's weights as they are, up to the projector's: no gradient, no state of"
+        " the optimizer.",
+    )
+    freeze_projector: bool = Field(
+        default=False, description="The same of its mergers, which make embeddings as wide as the decoder's."
+    )
+    tower_lr: Positive | None = Field(
+        default=None,
+        description="The tower's highest learning rate, and all others in proportion; null: optimizer.lr.",
+    )
+    projector_lr: Positive | None = Field(default=None, description="The projector's; null: optimizer.lr.")
+
+    def freezes(self, name: str) -> bool:
+        """Whether the tensor of this name stays as it is."""
+        return self.freeze_projector if is_projector(name) else self.freeze_tower and name.startswith(TOWER)
+
+    def lr(self, name: str) -> float | None:
+        """The highest learning rate of the tensor of this name; None: the optimizer's."""
+        return self.projector_lr if is_projector(name) else self.tower_lr if name.startswith(TOWER) else None
+
+
 class Model(Section):
     """What is trained."""
 
@@ -185,6 +212,7 @@ class Model(Section):
         default=False,
         description="Experts that routers chose can be recorded and given back (RL: rollout and training).",
     )
+    vision: Vision = optional("What is trained of the vision tower; of a model that sees images.")
     mtp: MTP = optional("Multi-token prediction.")
     moe: Experts = optional("Balancing of experts.")
 

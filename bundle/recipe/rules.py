@@ -165,10 +165,16 @@ def _prediction(recipe: Recipe) -> Iterator[Violation]:
 
 
 def _vision(recipe: Recipe) -> Iterator[Violation]:
-    """What is not computed beside a vision tower."""
+    """What is not computed beside a vision tower, and what there must be one for."""
     model = recipe.model
     if recipe.architecture.vision is None:
+        for key, value in model.vision:
+            if value:
+                yield f"model.vision.{key}", "the model has no vision tower"
         return
+    for part in ("tower", "projector"):
+        if getattr(model.vision, f"freeze_{part}") and getattr(model.vision, f"{part}_lr"):
+            yield f"model.vision.{part}_lr", "what is frozen has no learning rate"
     if model.lora is not None:
         yield "model.lora", "adapters are not computed in models with a vision tower"
     if model.fp8 is not None:

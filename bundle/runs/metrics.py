@@ -289,7 +289,7 @@ class Speed:
 
     def __init__(self, recipe: Recipe, backend: str, device: torch.device) -> None:
         parallel = recipe.parallel
-        self._size = model_size(recipe.architecture, recipe.model.lora)
+        self._size = model_size(recipe.architecture, recipe.model)
         self._ranks = parallel.tp * parallel.cp * parallel.pp
         self._device = device
         self._peak: float | None = None  # FLOP/s of the arithmetic that is used, where it is known

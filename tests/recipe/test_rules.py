@@ -1,6 +1,7 @@
 """What the sections must agree on, layouts, and features."""
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,6 +23,8 @@ BROKEN = [
     ("qwen3-tp2-sp", ["model.moe.aux_loss_coeff=0.1"], "but the model has none"),
     ("qwen3-tp2-sp", ["model.moe.z_loss_coeff=0.1"], "but the model has none"),
     ("demo", ["model.moe.z_loss_coeff=-0.1"], "0"),
+    ("demo", ["model.vision.freeze_tower=true"], "model.vision.freeze_tower: the model has no vision tower"),
+    ("demo", ["model.vision.projector_lr=0.1"], "model.vision.projector_lr: the model has no vision tower"),
     ("qwen3-cp2-packed", ["data.sequence_length=510"], "multiple of 4, as cp 2 needs it"),
     ("qwen3-cp2-packed", ["train.micro_batch_size=2"], "must be 1"),
     ("qwen3-pp2-vpp2", ["parallel.vpp=1"], "use null"),
@@ -162,7 +165,7 @@ def test_features_name_what_patches_ask_for():
     assert "mtp" not in load("demo", ["model.mtp.layers=0"]).features
 
 
-SEEING = {
+SEEING: dict[str, Any] = {
     "name": "seeing",
     "task": "sft",
     "model": {"config": CASES[0].config},
@@ -201,6 +204,14 @@ def test_what_is_not_computed_beside_a_vision_tower_is_named(section, change, re
     with pytest.raises(UsageError) as refused:
         from_mapping(SEEING | {section: SEEING[section] | change})
     assert reason in " ".join(refused.value.violations)
+
+
+@pytest.mark.parametrize("part", ["tower", "projector"])
+def test_what_is_frozen_has_no_learning_rate(part):
+    vision = {f"freeze_{part}": True, f"{part}_lr": 0.1}
+    with pytest.raises(UsageError) as refused:
+        from_mapping(SEEING | {"model": SEEING["model"] | {"vision": vision}})
+    assert f"model.vision.{part}_lr: what is frozen has no" in " ".join(refused.value.violations)
 
 
 def test_layers_that_a_tower_gives_something_for_are_on_the_first_stage():

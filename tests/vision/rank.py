@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from bundle import backends, pretrained
 from bundle.patches import applying
+from bundle.recipe import Recipe, from_mapping
 from bundle.verification import decide, everything
 from tests import world
 from tests.families import weights
@@ -55,29 +56,9 @@ def distances(case: Case, directory: Path, layout: str, runtime) -> tuple[float,
     from bundle.engine import Engine
     from bundle.mcore import groups
     from bundle.models import exporting
-    from bundle.recipe import from_mapping
 
     packed, apart = layout.startswith("packed"), layout.startswith("recomputed")
-    recompute = {"recompute": {"granularity": "full"}} if apart else {}
-    job = from_mapping(
-        {
-            "name": "seen",
-            "task": "sft",
-            "backend": "cpu",
-            "model": {"path": str(directory), "dtype": "fp32", **recompute},
-            "parallel": LAYOUTS[layout],
-            "data": {
-                "source": "jsonl",
-                "path": ["none"],
-                "sequence_length": 128,
-                "tokenizer": "hf:none",
-                "template": "chat",
-                "packed": packed,
-            },
-            "train": {"steps": 1, "global_batch_size": 2, "micro_batch_size": 1},
-            "optimizer": {"warmup_steps": 0, "use_distributed_optimizer": False},
-        }
-    )
+    job = recipe(directory, LAYOUTS[layout], packed=packed, recomputed=apart)
     made = groups.initialize(job.parallel, seed=1, timeout_seconds=60)
     engine = Engine(job, runtime, made, torch.device("cpu"), pretrained.of_recipe(job))
     _, numbers = reference.read(directory)
@@ -101,6 +82,30 @@ def distances(case: Case, directory: Path, layout: str, runtime) -> tuple[float,
     groups.destroy()
     first, second, third = worst.tolist()
     return first, second, third
+
+
+def recipe(directory: Path, parallel: dict[str, Any], *, packed: bool, recomputed: bool = False) -> Recipe:
+    """A job with the weights of a directory."""
+    recompute = {"recompute": {"granularity": "full"}} if recomputed else {}
+    return from_mapping(
+        {
+            "name": "seen",
+            "task": "sft",
+            "backend": "cpu",
+            "model": {"path": str(directory), "dtype": "fp32", **recompute},
+            "parallel": parallel,
+            "data": {
+                "source": "jsonl",
+                "path": ["none"],
+                "sequence_length": 128,
+                "tokenizer": "hf:none",
+                "template": "chat",
+                "packed": packed,
+            },
+            "train": {"steps": 1, "global_batch_size": 2, "micro_batch_size": 1},
+            "optimizer": {"warmup_steps": 0, "use_distributed_optimizer": False},
+        }
+    )
 
 
 def wanted(numbers: dict[str, torch.Tensor], what: str, packed: bool) -> torch.Tensor:

@@ -9,14 +9,16 @@ import torch
 
 from bundle.architectures import from_config
 from bundle.errors import JobFailed
+from bundle.planning.size import model_size
 from tests.families.loaded import LAYOUTS as OF_THE_RECORD
 from tests.families.record import note
-from tests.vision import reference
+from tests.vision import reference, stepping
 from tests.vision.cases import CASES
-from tests.vision.rank import ALONE, EXPORTED, LAYOUTS
+from tests.vision.rank import ALONE, EXPORTED, LAYOUTS, recipe
 
 AGREES = 1e-5  # of the largest log-probability
 OF_GRADIENTS = 2e-5  # of the largest in a tensor; both sides are float32
+OF_A_STEP = 1e-4  # of the largest change in a tensor: the difference of two float32 numbers
 OF_NATS = 2e-5  # log-probabilities, entropies and the loss, of which the largest are some tens
 
 
@@ -37,6 +39,20 @@ def test_images_are_seen_as_transformers_sees_them(seen, core, layout):
         note(core.version, "gradients", by_family(found, 1))
         note(core.version, "forward", by_family(found, 2))
         note(core.version, EXPORTED, by_family(dict.fromkeys(found, (0.0,)), 0))
+
+
+@pytest.mark.world
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(of, marks=() if of == "dp2" else pytest.mark.releases) for of in stepping.LAYOUTS],
+)
+def test_a_step_of_what_is_trained_is_that_of_plain_torch(seen, core, layout):
+    ranks = 2 if layout != ALONE else 1
+    for said in core.world.run("tests.vision.stepping", ranks, str(seen), layout, timeout=500):
+        found = json.loads(said.splitlines()[-1])
+        assert len(found) > len(stepping.TRAINED)
+        assert not {name: wrong for name, (wrong, _) in found.items() if wrong}
+        assert not {name: far for name, (_, far) in found.items() if not far <= OF_A_STEP}
 
 
 def by_family(found, which):
@@ -76,6 +92,24 @@ def test_positions_are_those_of_transformers(seen):
         assert torch.equal(images.positions, theirs)
 
 
+@pytest.mark.parametrize("frozen", [("tower",), ("projector",), ("tower", "projector")])
+def test_a_plan_counts_what_is_frozen(seen, frozen):
+    for case in CASES:
+        job = recipe(seen / case.name, {}, packed=False)
+        how = {"vision": {f"freeze_{part}": True for part in frozen}}
+        size = model_size(job.architecture, job.model.model_validate(job.model.dump() | how))
+        theirs, _ = reference.read(seen / case.name)
+        of_tower = {name: of.numel() for name, of in theirs.items() if "visual." in name}
+        wanted = sum(
+            of for name, of in of_tower.items() if ("tower", "projector")["merger" in name] in frozen
+        )
+        assert size.frozen == wanted
+        # Of what is frozen a checkpoint has the weights in bf16, and neither a copy nor two moments in fp32.
+        whole = model_size(job.architecture, job.model)
+        saved = whole.checkpoint_bytes("bf16", job.optimizer) - size.checkpoint_bytes("bf16", job.optimizer)
+        assert saved == wanted * 3 * 4
+
+
 def test_as_many_places_as_embeddings():
     import numpy as np
 
@@ -93,22 +127,28 @@ def test_as_many_places_as_embeddings():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", [case for case in CASES if "Hub" in case.name], ids=lambda case: case.family)
 @pytest.mark.parametrize("size", [{}, {"num_layers": 3, "hidden_size": 48, "ffn_hidden_size": 20}])
+@pytest.mark.parametrize("frozen", [(), ("tower",), ("projector",), ("tower", "projector")])
 @pytest.mark.usefixtures("megatron")
-def test_what_a_tower_keeps_is_predicted(case, dtype, size):
+def test_what_a_tower_keeps_is_predicted(case, dtype, size, frozen):
     from bundle.models.vision import Vision
     from bundle.planning.activations import bytes_of_a_patch
+    from bundle.recipe.recipe import Vision as Trained
     from bundle.sequences.images import Images
     from tests.planning.rank import Kept
 
     vision = replace(case.vision, **size, full_layers=())
     tower = Vision(replace(from_config(case.config), vision=vision), dtype)
+    how = Trained.model_validate({f"freeze_{part}": True for part in frozen})
+    for name, parameter in tower.named_parameters():
+        merger = "merger" in name
+        parameter.requires_grad_(("projector" if merger else "tower") not in frozen)
     grids = torch.tensor([[1, 16, 16], [1, 8, 16]])
     patches = int(grids.prod(1).sum())
     pixels = torch.randn(patches, vision.patch_values)
     nowhere, kept = torch.zeros(0), Kept([tower])
     with kept:
         tower(Images(pixels, grids, nowhere, nowhere))
-    predicted = patches * bytes_of_a_patch(vision, dtype.itemsize)
+    predicted = patches * bytes_of_a_patch(vision, dtype.itemsize, how)
     assert kept.bytes == pytest.approx(predicted, rel=0.02)
 
 
