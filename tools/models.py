@@ -38,7 +38,8 @@ read in MXFP4 as published, as the numbers that transformers makes of them, and 
 
 A model that sees images is tried on texts with several, of unequal sizes; gradients are those of the tower
 and of the projector too, in every layout. Either can be frozen, or have a learning rate of its own
-(`model.vision`).
+(`model.vision`). The experts of Qwen3-VL-MoE are one tensor of a layer, which is read as on the Hub and as
+transformers 5 writes it, and written as on the Hub.
 """
 MODELS = {
     "llama": "Llama 2, 3.1, 3.2, 3.3",
@@ -55,6 +56,7 @@ MODELS = {
     "gpt_oss": "gpt-oss-20b, 120b (from 0.15)",
     "qwen2_5_vl": "Qwen2.5-VL",
     "qwen3_vl": "Qwen3-VL",
+    "qwen3_vl_moe": "Qwen3-VL-MoE",
 }
 _LAYOUTS = {
     "one process": "import",

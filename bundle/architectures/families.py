@@ -136,11 +136,11 @@ def qwen3(keys: Keys, rope: Rope | None = None) -> Architecture:
     return Architecture("qwen3", **_decoder(keys, head_dim=REQUIRED, qk_layernorm=True, **rotary))
 
 
-def qwen3_moe(keys: Keys) -> Architecture:
+def qwen3_moe(keys: Keys, rope: Rope | None = None, *, norm_topk_prob: Any = REQUIRED) -> Architecture:
     """Qwen3 with experts in the layers that decoder_sparse_step and mlp_only_layers leave."""
     _no_window_in_use(keys)
     _no_output_bias(keys)
-    base = _decoder(keys, qk_layernorm=True)
+    base = _decoder(keys, qk_layernorm=True, **_rotary(rope or read_rope(keys)))
     step = keys.integer("decoder_sparse_step", 1)
     dense = set(keys.integers("mlp_only_layers"))
     pattern = (int(i not in dense and (i + 1) % step == 0) for i in range(base["num_layers"]))
@@ -152,7 +152,7 @@ def qwen3_moe(keys: Keys) -> Architecture:
         ffn_hidden_size=keys.integer("moe_intermediate_size"),
         shared_ffn_hidden_size=0,
         layer_pattern=tuple(pattern),
-        pre_softmax=not keys.flag("norm_topk_prob"),
+        pre_softmax=not keys.flag("norm_topk_prob", norm_topk_prob),
         **_on_demand(keys),
     )
     return Architecture("qwen3_moe", **base, moe=moe)

@@ -30,6 +30,16 @@ def qwen3_vl(keys: Keys) -> Architecture:
     return _seeing(keys, "qwen3_vl", text, read, _deep)
 
 
+def qwen3_vl_moe(keys: Keys) -> Architecture:
+    """Qwen3-VL with Qwen3-MoE's experts, whose weights for a token always sum to one."""
+    keys.value(_TEXT, REQUIRED)
+    text = _text(keys)
+    text.only("norm_topk_prob", True, why="the weights of a token's experts always sum to one in this family")
+    rope = read_rope(text, default_base=None, multimodal=True, interleaved=True)
+    read = families.qwen3_moe(text, rope, norm_topk_prob=True)
+    return _seeing(keys, "qwen3_vl_moe", text, read, _deep)
+
+
 def _seeing(
     keys: Keys,
     model_type: str,
@@ -41,7 +51,7 @@ def _seeing(
     tied = read.tied_embeddings
     if text is not keys:
         keys.absorb(text, _TEXT)
-        tied = keys.flag(_TIED, False) or tied  # transformers takes either
+        tied = _tied(keys, either=tower is _windowed, decoders=tied)
     for token in ("video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id"):
         keys.optional(token)
     nested = Keys(keys.mapping(_TOWER))
@@ -50,6 +60,21 @@ def _seeing(
     vision = tower(nested, _patches(nested) | {"image_token": image_token})
     keys.absorb(nested, _TOWER)
     return replace(read, model_type=model_type, tied_embeddings=tied, vision=vision)
+
+
+def _tied(keys: Keys, *, either: bool, decoders: bool) -> bool:
+    """Whether a config with a decoder's own says that embeddings are tied: `either` of them, or the first.
+
+    Of Qwen3-VL transformers 5 asks the config alone, whose decoder's may say what its class has by default;
+    transformers 4 asked the decoder's.
+    """
+    if either:
+        return keys.flag(_TIED, False) or decoders
+    if decoders and not keys.present(_TIED):
+        keys.refuse(
+            _TIED, None, f"{_TEXT} says true, and versions of transformers differ in whom they ask: say it"
+        )
+    return keys.flag(_TIED, False)
 
 
 def _text(keys: Keys) -> Keys:
@@ -171,4 +196,6 @@ def _linear(name: str, rows: int, columns: int) -> Iterator[Shaped]:
 
 _TOWERS = {"qwen2_5_vl": _tensors_windowed, "qwen3_vl": _tensors_deep}
 
-FAMILIES: dict[str, Callable[[Keys], Architecture]] = {"qwen2_5_vl": qwen2_5_vl, "qwen3_vl": qwen3_vl}
+FAMILIES: dict[str, Callable[[Keys], Architecture]] = {
+    read.__name__: read for read in (qwen2_5_vl, qwen3_vl, qwen3_vl_moe)
+}

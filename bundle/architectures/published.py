@@ -7,7 +7,7 @@ right the published one. `{a,b}` are several that ours is made of, in that order
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 _MODEL = {
     "embedding.word_embeddings": "{decoder}embed_tokens",
@@ -37,6 +37,8 @@ _MIXTRAL = {
 _GPT_OSS = {
     "self_attention.core_attention": "self_attn",
     "mlp.router": "mlp.router",
+}
+_STACKED = {
     "mlp.experts.local_experts.#.linear_fc1": "mlp.experts.gate_up_proj",
     "mlp.experts.local_experts.#.linear_fc2": "mlp.experts.down_proj",
 }
@@ -75,8 +77,10 @@ class Names:
     decoder: str = "model."
     vision: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
-    # One tensor for those of a layer, [expert, in, out], gate and up in turns; nobody loads it in FP8 blocks.
-    stacked_experts: bool = False
+    # One tensor for those of a layer, [expert, in, out], gate and up in turns or as they are in ours (copy);
+    # nobody loads it in FP8 blocks.
+    stacked_experts: Literal["turns", "copy"] | None = None
+    either_way: bool = False  # some write [expert, out, in], of which all are read
 
     def of_model(self, module: str) -> str:
         """The published name of a module outside all layers."""
@@ -148,9 +152,17 @@ NAMES: dict[str, Names] = {
     "deepseek_v3": Names("DeepseekV3ForCausalLM", _LAYER | _LATENT, _DEEPSEEK_MTP, config=_NOAUX_TC),
     "kimi_k2": Names("DeepseekV3ForCausalLM", _LAYER | _LATENT, _DEEPSEEK_MTP, config=_NOAUX_TC),
     "glm4_moe": Names("Glm4MoeForCausalLM", mtp=_DEEPSEEK_MTP),
-    "gpt_oss": Names("GptOssForCausalLM", _LAYER | _GPT_OSS, stacked_experts=True),
+    "gpt_oss": Names("GptOssForCausalLM", _LAYER | _STACKED | _GPT_OSS, stacked_experts="turns"),
     "qwen2_5_vl": Names("Qwen2_5_VLForConditionalGeneration", vision="visual."),
     "qwen3_vl": Names(
         "Qwen3VLForConditionalGeneration", decoder="model.language_model.", vision="model.visual."
+    ),
+    "qwen3_vl_moe": Names(
+        "Qwen3VLMoeForConditionalGeneration",
+        _LAYER | _STACKED,
+        decoder="model.language_model.",
+        vision="model.visual.",
+        stacked_experts="copy",
+        either_way=True,
     ),
 }

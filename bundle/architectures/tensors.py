@@ -328,7 +328,8 @@ def _latent_attention(a: Architecture, to: _Place, mla: MLA) -> Iterator[Tensor]
 def _gated(
     to: _Place, at: str, hidden: int, width: int, *, bias: bool = False, stack: Stack | None = None
 ) -> Iterator[Tensor]:
-    both = Rule("turns", (2 * width,)) if stack else Rule("gated", (width, width))
+    how = to.names.stacked_experts if stack else None
+    both = Rule(how, (2 * width,)) if how else Rule("gated", (width, width))
     yield to.tensor(f"{at}.linear_fc1", (2 * width, hidden), both, stack=stack)
     if bias:
         yield to.tensor(f"{at}.linear_fc1", (2 * width,), both, "bias", stack)

@@ -27,7 +27,7 @@ class Files:
         Raises JobFailed for a file that cannot be read, or that is another one than the entry was read in.
         """
         mapped, entries = self._opened(entry.file)
-        if entries.get(name) != entry:
+        if entries.get(name) != entry.as_stored:
             raise JobFailed(f"{entry.file}: is another file than the one whose header was checked ({name})")
         size = entry.stop - entry.start
         if size == 0:
@@ -38,7 +38,8 @@ class Files:
 
     def tensor(self, name: str, entry: Entry) -> Tensor:
         """The numbers of a tensor as they are stored, in its shape; must not be written to."""
-        return self.bytes(name, entry).view(DTYPES[entry.dtype]).view(entry.shape)
+        stored = self.bytes(name, entry).view(DTYPES[entry.dtype]).view(entry.as_stored.shape)
+        return stored.mT if entry.turned else stored
 
     def _opened(self, path: Path) -> tuple[mmap.mmap, dict[str, Entry]]:
         if path not in self._mapped:

@@ -38,6 +38,15 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     start: int
     stop: int
+    turned: bool = False  # each matrix of a stack [n, a, b] lies there as [b, a]
+
+    @property
+    def as_stored(self) -> "Entry":
+        """The tensor as the file's header has it."""
+        if not self.turned:
+            return self
+        count, rows, columns = self.shape
+        return self._replace(shape=(count, columns, rows), turned=False)
 
 
 class Pretrained(NamedTuple):

@@ -94,6 +94,8 @@ def _matched(
     found: Pretrained, config: Mapping[str, Any], table: Tensors, depths: int, otherwise: str
 ) -> Pretrained:
     found, violations = _with_quantization(found, config)
+    if table.names.either_way:
+        found = _turned(found, table)
     violations = violations or list(_against(found, table, depths))
     if violations:
         raise UsageError(f"{found.directory}: {otherwise}", summarized(violations))
@@ -158,6 +160,25 @@ def _misfit(
         yield f"{name} is {entry.dtype}: only {', '.join(FLOATS)}, {FP8} and {MXFP4} are read"
     elif scale is not None:
         yield f"{name} is {entry.dtype} and has a {SCALE}, which only {FP8} needs"
+
+
+def _turned(found: Pretrained, table: Tensors) -> Pretrained:
+    """The weights with all stacks as they are published, if they lie turned in these files.
+
+    A square matrix does not say it; of a layer's two at most one is square.
+    """
+    shapes = {
+        name: shape
+        for of in table
+        if of.stack
+        for name, shape in of.published_shapes()
+        if name in found.entries
+    }
+    stacks = {name: found.entries[name]._replace(shape=shape, turned=True) for name, shape in shapes.items()}
+    fitting = [name for name, entry in stacks.items() if entry.as_stored == found.entries[name]]
+    if not any(shapes[name] != found.entries[name].shape for name in fitting):
+        return found
+    return found._replace(entries={**found.entries, **{name: stacks[name] for name in fitting}})
 
 
 def _alike(names: Iterable[str], reason: str) -> Iterator[str]:

@@ -71,8 +71,13 @@ def _expert(theirs: Mapping[str, Tensor], layer: str, expert: str, linear: str) 
 
 
 def _of_stack(theirs: Mapping[str, Tensor], experts: str, number: int, linear: str, leaf: str) -> Tensor:
-    """gpt-oss multiplies from the left; gate and up take turns in what comes out of the first matrix."""
+    """gpt-oss multiplies from the left; gate and up take turns in what comes out of the first matrix.
+
+    Qwen3-VL-MoE does neither, as transformers 5 writes it.
+    """
     name = f"{experts}{'gate_up' if linear == '1' else 'down'}_proj{'_bias' if leaf == 'bias' else ''}"
+    if f"{experts.removesuffix('experts.')}gate.weight" in theirs:
+        return theirs[name][number]
     out = theirs[name][number].movedim(-1, 0)
     return torch.cat((out[::2], out[1::2])) if linear == "1" else out
 

@@ -34,6 +34,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "recomputed pp2": {"pp": 2},  # the first stage has both sequences under way when it recomputes one
     "tp2 and sequence parallel": {"tp": 2, "sequence_parallel": True},
     "pp2": {"pp": 2},
+    "ep2": {"ep": 2},
     "cp2": {"cp": 2},
     "packed cp2": {"cp": 2},
     "packed tp2": {"tp": 2, "sequence_parallel": True},
@@ -46,10 +47,15 @@ def main(directory: Path, layout: str) -> None:
     runtime = backends.prepare("cpu")
     rank = world.join()
     with runtime.megatron():
-        cases = ((case.name, case) for case in CASES if (directory / case.name).is_dir())
+        cases = ((case.name, case) for case in cases_of(layout) if (directory / case.name).is_dir())
         found = world.each(cases, lambda case: distances(case, directory / case.name, layout, runtime))
     if rank == 0:
         print(json.dumps(found))
+
+
+def cases_of(layout: str) -> list[Case]:
+    """All, or those with experts to divide."""
+    return [case for case in CASES if layout != "ep2" or "moe" in case.family]
 
 
 def distances(case: Case, directory: Path, layout: str, runtime) -> tuple[float, float, float]:
@@ -157,7 +163,7 @@ def gradients(engine, theirs: dict[str, torch.Tensor]) -> torch.Tensor:
 def of_theirs(name: str, theirs: dict[str, torch.Tensor], architecture) -> torch.Tensor:
     """Their tensor for one of ours."""
     where = {"qwen2_5_vl": ("", "model."), "qwen3_vl": ("model.", "model.language_model.")}
-    around, decoder = where[architecture.model_type]
+    around, decoder = where[architecture.model_type.removesuffix("_moe")]
     if name.startswith("vision.tower."):
         return theirs[f"{around}visual.{name.removeprefix('vision.tower.')}"]
     of_text = {each.replace(decoder, "model.", 1): value for each, value in theirs.items()}

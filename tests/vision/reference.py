@@ -68,6 +68,13 @@ def tensors(directory: Path) -> dict[str, Tensor]:
     return {name: value for of in files for name, value in of.items()}
 
 
+def as_published(written: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
+    """What transformers 5 has written, with experts as they are on the Hub: [expert, in, out]."""
+    if "moe" not in case.family:
+        return written
+    return {name: of.mT if ".mlp.experts." in name else of for name, of in written.items()}
+
+
 def opened(case: Case, directory: Path, numbers: dict[str, Tensor]) -> tuple[set[str], Tensor]:
     """What transformers misses or cannot use in a directory, and log-probs of the first sequence there."""
     from transformers import AutoModelForImageTextToText
