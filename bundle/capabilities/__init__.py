@@ -107,6 +107,7 @@ class Resource(NamedTuple):
 
     kubernetes: str  # the extended resource, as the vendor's device plugin registers it
     slurm: str  # the option of sbatch that asks for N of them on a node, {} in the place of N
+    ray: str  # the resource, as Ray finds it on a machine
     source: str
     generations: frozenset[str] = frozenset()  # of the device; empty: all that no other one names
 

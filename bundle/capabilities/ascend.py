@@ -114,8 +114,8 @@ ASCEND = Capabilities(
     ),
     emulated=Emulated("torch-npu", "NPU", "kernels, HCCL, memory and speed"),
     resources=(
-        Resource("huawei.com/Ascend910", "gres=npu:{}", _PLUGIN),
-        Resource("huawei.com/npu", "gres=npu:{}", _PLUGIN, frozenset({"a5"})),
+        Resource("huawei.com/Ascend910", "gres=npu:{}", "NPU", _PLUGIN),
+        Resource("huawei.com/npu", "gres=npu:{}", "NPU", _PLUGIN, frozenset({"a5"})),
     ),
     environment=(
         connections("megatron's own check, which MindSpeed keeps"),

@@ -111,7 +111,11 @@ CUDA = Capabilities(
         Mask("vlm", "thd", "valid", "the model looks for its image tokens in it and packs by itself"),
         Mask("vlm", "bshd", "valid", "the model looks for its image tokens in it"),
     ),
-    resources=(Resource("nvidia.com/gpu", "gpus-per-node={}", "NVIDIA/k8s-device-plugin; sbatch(1)"),),
+    resources=(
+        Resource(
+            "nvidia.com/gpu", "gpus-per-node={}", "GPU", "NVIDIA/k8s-device-plugin; sbatch(1); ray 2.60"
+        ),
+    ),
     peaks=(
         Peak("NVIDIA A100-SXM4-80GB", 312e12, _RATES),
         Peak("NVIDIA H100 80GB HBM3", 989e12, _RATES),

@@ -14,7 +14,7 @@ from bundle.launch.job import Job, of_plan
 from bundle.launch.rendezvous import discover
 from bundle.planning import plan_for
 from bundle.recipe import load
-from bundle.targets import docker, kubernetes, local, slurm
+from bundle.targets import docker, kubernetes, local, ray, slurm
 from bundle.targets.kubernetes.options import Options as KubernetesOptions
 
 NAMES = "NCCL_DEBUG: WARN, NCCL_IB_HCA: mlx5, OMP_NUM_THREADS: 4, TORCH_DEVICE_BACKEND_AUTOLOAD: null"
@@ -48,7 +48,11 @@ def _kubernetes(of: Job, folder: Path) -> str:
     return str(next(each["data"][job.NAME] for each in objects if each["kind"] == "ConfigMap"))
 
 
-@pytest.mark.parametrize("target", [_local, _docker, _slurm, _kubernetes])
+def _ray(of: Job, folder: Path) -> str:
+    return ray.write(of).read_text()
+
+
+@pytest.mark.parametrize("target", [_local, _docker, _slurm, _kubernetes, _ray])
 def test_a_value_of_the_recipe_reaches_the_ranks_of_every_target(
     target: Callable[[Job, Path], str], tmp_path, monkeypatch
 ):

@@ -10,12 +10,13 @@ import typer
 from bundle.cli.launch.docker import docker
 from bundle.cli.launch.kubernetes import kubernetes
 from bundle.cli.launch.local import local
+from bundle.cli.launch.ray import ray
 from bundle.cli.launch.slurm import slurm
 from bundle.cli.launch.submission import Handle, found
 from bundle.cli.request import spread
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False, no_args_is_help=True)
-for target in (local, docker, slurm, kubernetes):
+for target in (local, docker, slurm, kubernetes, ray):
     app.command()(spread(target))
 
 

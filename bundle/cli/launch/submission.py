@@ -20,14 +20,15 @@ from bundle.planning import Problem
 from bundle.planning.inputs import input_problems
 from bundle.recipe import Recipe
 from bundle.runs.directory import RunDirectory
-from bundle.targets import docker, images, local, slurm
+from bundle.targets import docker, images, local, ray, slurm
 from bundle.targets.kubernetes import FORMS, running
 
 _NOT_OURS = "none"
 Handle = Annotated[
     str,
     typer.Argument(
-        help="What `launch` printed: local:FOLDER, slurm:NUMBER, docker:CONTAINER, kubernetes:WORKLOAD."
+        help="What `launch` printed: local:FOLDER, slurm:NUMBER, docker:CONTAINER, kubernetes:WORKLOAD,"
+        " ray:NUMBER@URL."
     ),
 ]
 Grace = Annotated[
@@ -69,6 +70,7 @@ _TARGETS: dict[str, tuple[Target, str]] = {
     "local": (local, r"/[^\x00-\x1f\x7f]*"),
     "slurm": (slurm, r"[0-9]+"),
     "kubernetes": (running, rf"({'|'.join(FORMS)})/[a-z0-9-]+/[a-z0-9-]+"),
+    "ray": (ray, r"[A-Za-z0-9_-]+@https?://[!-~]+"),
     "docker": (docker, r"[a-zA-Z0-9][a-zA-Z0-9_.-]*"),
 }
 

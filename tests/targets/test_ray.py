@@ -1,0 +1,121 @@
+"""What Ray is asked for a job, and what its answers mean. What it does with that: test_ray_runs.py."""
+
+import shlex
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bundle.errors import UsageError
+from bundle.launch.job import Job
+from bundle.targets import ray
+from bundle.targets.ray import Options
+from bundle.targets.raylets import Node
+from tests.targets.test_docker import decided
+
+GOLDEN = Path(__file__).parent / "golden"
+WORDS = st.text(st.characters(exclude_categories=("C", "Z")), min_size=1, max_size=20)
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    return decided("cuda", "h200", 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "machine"),
+    [
+        ("cuda", ("cuda", "h200", 2, 8)),
+        ("ascend", ("ascend", "a3", 2, 4)),
+        ("cpu", ("cpu", "cpu", 2, 1)),
+    ],
+)
+def test_the_requests_are_the_golden_ones(name, machine):
+    job = decided(*machine)
+    options = Options("https://head:8265", restarts=3, python="/venv/bin/python")
+    found = ray.dry_run(job, options, Path("/work")).replace(ray.placed(job).name, "ray-DIGEST")
+    assert found == (GOLDEN / f"ray-{name}.json").read_text()
+
+
+@settings(max_examples=40)
+@given(workdir=WORDS, directory=WORDS)
+def test_hostile_names_reach_the_driver_as_they_are(job, workdir, directory):
+    job = replace(job, directory=Path("/runs") / directory)
+    entrypoint = ray.request(job, Options("http://h:1"), Path("/w") / workdir)["entrypoint"]
+    recorder = "cd() { printf '%s\\0' \"$1\"; }; exec() { printf '%s\\0' \"$@\"; }; "
+    done = subprocess.run(["bash", "-c", recorder + entrypoint], capture_output=True, text=True, check=True)
+    where, *words = done.stdout.split("\0")[:-1]
+    assert where == str(Path("/w") / workdir)
+    assert f"--job={ray.placed(job) / 'job.json'}" in words == shlex.split(entrypoint)[4:]
+
+
+@pytest.mark.parametrize("address", ["head:8265", "ray://head:10001", "http://", "http://a\nb"])
+def test_an_address_that_takes_no_jobs_is_refused(job, address):
+    with pytest.raises(UsageError, match="that of Ray's dashboard"):
+        ray.request(job, Options(address), Path("/work"))
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "state"),
+    [
+        ("PENDING", None, ray.State("PENDING", "", None)),
+        ("RUNNING", None, ray.State("RUNNING", "", None)),
+        ("SUCCEEDED", 0, ray.State("SUCCEEDED", "", 0)),
+        ("FAILED", 75, ray.State("FAILED", "", 75)),
+        ("STOPPED", None, ray.State("STOPPED", "", 143)),
+        ("FAILED", None, ray.State("FAILED", "its head\\ndied", 5)),
+    ],
+)
+def test_a_job_ends_with_the_code_of_its_driver(monkeypatch, said, code, state):
+    status = SimpleNamespace(value=said)
+    answer = SimpleNamespace(status=status, driver_exit_code=code, message="its head\ndied")
+    known = {("http://head:8265", "raysubmit_1"): answer}
+
+    def client(address: str) -> SimpleNamespace:
+        return SimpleNamespace(get_job_info=lambda number: known[address, number])
+
+    monkeypatch.setattr(ray, "_client", client)
+    assert ray.state("raysubmit_1@http://head:8265") == state
+
+
+def test_what_ray_sends_into_a_node_that_is_read_does_not_end_it(tmp_path):
+    node = Node().run(("launch", "status", "no-handle"), str(tmp_path))
+    lines = [next(node)]
+    with suppress(StopIteration):
+        while True:
+            lines.append(node.send(object()))
+    assert "no handle of a job" in "".join(map(str, lines[:-1]))
+    assert lines[-1] == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError("a\nb"), "a\\nb"),
+        (KeyError(), "KeyError"),
+        (type("TaskError", (Exception,), {"cause": ValueError("x")})("long"), "x"),
+    ],
+)
+def test_an_error_says_on_one_line_why(error, said):
+    assert ray.why(error) == said
+
+
+def launched(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "bundle", "launch", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_what_contradicts_itself_is_refused(tmp_path):
+    for words, said in (
+        (("ray",), "say what to run"),
+        (("ray", "demo", "--detach"), "name the cluster"),
+        (("status", "ray:raysubmit_1"), "no handle of a job"),
+    ):
+        done = launched(*words, folder=tmp_path)
+        assert (done.returncode, said in done.stderr) == (2, True), done.stderr

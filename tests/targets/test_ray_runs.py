@@ -1,0 +1,129 @@
+"""Jobs on a real Ray of two machines."""
+
+import fcntl
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launch.launched import ROOT
+from tests.targets import raycluster
+from tests.targets.raycluster import Cluster
+from tests.targets.test_slurm_runs import RECIPE, losses
+
+pytestmark = pytest.mark.clusters
+TWO = ("--nodes=2", "--devices-per-node=1")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    pytest.importorskip("megatron.core")
+    if why := raycluster.missing():
+        pytest.skip(why)
+    with raycluster.cluster(tmp_path_factory.mktemp("ray")) as made:
+        yield made
+
+
+@pytest.fixture
+def bundle(cluster: Cluster, tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
+    def start(*words: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            cluster.command(tmp_path, sys.executable, "-m", "bundle", *words),
+            env=cluster.environment | {"PYTHONPATH": str(ROOT)},
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return start
+
+
+def ended(process: subprocess.Popen[str], code: int) -> tuple[str, str]:
+    out, err = process.communicate(timeout=900)
+    assert process.returncode == code, out + err
+    return out, err
+
+
+def until(condition: Callable[[], object], seconds: float = 600) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def test_two_machines_train_what_one_trains_and_the_driver_ends_as_they_do(bundle, tmp_path):
+    said, _ = ended(bundle("launch", "ray", *RECIPE, *TWO), 0)
+    assert re.search(r"^\[0/0\] .*step 6/6", said, re.MULTILINE), said
+    executed = json.loads((tmp_path / "runs/demo/job.json").read_text())
+    assert (executed["nodes"], executed["per_node"]) == (2, 1)
+    ended(bundle("train", *RECIPE, "--run-directory=alone"), 0)
+    assert losses(tmp_path / "runs/demo") == pytest.approx(losses(tmp_path / "alone"), rel=1e-6)
+    # Once more: a run that is finished is none to go on with, and the launch ends as its nodes do.
+    assert "this run is finished" in ended(bundle("launch", "ray", *RECIPE, *TWO), 2)[0]
+
+
+def test_a_job_is_submitted_stopped_and_goes_on(bundle, cluster, tmp_path):
+    long = (*RECIPE, "--set=train.steps=5000", *TWO, f"--address={cluster.address}", "--detach")
+    handle, run = ended(bundle("launch", "ray", *long), 0)[0].strip(), tmp_path / "runs/demo"
+    assert re.fullmatch(rf"ray:raysubmit_\w+@{cluster.address}", handle)
+    until(lambda: (run / "metrics.jsonl").exists() and len(losses(run)) > 2)
+    assert ended(bundle("launch", "status", handle), 0)[0] == f"{handle} RUNNING\n"
+    ended(bundle("launch", "stop", handle), 0)
+    ended(bundle("launch", "wait", handle), 75)
+    assert "[0/0] " in ended(bundle("launch", "logs", handle), 0)[0]
+    first = max(losses(run))
+    again = ended(bundle("launch", "ray", *long), 0)[0].strip()
+    until(lambda: max(losses(run)) > first)
+    ended(bundle("launch", "stop", again), 0)
+    ended(bundle("launch", "wait", again), 75)
+    assert sorted(losses(run)) == list(range(1, max(losses(run)) + 1))
+
+
+def test_machines_that_are_not_there_are_said_and_nothing_is_left(bundle):
+    four = (*RECIPE, "--set=train.global_batch_size=16", "--nodes=4", "--devices-per-node=1")
+    _, err = ended(bundle("launch", "ray", *four, "--wait=3"), 5)
+    assert "4 machines with 1 CPU each were not free within 3 s; the cluster has 1 CPU; 1 CPU" in err
+
+
+def test_without_its_token_a_cluster_takes_nobody(cluster, tmp_path):
+    words = ("-m", "bundle", "launch", "status", f"ray:x@{cluster.address}")
+    command = cluster.command(tmp_path, sys.executable, *words)
+    (tmp_path / "token").write_text("0" * 64)
+    done = subprocess.run(
+        command,
+        env=cluster.environment | {"PYTHONPATH": str(ROOT), "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 5, done.stdout + done.stderr
+
+
+def test_where_the_driver_is_killed_its_ranks_end_and_the_same_command_goes_on(bundle, tmp_path):
+    words = ("launch", "ray", *RECIPE, "--set=train.steps=60", "--set=checkpoint.interval=5", *TWO)
+    driver, run = bundle(*words), tmp_path / "runs/demo"
+    until(lambda: list((run / "checkpoints").glob("step-*")))
+    inside = Path(f"/proc/{driver.pid}/task/{driver.pid}/children").read_text().split()
+    os.kill(int(inside[0]), signal.SIGKILL)  # nsenter only waits for it
+    driver.communicate(timeout=60)
+
+    def free() -> bool:
+        with (run / ".lock").open("rb") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+        return True
+
+    until(free)
+    assert "goes on after step" in ended(bundle(*words), 0)[0]
+    assert sorted(losses(run)) == list(range(1, 61))
