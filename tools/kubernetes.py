@@ -18,6 +18,7 @@ BASE = "kustomization.yaml"
 _FILE = "demo-job"  # the ConfigMap of the job file, which kustomize makes
 _CLAIM = "runs"
 _HARDWARE = {"ascendjob": "a3"}  # the others: H200
+_REGISTRY = f"registry.example/{images.REGISTRY}"
 _ABOUT = """\
 # Made by `python -m tools.kubernetes`: the demo on two nodes, by --form {form}. Its job file is not in here:
 # the ConfigMap {file} holds it, which {base} makes of {name}.
@@ -44,7 +45,8 @@ configMapGenerator:
 def example(form: str) -> list[dict[str, object]]:
     """The objects of the demo in a form, but for its job file."""
     job = _job(_HARDWARE.get(form, "h200"))
-    image = images.default(job, f"registry.example/{images.REGISTRY}")
+    extra = FORMS[form].extra
+    image = f"{_REGISTRY}/{job.backend}-{extra}:TAG" if extra else images.default(job, _REGISTRY)
     return FORMS[form].render(Workload(job, Options(image, _CLAIM, form=form), named(job), _FILE))
 
 

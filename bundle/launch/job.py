@@ -39,6 +39,7 @@ from bundle.planning.plan import with_kernel
 from bundle.recipe import Recipe, from_mapping
 
 NAME = "job.json"
+LOCK = ".lock"  # in the run directory; it is held for as long as ranks write there
 FORMAT, VERSION = "mcore-bundle job", 1
 UNDECIDED = "undecided"
 LARGEST = 1 << 24

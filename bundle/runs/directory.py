@@ -15,6 +15,7 @@ from bundle.checkpoints import manifest
 from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.errors import UsageError
 from bundle.launch import Start
+from bundle.launch.job import LOCK
 from bundle.planning import recipe_problem
 from bundle.planning.inputs import Weights, weights
 from bundle.recipe import Recipe, differences, load
@@ -207,7 +208,7 @@ class RunDirectory:
         Raises UsageError while another run holds it, and where nothing can be held.
         """
         self.root.mkdir(parents=True, exist_ok=True)
-        with (self.root / ".lock").open("a+", encoding="utf-8") as file:
+        with (self.root / LOCK).open("a+", encoding="utf-8") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -15,6 +15,7 @@ from bundle.cli.launch.submission import (
     submitted,
 )
 from bundle.cli.request import Machines, Request
+from bundle.errors import UsageError
 from bundle.targets import images
 from bundle.targets import kubernetes as objects
 from bundle.targets.kubernetes import running
@@ -81,6 +82,8 @@ def kubernetes(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print them, even so.")] = False,
 ) -> None:
     """Print the objects of a job, for `kubectl apply -f -`, or make them."""
+    if not container_image and (wrong := objects.image(form)):
+        raise UsageError(wrong)
     job = decided(recipe, request, machines, read_record_of_one(container_image, record))
     wanted = Options(
         image=container_image or images.default(job, registry),

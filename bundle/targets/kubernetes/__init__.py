@@ -15,10 +15,10 @@ from bundle import capabilities
 from bundle.errors import UsageError, shown
 from bundle.files import json_digest
 from bundle.launch.job import NAME, Job
-from bundle.targets.kubernetes import ascendjob, jobset, trainer, volcano
+from bundle.targets.kubernetes import ascendjob, jobset, rayjob, trainer, volcano
 from bundle.targets.kubernetes.options import Options
 from bundle.targets.kubernetes.pod import Workload
-from bundle.targets.kubernetes.status import Ended, by_conditions, by_phase
+from bundle.targets.kubernetes.status import Ended, by_conditions, by_phase, by_ray
 
 _LARGEST_FILE = 1_000_000  # 1 MiB is that of a ConfigMap with its names
 
@@ -33,6 +33,8 @@ class Form(NamedTuple):
     ended: Callable[[Mapping[str, Any]], Ended] = by_conditions  # of the workload's status
     topology: str | None = ""  # what --topology must be, as an expression; None: it has no such thing
     backends: tuple[str, ...] = ()  # empty: all
+    longest: int = 63  # name of the workload, in characters
+    extra: str = ""  # of ours that its image must have, and the images that we build have not
 
 
 # By the name that --form takes, the default first.
@@ -41,6 +43,9 @@ FORMS = {
     "job": Form(jobset.JOB_API, "Job", jobset.job, "ends then, and needs nothing installed"),
     "trainjob": Form(trainer.API, "TrainJob", trainer.trainjob, "of Kubeflow Trainer"),
     "volcano": Form(volcano.API, "Job", volcano.job, "of Volcano", ended=by_phase, topology="[1-9][0-9]*"),
+    "rayjob": Form(
+        rayjob.API, "RayJob", rayjob.rayjob, "of KubeRay", ended=by_ray, longest=rayjob.LONGEST, extra="ray"
+    ),
     "ascendjob": Form(
         ascendjob.API, "AscendJob", ascendjob.job, "of MindCluster", topology=None, backends=("ascend",)
     ),
@@ -50,6 +55,15 @@ FORMS = {
 def named(job: Job) -> str:
     """The recipe's name as Kubernetes spells names."""
     return re.sub(r"[^a-z0-9]+", "-", job.recipe.name.lower()).strip("-")
+
+
+def image(form: str) -> str:
+    """What to say of a form whose image none of ours is; empty where ours will do."""
+    extra = FORMS[form].extra
+    return extra and (
+        f"--form {form}: images of ours have no {extra}: say --image, of one that is made of ours"
+        f" with `pip install 'mcore-bundle[{extra}]'`"
+    )
 
 
 def objects(job: Job, options: Options) -> list[dict[str, Any]]:
@@ -86,6 +100,9 @@ def _misfits(job: Job, options: Options) -> Iterator[str]:
     if form is None:
         yield f"--form {shown(options.form)}: one of {', '.join(FORMS)}"
         return
+    name = options.name or named(job)
+    if len(name) > form.longest:
+        yield f"--name {shown(name)}: --form {options.form} takes at most {form.longest} characters"
     if form.backends and job.backend not in form.backends:
         yield f"--form {options.form}: is for {', '.join(form.backends)}, and the job for {job.backend}"
     if options.device and capabilities.of(job.backend).resource(job.generation) is None:

@@ -140,7 +140,7 @@ def _looked(name: str) -> State | None:
     if ended.succeeded:
         return State("COMPLETED", "", int(ExitCode.OK))
     if ended.succeeded is False:
-        return State("FAILED", reason, _code(_pods(name)))
+        return State("FAILED", reason, _code(_pods(name)) if ended.code is None else ended.code)
     if found["metadata"].get("deletionTimestamp"):
         return State("STOPPING", "its pods save and end", None)
     suspended = (found.get("spec") or {}).get("suspend")

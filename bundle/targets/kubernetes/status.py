@@ -1,17 +1,24 @@
 """Whether a workload has ended, and how, by its status."""
 
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+from bundle.errors import ExitCode
 
 # What conditions are called by Jobs, JobSets, TrainJobs and AscendJobs.
 _SUCCESS, _FAILURE = ("Complete", "Completed", "Succeeded"), "Failed"
 
 
 class Ended(NamedTuple):
-    """Whether it succeeded, None before it has ended; and what its controller says about that."""
+    """Whether it succeeded, None before it has ended; what its controller says about that.
+
+    `code` is the job's own, where no pod ends with it.
+    """
 
     succeeded: bool | None
     reason: str = ""
+    code: int | None = None
 
 
 def by_conditions(status: Mapping[str, Any]) -> Ended:
@@ -29,6 +36,20 @@ def by_phase(status: Mapping[str, Any]) -> Ended:
     state = status.get("state") or {}
     succeeded = {"Completed": True, "Failed": False, "Terminated": False, "Aborted": False}
     return Ended(succeeded.get(state.get("phase", "")), _reason(state))
+
+
+def by_ray(status: Mapping[str, Any]) -> Ended:
+    """Of a RayJob, whose status has Ray's own of its driver."""
+    state, message = status.get("jobDeploymentStatus", ""), str(status.get("message") or "")
+    if state not in ("Complete", "Failed"):
+        return Ended(None, state)
+    if status.get("jobStatus") == "SUCCEEDED":
+        return Ended(True)
+    if status.get("jobStatus") == "STOPPED":
+        return Ended(False, "stopped", int(ExitCode.TERMINATED))
+    # Behind its first line stands the driver's log.
+    reason, code = message.partition("\n")[0], re.search(r"failed with exit code (\d+)", message)
+    return Ended(False, reason or str(status.get("reason") or ""), int(code[1]) if code else None)
 
 
 def _reason(of: Mapping[str, Any]) -> str:

@@ -85,6 +85,9 @@ def pods(objects: Objects) -> list[tuple[int, dict[str, Any]]]:
         trainer = spec["trainer"]
         pod["spec"]["containers"][0] |= {"args": trainer["args"], "resources": trainer["resourcesPerNode"]}
         return [(trainer["numNodes"], pod)]
+    if top["kind"] == "RayJob":
+        groups = spec["rayClusterSpec"]["workerGroupSpecs"]
+        return [(group["replicas"], group["template"]) for group in groups]
     if top["kind"] == "AscendJob":
         return [(replica["replicas"], replica["template"]) for replica in spec["replicaSpecs"].values()]
     if "tasks" in spec:

@@ -6,6 +6,7 @@ that checks an AscendJob ("no schema").
 
 import copy
 import json
+import shlex
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,10 +32,17 @@ def disagreements(objects: Objects) -> Iterator[str]:
         yield "not as many pods as nodes"
     for _, template in pods(objects):
         yield from of_a_pod(template["spec"], file["metadata"]["name"], decided)
+        if top["kind"] != "RayJob":
+            (container,) = template["spec"]["containers"]
+            if container["args"][:2] != ["train", f"--job={mounted(container).get('job')}/job.json"]:
+                yield "the job file is not where the pod is told"
     if len({e["metadata"].get("namespace") for e in objects if e["kind"] != "ClusterTrainingRuntime"}) != 1:
         yield "not all in one namespace"
     if top["kind"] == "AscendJob":
         yield from of_an_ascendjob(top, decided)
+        return
+    if top["kind"] == "RayJob":
+        yield from of_a_rayjob(top, decided)
         return
     if of_volcano:
         yield from of_a_volcano_job(top, decided)
@@ -53,17 +61,19 @@ def disagreements(objects: Objects) -> Iterator[str]:
         yield "the rendezvous is not at the first pod, or a pod does not know which it is"
 
 
+def mounted(container: dict[str, Any]) -> dict[str, str]:
+    return {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+
+
 def of_a_pod(pod: dict[str, Any], file: str, decided: dict[str, Any]) -> Iterator[str]:
     """What is wrong with the pod of a node."""
     (container,) = pod["containers"]
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    mounts = mounted(container)
     if set(mounts) != set(volumes):
         yield "a mount has no volume"
     elif volumes["job"]["configMap"]["name"] != file:
         yield "the job file is not that of the ConfigMap"
-    if container["args"][:2] != ["train", f"--job={mounts.get('job')}/job.json"]:
-        yield "the job file is not where the pod is told"
     if pod["restartPolicy"] != "Never":
         yield "a container is restarted alone"
     amounts = container["resources"]
@@ -186,6 +196,52 @@ def of_an_ascendjob(top: dict[str, Any], decided: dict[str, Any]) -> Iterator[st
             yield "retries need pods that are never restarted"
 
 
+def of_a_rayjob(top: dict[str, Any], decided: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with a RayJob: what its operator starts, and what Ray makes of that."""
+    spec, name = top["spec"], top["metadata"]["name"]
+    ray = spec["rayClusterSpec"]
+    head, (group,) = ray["headGroupSpec"], ray["workerGroupSpecs"]
+    (container,) = head["template"]["spec"]["containers"]
+    words = shlex.split(spec["entrypoint"])
+    if words[:2] != ["env", f"--chdir={container['workingDir']}"] or set("&|;") & set(spec["entrypoint"]):
+        yield "the submitter's shell takes the driver's words for its own"
+    if words[2:6] != ["mcore-bundle", "launch", "ray", f"--job={mounted(container)['job']}/job.json"]:
+        yield "the job file is not where the driver is told"
+    if not group["minReplicas"] == group["maxReplicas"] == group["replicas"]:
+        yield "a node is not always there"
+    if head["rayStartParams"]["num-cpus"] != "0" or group["rayStartParams"]["num-cpus"] != "1":
+        yield "a node may be on the head, or two on one worker"
+    start = group["rayStartParams"]
+    known = {"cuda": int(start.get("num-gpus", 0)), "cpu": 0}
+    if "resources" in start:
+        (text,) = shlex.split(start["resources"])
+        known["ascend"] = json.loads(text)["NPU"]
+    if known.get(decided["backend"], -1) != (0 if decided["backend"] == "cpu" else decided["per_node"]):
+        yield "Ray does not know the devices of a worker"
+    labels = [each["metadata"]["labels"] for each in (head["template"], group["template"])]
+    found = spec["submitterPodTemplate"]["metadata"]["labels"].get("app.kubernetes.io/instance")
+    if found != name or any("app.kubernetes.io/instance" in each for each in labels):
+        yield "what the job writes is not what its pods write"
+    (submitter,) = spec["submitterPodTemplate"]["spec"]["containers"]
+    if any("args" in each for each in (submitter, container, group["template"]["spec"]["containers"][0])):
+        yield "the operator runs our words behind its own"
+    if (head["serviceType"], head["enableIngress"], ray["authOptions"]) != (
+        "ClusterIP",
+        False,
+        {"mode": "token"},
+    ):
+        yield "the dashboard is open to others"
+    waits = ["flock", f"{container['workingDir']}/{decided['directory']}/.lock", "true"]
+    for template in (head["template"], group["template"]):
+        if template["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"] != waits:
+            yield "a pod goes before the job has saved"
+    (variable,) = container["env"]
+    if variable["name"] != "RAY_JOB_STOP_WAIT_TIME_S" or int(variable["value"]) < 300:
+        yield "Ray kills the driver while its nodes save"
+    if not spec["shutdownAfterJobFinishes"]:
+        yield "devices are kept after the end"
+
+
 def test_the_objects_fit_each_other(jobs):
     for job in jobs:
         for options in options_of(job):
@@ -198,6 +254,15 @@ def container(objects: Objects) -> Any:
 
 def inner_set(objects: Objects) -> Any:
     return objects[-2]["spec"]["template"]["spec"]
+
+
+def cluster(objects: Objects) -> Any:
+    return objects[-1]["spec"]["rayClusterSpec"]
+
+
+def workers(objects: Objects) -> Any:
+    (group,) = cluster(objects)["workerGroupSpecs"]
+    return group
 
 
 BREAKING: list[tuple[str, str, Callable[[Objects], Any]]] = [
@@ -234,6 +299,21 @@ BREAKING: list[tuple[str, str, Callable[[Objects], Any]]] = [
     ("volcano", "no device", lambda o: container(o).pop("env")),
     ("volcano", "rendezvous",
      lambda o: o[-1]["spec"]["tasks"][0].update(name="x") or container(o)["args"].pop()),
+    ("rayjob", "its own", lambda o: o[-1]["spec"].update(entrypoint="cd / && mcore-bundle launch ray")),
+    ("rayjob", "where the driver is told",
+     lambda o: o[-1]["spec"].update(entrypoint=o[-1]["spec"]["entrypoint"].replace("/opt/job", "/job"))),
+    ("rayjob", "always there", lambda o: workers(o).update(minReplicas=0)),
+    ("rayjob", "on the head", lambda o: cluster(o)["headGroupSpec"]["rayStartParams"].pop("num-gpus")
+     and cluster(o)["headGroupSpec"]["rayStartParams"].update({"num-cpus": "8"})),
+    ("rayjob", "know the devices", lambda o: workers(o)["rayStartParams"].pop("resources")),
+    ("rayjob", "writes", lambda o: o[-1]["spec"]["submitterPodTemplate"]["metadata"].update(labels={})),
+    ("rayjob", "behind its own", lambda o: container(o).update(args=["train"])),
+    ("rayjob", "open to others", lambda o: cluster(o)["headGroupSpec"].update(serviceType="LoadBalancer")),
+    ("rayjob", "before the job has saved",
+     lambda o: container(o)["lifecycle"]["preStop"]["exec"].update(command=["true"])),
+    ("rayjob", "kills the driver", lambda o: cluster(o)["headGroupSpec"]["template"]["spec"]["containers"][0]
+     .update(env=[{"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": "3"}])),
+    ("rayjob", "after the end", lambda o: o[-1]["spec"].update(shutdownAfterJobFinishes=False)),
     ("ascendjob", "a master and workers", lambda o: o[-1]["spec"]["replicaSpecs"].pop("Worker")),
     ("ascendjob", "not one master", lambda o: o[-1]["spec"]["replicaSpecs"]["Master"].update(replicas=2)),
     ("ascendjob", "framework", lambda o: o[-1]["metadata"]["labels"].pop("framework")),

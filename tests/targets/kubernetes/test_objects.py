@@ -21,6 +21,7 @@ EXAMPLES = [
     ("job", "small", replace(LEAST, form="job")),
     ("trainjob", "wide", everything("trainjob")),
     ("volcano", "npus", everything("volcano")),
+    ("rayjob", "wide", everything("rayjob")),
     ("ascendjob", "npus", everything("ascendjob")),
 ]
 
@@ -78,6 +79,7 @@ def test_all_that_no_cluster_takes_is_refused_at_once(small):
         ("is for ascend, and the job for cpu", {"form": "ascendjob"}),
         ("takes the number of a tier", {"form": "volcano", "topology": "rack"}),
         ("has no such thing", {"form": "ascendjob", "topology": "rack"}),
+        ("takes at most 47 characters", {"form": "rayjob", "name": "x" * 48}),
         ("asks for no device", {"device": "example.com/gpu"}),
     ],
 )
@@ -110,7 +112,7 @@ HOSTILE = (
 
 
 @settings(max_examples=80)
-@given(form=st.sampled_from(["jobset", "job", "trainjob", "volcano"]), hostile=HOSTILE)
+@given(form=st.sampled_from(["jobset", "job", "trainjob", "volcano", "rayjob"]), hostile=HOSTILE)
 def test_hostile_values_are_refused_or_come_through_yaml_as_they_are(small, form, hostile):
     options = replace(LEAST, form=form, **hostile)
     try:

@@ -113,6 +113,7 @@ def test_a_job_that_runs_is_not_begun_again_and_one_that_has_ended_is(recorder, 
     assert [each["uid"] for each in file["metadata"]["ownerReferences"]] == [second]
 
 
+DRIVER = "the driver failed with exit code 75, logs:\nfailed with exit code 9"
 ENDS = [
     ("jobset", DONE, ("COMPLETED", "", 0)),
     ("jobset", BROKEN, ("FAILED", "a pod failed", 4)),
@@ -123,9 +124,16 @@ ENDS = [
     ("volcano", {"state": {"phase": "Completed"}}, ("COMPLETED", "", 0)),
     ("volcano", {"state": {"phase": "Terminated", "message": "by a policy"}}, ("FAILED", "by a policy", 4)),
     ("volcano", {"state": {"phase": "Restarting"}}, ("PENDING", "no room", None)),
+    ("rayjob", {"jobDeploymentStatus": "Complete", "jobStatus": "SUCCEEDED"}, ("COMPLETED", "", 0)),
+    ("rayjob", {"jobDeploymentStatus": "Complete", "jobStatus": "STOPPED"}, ("FAILED", "stopped", 143)),
+    ("rayjob", {"jobDeploymentStatus": "Failed", "jobStatus": "FAILED", "message": DRIVER},
+     ("FAILED", "the driver failed with exit code 75, logs:", 75)),
+    ("rayjob", {"jobDeploymentStatus": "Failed", "reason": "SubmissionFailed"},
+     ("FAILED", "SubmissionFailed", 4)),
+    ("rayjob", {"jobDeploymentStatus": "Retrying"}, ("PENDING", "no room", None)),
     ("ascendjob", {"conditions": [{"type": "Succeeded", "status": "True"}]}, ("COMPLETED", "", 0)),
     ("ascendjob", {"conditions": [{"type": "Failed", "status": "False"}]}, ("PENDING", "no room", None)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("form", "status", "found"), ENDS)

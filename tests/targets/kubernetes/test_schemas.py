@@ -18,6 +18,7 @@ DEFINITIONS = {
     "JobSet": "jobset.x-k8s.io_jobsets.yaml",
     "ClusterTrainingRuntime": "trainer.kubeflow.org_clustertrainingruntimes.yaml",
     "TrainJob": "trainer.kubeflow.org_trainjobs.yaml",
+    "RayJob": "ray.io_rayjobs.yaml",
     "batch.volcano.sh/v1alpha1 Job": "batch.volcano.sh_jobs.yaml",
 }
 # A mistake in each, of what a schema is there to find.
@@ -28,6 +29,9 @@ MISTAKES = [
     ("trainjob", ("spec", "runtimeRef", "name"), 4),
     ("volcano", ("spec", "minAvailible"), 4),
     ("volcano", ("spec", "networkTopology", "mode"), "strict"),
+    ("rayjob", ("spec", "backoffLimit"), "three"),
+    ("rayjob", ("spec", "rayClusterSpec", "authOptions", "mode"), "tokens"),
+    ("rayjob", ("spec", "rayClusterSpec", "headGroup"), {}),
 ]
 
 
@@ -45,7 +49,7 @@ def check(name: str) -> tuple[str, Any]:
     if not file.exists():
         pytest.skip(f"{file.name} is not in ../shared/crds")
     definition = YAML(typ="safe").load(file)
-    (version,) = definition["spec"]["versions"]
+    version = next(each for each in definition["spec"]["versions"] if each["storage"])
     validator = jsonschema.Draft202012Validator(closed(version["schema"]["openAPIV3Schema"]))
     return f"{definition['spec']['group']}/{version['name']}", validator
 
@@ -79,8 +83,12 @@ def cores(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
             found.append(
                 {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": inner["spec"]}
             )
-        for template in [task["template"] for task in spec.get("tasks", ())] + [
-            replica["template"] for replica in spec.get("replicaSpecs", {}).values()
+        ray = spec.get("rayClusterSpec")
+        for template in [
+            *(task["template"] for task in spec.get("tasks", ())),
+            *(replica["template"] for replica in spec.get("replicaSpecs", {}).values()),
+            *([spec["submitterPodTemplate"], ray["headGroupSpec"]["template"]] if ray else ()),
+            *(group["template"] for group in (ray["workerGroupSpecs"] if ray else ())),
         ]:
             found.append(
                 {"apiVersion": "v1", "kind": "Pod", "metadata": metadata | template["metadata"]}
@@ -100,7 +108,7 @@ def test_kubernetes_takes_what_is_its_own(jobs, version):
                 validator.validate(plain(each), version, strict=True)
 
 
-@pytest.mark.parametrize("form", ["jobset", "trainjob", "volcano"])
+@pytest.mark.parametrize("form", ["jobset", "trainjob", "volcano", "rayjob"])
 def test_the_custom_resources_are_as_their_definitions_say(jobs, form):
     checked = 0
     for job in jobs:
@@ -111,7 +119,7 @@ def test_the_custom_resources_are_as_their_definitions_say(jobs, form):
                     assert each["apiVersion"] == version
                     assert [error.message for error in validator.iter_errors(plain(each))] == []
                     checked += 1
-    assert checked >= len(jobs) * 2
+    assert checked >= len(jobs) * 2, "of each job all options, and the least"
 
 
 @pytest.mark.parametrize(("form", "path", "value"), MISTAKES)

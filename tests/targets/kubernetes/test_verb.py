@@ -4,11 +4,14 @@ import json
 import resource
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
 from bundle.environment import image
 from bundle.targets import images
+from bundle.targets.kubernetes import rayjob
 from tests.targets.kubernetes.jobs import read
 
 ASKED = ("demo", "--hardware=h200", "--claim=runs")
@@ -44,6 +47,18 @@ def test_what_is_in_the_image_must_be_said():
         done = launch(*said)
         assert done.returncode == 2
         assert "--image-record FILE" in done.stderr and "REGISTRY/cuda:" in done.stderr
+
+
+def test_a_form_that_no_image_of_ours_can_run_wants_one():
+    done = launch("--image-record=none", form="rayjob")
+    assert done.returncode == 2
+    assert "images of ours have no ray: say --image" in done.stderr
+
+
+def test_the_ray_that_kuberay_is_told_of_is_the_least_that_the_extra_takes():
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+    least = rayjob.RAY.removesuffix(".0")
+    assert project["project"]["optional-dependencies"]["ray"] == [f"ray[default]>={least}"]
 
 
 def test_a_thousand_nodes_take_less_than_two_seconds(capsys):
