@@ -47,9 +47,9 @@ $(DEVELOP): $(RUN)
 $(NPU): pyproject.toml Makefile
 	test -x $(NPU_VENV)/bin/python || $(PYTHON) -m venv $(NPU_VENV)
 	$(NPU_PIP) 'torch==2.13.0' $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-	# protobuf and attrs: what MindSpeed imports and does not declare.
+	# protobuf, attrs, scipy, regex and six: of MindSpeed's requirements, and of its Megatron-LM 0.12's.
 	# triton: what megatron-core imports from 0.18 on; on NPUs it is triton-ascend.
-	$(NPU_PIP) 'torch-npu==2.13.0' '$(TRITON)' pytest hypothesis protobuf attrs --editable '.[ascend]'
+	$(NPU_PIP) 'torch-npu==2.13.0' '$(TRITON)' pytest hypothesis protobuf attrs scipy regex six --editable '.[ascend]'
 	touch $@
 
 $(FOREIGN): $(DEVELOP) Makefile
@@ -97,7 +97,7 @@ clusters: $(DEVELOP)  ## a real Slurm and a real Ray of two nodes; as root, afte
 	$(PIP) --editable '.[ray]'
 	$(VENV)/bin/python -m pytest -m clusters -rs
 
-npu-contract: $(NPU)  ## the real torch-npu over stand-ins for CANN: what can be told without an NPU
+npu-contract: $(NPU)  ## the real torch-npu over stand-ins for CANN; MINDSPEED=CLONE, MEGATRON_HISTORY=CLONE: through MindSpeed
 	$(NPU_VENV)/bin/python -m tests.npu --record $(RECORDS)/npu.json --record-command 'make $@'
 
 bench: $(DEVELOP)  ## the verbs' start, patching, packing, weights against a copy, training against a bare megatron-core loop

@@ -34,10 +34,16 @@ class Runtime(Protocol):
         """The specs of model chunk `chunk`, with the layers that run on this accelerator."""
 
 
-def prepare(backend: str) -> Runtime:
+def prepare(backend: str, recipe: "Recipe | None" = None) -> Runtime:
     """The runtime of a backend (cpu, cuda, ascend), made ready in this process before megatron is imported.
 
-    Raises EnvironmentUnfit where this machine, or what was imported already, does not allow it.
+    As the `backend_options` of `recipe` say, where there is one. Raises EnvironmentUnfit where this machine,
+    or what was imported already, does not allow it.
     """
-    runtime: Runtime = importlib.import_module(f"bundle.backends.{backend}").prepare()
+    room = importlib.import_module(f"bundle.backends.{backend}")
+    runtime: Runtime
+    if recipe is not None and recipe.backend_options.mindspeed:  # a plan refuses it on other backends
+        runtime = importlib.import_module(f"{room.__name__}.mindspeed").prepare(recipe)
+    else:
+        runtime = room.prepare()
     return runtime

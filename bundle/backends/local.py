@@ -6,6 +6,7 @@ Both are made on the device that torch.cuda names current: the cpu under its fac
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -103,47 +104,59 @@ class DuplicatedLinear(torch.nn.Module):
         return sharded
 
 
-_WHOLE = ("linear_q_down_proj", "linear_kv_down_proj")
+WHOLE: Mapping[str, type] = dict.fromkeys(("linear_q_down_proj", "linear_kv_down_proj"), DuplicatedLinear)
+"""What specs without Transformer Engine would split, by its name in them."""
 
 
 def adapted(spec: Any, classes: Mapping[type, type], *, attention: type, norm: type) -> Any:
     """A copy of a layer, block or MTP spec with this core attention, these norms and whole down projections.
 
-    `classes` takes further layers to those that stand in for them, DuplicatedLinear too. A spec is a tree of
-    dataclasses (ModuleSpec, submodules), functools.partial, lists, dicts and classes; megatron's own objects
-    are left as they are. Raises UsageError for layers that nobody has without Transformer Engine.
+    `classes` takes further layers to those that stand in for them, DuplicatedLinear too. It raises what
+    `replaced` does.
     """
     norms = {WrappedTorchNorm: norm, FusedLayerNorm: norm}  # the second is taken where apex is installed
-    return _adapted(spec, {DotProductAttention: attention, **norms, **classes})
+    whole = {name: classes.get(layer, layer) for name, layer in WHOLE.items()}
+    return replaced(spec, {DotProductAttention: attention, **norms, **classes}, whole)
 
 
-def _adapted(spec: Any, classes: Mapping[type, type]) -> Any:
+def replaced(
+    spec: Any, classes: Mapping[type, type], named: Mapping[str, type] = MappingProxyType({})
+) -> Any:
+    """A copy of a spec with other classes, and with those of `named` in the submodules of these names.
+
+    A spec is a tree of dataclasses (ModuleSpec, submodules), functools.partial, lists, dicts and classes;
+    megatron's own objects are left as they are. Raises UsageError for layers that nobody has without
+    Transformer Engine.
+    """
     if isinstance(spec, type):
         return _class(spec, classes)
     if isinstance(spec, functools.partial):
-        arguments = {name: _adapted(value, classes) for name, value in spec.keywords.items()}
-        positional = (_adapted(value, classes) for value in spec.args)
-        return functools.partial(_adapted(spec.func, classes), *positional, **arguments)
+        arguments = {name: replaced(value, classes, named) for name, value in spec.keywords.items()}
+        positional = (replaced(value, classes, named) for value in spec.args)
+        return functools.partial(replaced(spec.func, classes, named), *positional, **arguments)
     if is_dataclass(spec) and not isinstance(spec, type):
-        parts = {f.name: _adapted(getattr(spec, f.name), classes) for f in fields(spec) if f.init}
-        whole = classes.get(DuplicatedLinear, DuplicatedLinear)
-        return replace(spec, **{**parts, **{name: whole for name in _WHOLE if parts.get(name) is not None}})
+        parts = {f.name: replaced(getattr(spec, f.name), classes, named) for f in fields(spec) if f.init}
+        return replace(
+            spec, **{**parts, **{name: of for name, of in named.items() if parts.get(name) is not None}}
+        )
     if isinstance(spec, (list, tuple)):
-        return type(spec)(_adapted(value, classes) for value in spec)
+        return type(spec)(replaced(value, classes, named) for value in spec)
     if isinstance(spec, dict):
-        return {name: _adapted(value, classes) for name, value in spec.items()}
+        return {name: replaced(value, classes, named) for name, value in spec.items()}
     return spec
 
 
 def _class(given: type, classes: Mapping[type, type]) -> type:
+    if given in classes:
+        return classes[given]
     if given.__module__.startswith("megatron.core.extensions."):
         raise UsageError(
             f"{given.__name__} is a layer of Transformer Engine: these specs are made without it"
             " (use_transformer_engine=False)"
         )
-    if given.__name__.endswith("GroupedMLP") and given not in classes:
+    if given.__name__.endswith("GroupedMLP"):
         raise UsageError(
             f"{given.__name__} needs grouped GEMM kernels, which are not here: with moe_grouped_gemm=False"
             " the experts run one after the other (SequentialMLP)"
         )
-    return classes.get(given, given)
+    return given

@@ -313,10 +313,11 @@ def connections(why: str) -> Variable:
     return Variable("CUDA_DEVICE_MAX_CONNECTIONS", "1", why)
 
 
-def of(backend: str) -> Capabilities:
-    """What a backend (cpu, cuda, ascend) offers."""
-    from bundle.capabilities.ascend import ASCEND
+def of(backend: str, features: frozenset[str] = frozenset()) -> Capabilities:
+    """What a backend (cpu, cuda, ascend) offers to a job with these features."""
+    from bundle.capabilities.ascend import ASCEND, MINDSPEED
     from bundle.capabilities.cpu import CPU
     from bundle.capabilities.cuda import CUDA
 
-    return next(can for can in (CPU, CUDA, ASCEND) if can.backend == backend)
+    ascend = MINDSPEED if "mindspeed" in features else ASCEND
+    return next(can for can in (CPU, CUDA, ascend) if can.backend == backend)

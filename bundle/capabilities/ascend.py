@@ -8,6 +8,7 @@ from bundle.capabilities import (
     Choice,
     Conflict,
     Emulated,
+    Fp8Scaling,
     LayerTraits,
     Mask,
     Operator,
@@ -15,6 +16,7 @@ from bundle.capabilities import (
     Variable,
     connections,
 )
+from bundle.fp8 import FORMATS, SCALINGS
 
 _PLUGIN = "MindCluster's ascend-device-plugin, which has one name for A1, A2 and A3; a cluster names its gres"
 
@@ -88,8 +90,8 @@ ASCEND = Capabilities(
         ),
     ),
     fp8=(),
-    without_fp8="Atlas A5 (Ascend950) has it through MindSpeed's layers, which this backend does not use; A2"
-    " and A3 multiply no 8-bit floats",
+    without_fp8="Atlas A5 (Ascend950) has it through MindSpeed's layers: backend_options.mindspeed; A2 and A3"
+    " multiply no 8-bit floats",
     masks=(
         Mask("text", "thd", "none", "the ends of the sequences say everything"),
         Mask(
@@ -155,6 +157,31 @@ ASCEND = Capabilities(
     ),
 )
 
+# The same devices where MindSpeed has put its layers under the names of Transformer Engine's.
+MINDSPEED = ASCEND._replace(
+    layers=LayerTraits(
+        fused_norms=True,
+        grouped_experts=True,
+        fused_kernels=True,
+        fused_loss=False,
+        adam_counters=False,
+        typed_adam=False,
+        source="MindSpeed's layers and AdamW; what they keep is not measured: no device",
+    ),
+    # Norms, experts and AdamW have no others there.
+    operators=tuple(one for one in ASCEND.operators if one.name in ("swiglu", "rotary", "permute")),
+    fp8=tuple(
+        Fp8Scaling(
+            scaling,
+            FORMATS,
+            "Atlas A5 (Ascend950)",
+            lambda generation: generation == "a5",
+            "A2 and A3 multiply no 8-bit floats, and MindSpeed itself does not refuse them",
+        )
+        for scaling in SCALINGS
+    ),
+)
+
 _ROPE = "megatron.core.models.common.embeddings.rope_utils"
 _EXPERTS = "megatron.core.transformer.moe.moe_utils"
 
@@ -180,4 +207,18 @@ FACADE = {
     f"{_EXPERTS}:fused_sort_chunks_by_index": "rows of all ranks put in the order of the experts, by index:"
     " torch-npu has no operator for it",
     f"{_EXPERTS}:fused_sort_chunks_by_index_with_probs": "the same, with the router's weights",
+}
+
+# Those of them that stand beside MindSpeed's replacements. Of torch the one that core_r0.15.3 has without a
+# device, which torch 2.13 names.
+BESIDE_MINDSPEED = tuple(target for target in FACADE if target not in ("torch:compile", "torch:Tensor.type"))
+
+# What MindSpeed replaces on every machine and has to give back, by the names that it registers.
+TAKEN_BACK = {
+    f"{_ROPE}.apply_rotary_pos_emb": "loses the group of context-parallel ranks, without which 0.15 turns no"
+    " pack",
+    f"{_ROPE}._apply_rotary_pos_emb_bshd": "its kernel is C++ to be compiled on the machine; ours is"
+    " torch-npu's",
+    "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.load_state_dict": "does not know the form"
+    " that checkpoints have from 0.15 on",
 }

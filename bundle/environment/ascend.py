@@ -87,21 +87,28 @@ def _device(at: int, number: int, rows: tuple[TableRow, ...], generation: Fact[s
     return Device(at, number, row.name, row.bus, memory, generation)
 
 
-def _generation(machine: Machine, rows: tuple[TableRow, ...], why: str) -> Fact[str]:
-    """a1, a2, a3, a5 or 310 by the name that npu-smi prints; SoC names as in torch_npu NpuVariables.cpp."""
-    if not rows:
-        return Fact(None, why)
-    name = rows[0].name.removeprefix("Ascend")
-    reason = f"npu-smi names it {rows[0].name}"
-    for pattern, generation in (
+def generation(name: str) -> str | None:
+    """a1, a2, a3, a5 or 310 by the name of a SoC (torch-npu's NpuVariables.cpp); None where it names none."""
+    for pattern, found in (
         (r"910B\d.*", "a2"),
         (r"910_93\d\d", "a3"),
         (r"95\d.*|910_95.*", "a5"),
         (r"310.*", "310"),
         (r"910(A|B|Pro[AB])", "a1"),
     ):
-        if re.fullmatch(pattern, name):
-            return Fact(generation, reason)
+        if re.fullmatch(pattern, name.removeprefix("Ascend")):
+            return found
+    return None
+
+
+def _generation(machine: Machine, rows: tuple[TableRow, ...], why: str) -> Fact[str]:
+    """a1, a2, a3, a5 or 310 by the name that npu-smi prints; SoC names as in torch_npu NpuVariables.cpp."""
+    if not rows:
+        return Fact(None, why)
+    name = rows[0].name.removeprefix("Ascend")
+    reason = f"npu-smi names it {rows[0].name}"
+    if (named := generation(name)) is not None:
+        return Fact(named, reason)
     if name == "910" and any(row.chip == 1 for row in rows):
         return Fact("a3", f"{reason}, with two chips per NPU id")
     if name == "910":

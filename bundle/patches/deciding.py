@@ -1,29 +1,23 @@
-"""The decision about each patch: a pure function of what was read and of the job.
+"""The decision about each patch: a pure function of what was read and of the job."""
 
-And which targets of ours MindSpeed replaces, by its commit: it calls every version of itself 0.12.1.
-"""
-
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 from bundle.environment import packages
-from bundle.patches.entry import NOTHING, Action, Decision, Patch, Presence, Replacement, Seam, Trap
+from bundle.patches import mindspeed
+from bundle.patches.entry import (
+    LOCAL_LAYERS,
+    NOTHING,
+    Action,
+    Decision,
+    Patch,
+    Presence,
+    Replacement,
+    Seam,
+    Trap,
+)
 from bundle.patches.subject import Reading
-
-# Read from the `register_patch` calls at the heads of MindSpeed's branches. Only what it replaces: what it
-# wraps (its own rule: a function whose name ends in wrapper or decorator) still calls upstream's code, and so
-# can be wrapped once more. Each is behind a feature of MindSpeed's: these are targets that it *may* own.
-_READ = json.loads(Path(__file__).with_name("mindspeed.json").read_text("utf-8"))
-MINDSPEED_BRANCHES: dict[str, str] = _READ["branches"]  # commit -> branch
-# target (or its class) -> the branches that replace it
-MINDSPEEDS: dict[str, frozenset[str]] = {
-    target: frozenset(branches.split()) for target, branches in _READ["replaces"].items()
-}
-
-_UNSEEN = "and whether its own has the defect was not looked at"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +28,8 @@ class PatchContext:
     backend: str | None = None  # None: all of them
     features: frozenset[str] | None = None  # of the recipe; None: all of them count as on
     packages: Mapping[str, str] = field(default_factory=dict)  # versions of what is installed beside it
-    mindspeed: tuple[str | None] | None = None  # its commit, where it is installed
+    mindspeed: tuple[str | None] | None = None  # its commit, where it is in the process
+    adapted: bool = False  # by us: the job trains through it (backend_options.mindspeed)
     unread: str | None = None  # what else replaces parts of megatron-core on NPUs, and nobody read which
     conflict: str | None = None  # why megatron itself is not one tree
     requested: frozenset[str] = frozenset()  # opt-in patches, by id
@@ -52,11 +47,6 @@ class PatchContext:
     def runs_on(self, backends: Iterable[str]) -> bool:
         """Whether the job's backend is one of these."""
         return self.backend is None or self.backend in backends
-
-    @property
-    def mindspeed_is_known(self) -> bool:
-        """Whether this commit of MindSpeed was read."""
-        return self.mindspeed is not None and self.mindspeed[0] in MINDSPEED_BRANCHES
 
 
 class _Verdict(NamedTuple):
@@ -169,6 +159,8 @@ def _unneeded(patch: Patch, job: PatchContext) -> str | None:
     """Why the job does not need the patch, whatever is in the source; None where it does."""
     if not job.runs_on(patch.backends):
         return f"for {' and '.join(patch.backends)} only"
+    if job.adapted and patch.backends == LOCAL_LAYERS:
+        return "for layers of megatron's own; MindSpeed has Transformer Engine's names"
     if patch.opt_in and patch.id not in job.requested:
         return f"opt-in: --request {patch.id} asks for it"
     if not job.uses(patch.when):
@@ -192,8 +184,8 @@ def _by_source(patch: Patch, reading: Reading, job: PatchContext) -> _Verdict:
             False,
         )
     owner = _owner(patch, job)
-    if owner and patch.id not in job.requested:
-        return _Verdict(Action.OWNED, owner, known and job.mindspeed_is_known)
+    if owner and (job.adapted or patch.id not in job.requested):
+        return _Verdict(Action.OWNED, owner, known and _mindspeed_is_known(job))
     if job.conflict:
         return _Verdict(Action.CONFLICT, job.conflict, known)
     drift = _drift(patch, reading) or _unread_owner(patch, job)
@@ -222,24 +214,16 @@ def _by_number(patch: Patch, job: PatchContext) -> _Verdict:
     return _Verdict(Action.APPLY if inside else Action.SKIP, reason, False)
 
 
-def owned_by_mindspeed(target: str, commit: str | None) -> str | None:
-    """Why the target may be MindSpeed's at this commit; None where it is not.
-
-    A commit that was not read is taken for any of those that were.
-    """
-    branches = MINDSPEEDS.get(target) or MINDSPEEDS.get(target.rpartition(".")[0]) or frozenset()
-    branch = MINDSPEED_BRANCHES.get(commit or "")
-    if branch is None and branches:
-        known = ", ".join(sorted(branches))
-        which = (commit or "")[:12] or "of an unknown commit"
-        return f"MindSpeed {which} was not read; {known} replace {target}, {_UNSEEN}"
-    return f"MindSpeed {branch} replaces {target}, {_UNSEEN}" if branch in branches else None
+def _mindspeed_is_known(job: PatchContext) -> bool:
+    return job.mindspeed is not None and mindspeed.known(job.mindspeed[0])
 
 
 def _owner(patch: Patch, job: PatchContext) -> str | None:
+    """Why a target of the patch is MindSpeed's; None where it is not."""
     if job.mindspeed is None or not job.runs_on(("ascend",)):
         return None
-    owners = (owned_by_mindspeed(replacement.target, job.mindspeed[0]) for replacement in patch.replacements)
+    owned = mindspeed.owned_in_our_jobs if job.adapted else mindspeed.owned
+    owners = (owned(replacement.target, job.mindspeed[0]) for replacement in patch.replacements)
     return next((owner for owner in owners if owner), None)
 
 

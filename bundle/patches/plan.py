@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from bundle.environment.packages import Copy, Packages
 from bundle.errors import PatchError, UsageError, did_you_mean, nearest
 from bundle.files import json_digest
-from bundle.patches import deciding, source
+from bundle.patches import deciding, mindspeed, source
 from bundle.patches.catalogue import PATCHES, SEAMS, TRAPS
 from bundle.patches.deciding import PatchContext
 from bundle.patches.definitions import Definitions
@@ -58,15 +58,19 @@ def survey(
     """The decision about every patch, trap and changed seam. Raises UsageError for unknown ids.
 
     `vouched`: what somebody else's framework is known to be; None: the jobs are our own, whose processes
-    import neither MindSpeed nor MegatronAdaptor, whether they are installed or not.
+    import neither MindSpeed nor MegatronAdaptor, whether they are installed or not, but for the job whose
+    recipe asks for it.
     """
     known = {patch.id: patch for patch in PATCHES}
     _check_ids({*requested, *allowed, *(vouched or ())}, known)
     job = context(of, stack, backend=backend, features=features)
+    adapted = vouched is None and features is not None and "mindspeed" in features
+    theirs = vouched is not None or adapted
     job = replace(
         job,
-        mindspeed=job.mindspeed if vouched is not None else None,
-        unread=job.unread if vouched is not None else None,
+        mindspeed=(job.mindspeed or _to_come(of.version, adapted=adapted)) if theirs else None,
+        adapted=adapted,
+        unread=job.unread if theirs else None,
         requested=frozenset(requested),
         allowed=frozenset(allowed),
         vouched=None if vouched is None else frozenset(vouched),
@@ -88,12 +92,18 @@ def context(
         backend=backend,
         features=_assumed(features, backend),
         packages=_versions(stack, {name for patch in PATCHES for name, _ in patch.requires}),
-        mindspeed=(mindspeed.commit,) if (mindspeed := stack.package("mindspeed")) else None,
+        mindspeed=(found.commit,) if (found := stack.package("mindspeed")) else None,
         unread=f"MegatronAdaptor {a.version or 'of no version'}"
         if (a := stack.package("megatron-adaptor"))
         else None,
         conflict=of.conflict,
     )
+
+
+def _to_come(version: str | None, *, adapted: bool) -> tuple[str] | None:
+    """The commit of the MindSpeed that a job of ours would have where none is installed."""
+    branch = mindspeed.made_for(version) if adapted and version else None
+    return (branch.commit,) if branch else None
 
 
 def _versions(stack: Packages, names: Collection[str]) -> dict[str, str]:

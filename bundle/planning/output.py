@@ -128,14 +128,14 @@ def to_text(plan: Plan, run: str, starts: str) -> str:
 
 def _attention(plan: Plan) -> Iterator[str]:
     yield f"{plan.attention.value}: {plan.attention.why}"
-    kernels = {one.name: one for one in capabilities.of(plan.hardware.backend).kernels}
+    kernels = {one.name: one for one in capabilities.of(plan.hardware.backend, plan.recipe.features).kernels}
     kernel, parallel = kernels.get(plan.attention.value), plan.recipe.parallel
     if plan.recipe.data.packed and kernel is not None and (most := kernel.most_in_a_pack(parallel.cp)):
         yield f"a pack holds at most {most:,} sequences ({kernel.what})"
 
 
 def _operators(plan: Plan) -> Iterator[str]:
-    can = capabilities.of(plan.hardware.backend)
+    can = capabilities.of(plan.hardware.backend, plan.recipe.features)
     for operator in can.operators_of(plan.recipe):
         chosen = can.computes(plan.recipe, operator.name)
         left_out = "torch's own, since model.operators leaves it out"

@@ -12,7 +12,7 @@ from bundle.environment.hardware import NAMES, detect, preset
 from bundle.environment.machine import Hardware
 from bundle.environment.packages import MegatronCode, Packages
 from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, PatchError, UsageError
-from bundle.patches import subject
+from bundle.patches import mindspeed, subject
 from bundle.patches.plan import Survey, survey
 from bundle.patches.subject import DEFAULT, Subject, Table
 from bundle.planning.layout import RankLayout, can_lay_out, rank_layout
@@ -24,6 +24,7 @@ from bundle.planning.problems import (
     environment_problems,
     layout_problems,
     memory_problems,
+    mindspeed_problems,
     patch_problems,
     recipe_problem,
 )
@@ -152,9 +153,12 @@ def plan_for(
     UsageError and EnvironmentUnfit where there is nothing to plan with.
     """
     hardware, notes = machine(recipe.backend, backend, named)
-    kernel = capabilities.of(hardware.backend).attention(recipe, hardware.generation.value).value
+    can = capabilities.of(hardware.backend, recipe.features)
+    kernel = can.attention(recipe, hardware.generation.value).value
     features = with_kernel(recipe.features, kernel)
     target, decided = _megatron(features, hardware, mcore, allow_drift, others)
+    code = MegatronCode(target.release, decided.subject.root)
+    there = others or (packages.detect() if named is None else None)
     made = plan_on(
         recipe,
         hardware,
@@ -163,7 +167,7 @@ def plan_for(
         nodes=nodes,
         per_node=per_node,
         notes=notes,
-        beside=beside,
+        beside=(*beside, *mindspeed_problems(recipe, can, code, there)),
         installed=others or packages.detect(),
     )
     return made._replace(weights=weights, allow_drift=tuple(allow_drift))
@@ -186,7 +190,8 @@ def plan_on(
     `nodes` and `per_node` override the recipe, `beside` are problems that somebody else found, `installed`
     are the packages there, where they are known.
     """
-    can, code = capabilities.of(hardware.backend), MegatronCode(target.release, decided.subject.root)
+    can = capabilities.of(hardware.backend, recipe.features)
+    code = MegatronCode(target.release, decided.subject.root)
     nodes = nodes or recipe.devices.nodes
     per_node = per_node or recipe.devices.per_node or _all_devices(recipe, hardware, nodes)
     world = nodes * per_node
@@ -196,6 +201,7 @@ def plan_on(
         memory_note(stages, hardware.device_memory),
         _caution(can, installed),
         _triton(can, target, decided),
+        _mindspeed(recipe, can, target),
     )
     environment = can.variables(recipe.features, nodes, recipe.environment)
     problems = (
@@ -251,6 +257,21 @@ def _caution(can: Capabilities, here: Packages | None) -> str:
     others = sorted(version for version in versions if version and version not in (accepted or emulated))
     more = f"; {where} {package} {', '.join(others)}, which has met nothing" if others else ""
     return f"{can.backend}: {said}{more}"
+
+
+def _mindspeed(recipe: Recipe, can: Capabilities, target: Target) -> str:
+    """Which MindSpeed a job goes through, and what of that was ever run."""
+    of = mindspeed.made_for(target.version) if recipe.backend_options.mindspeed else None
+    if of is None or can.emulated is None:
+        return ""
+    imports = f"; it imports triton, which {packages.triton_of(can.backend)} brings" * (
+        of.imports == "triton"
+    )
+    fp8 = "; its FP8 was run nowhere" * (recipe.model.fp8 is not None)
+    return (
+        f"MindSpeed {of.branch} ({of.commit[:12]}) computes linear layers, experts and AdamW, attention and"
+        f" norms are ours: it trained on emulated {can.emulated.device}s{imports}{fp8}"
+    )
 
 
 def _triton(can: Capabilities, target: Target, decided: Survey) -> str:

@@ -2,15 +2,16 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from bundle.capabilities import Capabilities, Variable
 from bundle.environment import MOST_PER_NODE
 from bundle.environment.machine import Hardware
-from bundle.environment.packages import MegatronCode, SourcePredicate
+from bundle.environment.packages import MegatronCode, Packages, SourcePredicate
 from bundle.errors import ExitCode, bytes_shown
 from bundle.fp8 import SCALINGS, Scaling
-from bundle.patches import Action, Decision
+from bundle.patches import Action, Decision, mindspeed
 from bundle.planning.layout import RankLayout
 from bundle.planning.memory import MemoryEstimate, splits_shared_embedding
 from bundle.planning.size import parameters, trained
@@ -71,6 +72,63 @@ def backend_problems(
         )
     yield from _optimizer(recipe, can)
     yield from _recomputation(recipe, can, code)
+
+
+def mindspeed_problems(
+    recipe: Recipe, can: Capabilities, code: MegatronCode, there: Packages | None
+) -> Iterator[Problem]:
+    """What is against MindSpeed's layers, where a recipe asks for them; `there`: packages, where known."""
+    if not recipe.backend_options.mindspeed:
+        return
+    key, release = "backend_options.mindspeed", str(code.release)
+    if can.backend != "ascend":
+        yield recipe_problem(f"{key}: backend {can.backend} has no MindSpeed, ascend has: leave it out")
+        return
+    wanted = mindspeed.made_for(release)
+    if wanted is None:
+        has = ", ".join(f"{of.branch} for {of.megatron}" for of in mindspeed.ADAPTED)
+        yield hardware_problem(
+            f"{key}: there is no MindSpeed for megatron-core {release} that was read; there is {has}: install"
+            " one of these, or leave it out"
+        )
+    elif there is not None:
+        yield from _installed_mindspeed(key, release, wanted, there, code.root)
+    if recipe.architecture.moe is not None and recipe.model.dtype == "fp32":
+        yield recipe_problem(
+            f"{key}: MindSpeed multiplies experts by npu_grouped_matmul, which takes float32 from one tensor"
+            " and not from one for each expert: model.dtype bf16"
+        )
+    for name, asked in (("model.lora", recipe.model.lora), ("vision_config", recipe.architecture.vision)):
+        if asked is not None:
+            yield recipe_problem(
+                f"{key}: {name} was never tried with MindSpeed's layers: leave one of them out"
+            )
+
+
+def _installed_mindspeed(
+    key: str, release: str, wanted: mindspeed.Adapted, there: Packages, root: Path | None
+) -> Iterator[Problem]:
+    """Why the MindSpeed that is there is not this megatron-core's, or cannot be imported beside it."""
+    found = there.package("mindspeed")
+    install = f"install it at {wanted.commit[:12]}, the head of {wanted.branch}"
+    if found is None:
+        yield hardware_problem(f"{key}: MindSpeed is not installed: {install}")
+    elif found.commit != wanted.commit:
+        commit = (found.commit or "")[:12] or "an unknown commit"
+        of = mindspeed.BRANCHES.get(found.commit or "", "which was not read")
+        yield hardware_problem(
+            f"{key}: MindSpeed is here at {commit} ({of}), and jobs with megatron-core {release} were proven"
+            f" with another: {install}"
+        )
+    if (
+        wanted.imports == "megatron.training"
+        and root is not None
+        and not (root / "megatron/training").is_dir()
+    ):
+        yield hardware_problem(
+            f"{key}: {wanted.branch} imports megatron.training, which is not beside this megatron-core"
+            f" ({root}): put Megatron-LM at the tag core_v{release} on the path, not the package"
+        )
 
 
 def _optimizer(recipe: Recipe, can: Capabilities) -> Iterator[Problem]:

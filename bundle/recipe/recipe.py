@@ -253,6 +253,16 @@ class DPO(Section):
     )
 
 
+class BackendOptions(Section):
+    """What one backend has and the others have not."""
+
+    mindspeed: bool = Field(
+        default=False,
+        description="ascend: train through MindSpeed's layers, where it is installed, instead of megatron's"
+        " own; FP8 (Atlas A5) is there only.",
+    )
+
+
 class Recipe(Section):
     """Everything a job is asked to do. `bundle.recipe.load` makes it and checks the rules."""
 
@@ -267,6 +277,7 @@ class Recipe(Section):
     backend: Literal["auto", "cpu", "cuda", "ascend"] = Field(
         default="auto", description="The accelerator; auto: what the machine has."
     )
+    backend_options: BackendOptions = optional("What one backend has.")
     seed: int = Field(
         default=1234, ge=0, le=2**31 - 1, description="Of the initial weights, the data order and dropout."
     )
@@ -391,6 +402,7 @@ class Recipe(Section):
             "lora": model.lora is not None,
             "adam": self.optimizer.name == "adam",
             "optimizer-cpu-offload": self.optimizer.optimizer_cpu_offload,
+            "mindspeed": self.backend_options.mindspeed,
         }
         return frozenset(name for name, is_used in used.items() if is_used)
 

@@ -22,6 +22,7 @@ from bundle.patches.plan import PatchPlan
 
 if TYPE_CHECKING:
     from bundle.backends import Runtime
+    from bundle.recipe import Recipe
 
 
 def work(where: Rendezvous, decide: Callable[[], Job], told: Job | None, wait: int) -> ExitCode:
@@ -38,13 +39,13 @@ def work(where: Rendezvous, decide: Callable[[], Job], told: Job | None, wait: i
     return outcomes.report(rank, local_rank, lambda: _work(where, decide, told, wait))
 
 
-def patched_runtime(patches: PatchPlan, backend: str) -> "Runtime":
-    """The runtime of a backend; the planned patches stay in force for the life of this process.
+def patched_runtime(patches: PatchPlan, backend: str, recipe: "Recipe | None" = None) -> "Runtime":
+    """The runtime of a backend, for the job of `recipe`; its patches stay in force while this process lives.
 
     Raises PatchError where megatron-core is not the planned one.
     """
     applying.apply(patches)
-    return backends.prepare(backend)
+    return backends.prepare(backend, recipe)
 
 
 def _work(where: Rendezvous, decide: Callable[[], Job], told: Job | None, wait: int) -> None:
@@ -70,7 +71,7 @@ def _work(where: Rendezvous, decide: Callable[[], Job], told: Job | None, wait: 
 def _train(job: Job, where: Rendezvous, meeting: Store, place: Path) -> None:
     assert where.rank is not None and where.local_rank is not None and job.patches is not None
     seconds = job.recipe.distributed.timeout_seconds
-    runtime = patched_runtime(job.patches, job.backend)
+    runtime = patched_runtime(job.patches, job.backend, job.recipe)
     device = runtime.device(where.local_rank)
     with Watchdog(seconds, place, where.rank, where.local_rank) as dog:
         patient = timedelta(seconds=collectives_seconds(seconds))

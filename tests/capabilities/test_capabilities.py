@@ -48,9 +48,7 @@ def test_fp8_by_compute_capability(scaling, runs, not_):
 
 def test_there_is_no_fp8_on_ascend_and_a_cpu_has_all_of_it():
     for generation in ("a3", "a5", None):
-        assert "MindSpeed's layers, which this backend does not use" in refusal(
-            ASCEND, "mxfp8", "e4m3", generation
-        )
+        assert "MindSpeed's layers: backend_options.mindspeed" in refusal(ASCEND, "mxfp8", "e4m3", generation)
     for scaling in SCALINGS:
         assert CPU.fp8_refusal(scaling, "hybrid", "x86_64") is None
     assert "has no nvfp4" in refusal(CUDA, "nvfp4", "e4m3", "10.0")

@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,9 +55,14 @@ def child(
         environ["LD_LIBRARY_PATH"] = os.environ["STAND_IN_LIBRARIES"]
     if not autoload:
         environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-    command = [sys.executable, "-W", "ignore", "-c", program, *arguments]
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout)
-    return Ended(ended.returncode, ended.stdout, ended.stderr)
+    return ended(["-c", program, *arguments], environ, timeout)
+
+
+def ended(words: Sequence[str], environ: Mapping[str, str], timeout: float = 300) -> Ended:
+    """How this python ended with these words and variables."""
+    command = [sys.executable, "-W", "ignore", *words]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout)
+    return Ended(done.returncode, done.stdout, done.stderr)
 
 
 def answer(program: str, *arguments: str, **options) -> str:

@@ -1,12 +1,12 @@
 """One rank that trains tiny models a few steps in each case, on the backend of its world.
 
-python -m tests.npu.training NAME...   (of a case)
+python -m tests.npu.training [mindspeed] NAME...   (of a case; with mindspeed, through its layers)
 """
 
 import json
 import sys
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class Case:
     parallel: dict[str, int] = field(default_factory=dict)
     packed: bool = False
     options: dict[str, Any] = field(default_factory=dict)  # of the recipe's section `model`
+    mindspeed: bool = False
 
     @property
     def ranks(self) -> int:
@@ -49,6 +50,7 @@ class Case:
             parallel=self.parallel,
             data=data,
             train={"steps": STEPS, **batch},
+            backend_options={"mindspeed": self.mindspeed},
         )
 
 
@@ -73,12 +75,19 @@ CASES = (
     Case("dense ranks of data", "dense", {"ep": 1, "pp": 1, "tp": 1, "cp": 1}),
 )
 
+# MindSpeed multiplies experts in bf16 alone.
+OF_MINDSPEED = (
+    Case("latent bf16 tp2", "latent", {"tp": 2, "ep": 2, "etp": 1}, options={"dtype": "bf16"}),
+    Case("latent bf16 pp2", "latent", {"pp": 2}, options={"dtype": "bf16"}),
+)
+
 
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
-    cases = [case for case in CASES if case.name in names]
+    through = "mindspeed" in names
+    cases = [replace(case, mindspeed=through) for case in (*CASES, *OF_MINDSPEED) if case.name in names]
     applying.apply(patches(cases))
-    runtime = backends.prepare(world.backend())
+    runtime = backends.prepare(world.backend(), cases[0].recipe())
     rank = world.join()
     seen = world.each(((case.name, case) for case in cases), lambda case: (train(case, runtime), operators()))
     if rank == 0:

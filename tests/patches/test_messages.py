@@ -11,7 +11,7 @@ from bundle import files
 from bundle.environment.packages import Stack, detect
 from bundle.environment.search import search_path
 from bundle.patches import Action
-from bundle.patches.deciding import owned_by_mindspeed
+from bundle.patches.mindspeed import owned
 from bundle.patches.plan import survey
 from bundle.patches.subject import installed, load, named
 from tests.patches.trees import Release, copied
@@ -72,6 +72,6 @@ def test_a_zip_on_the_path_is_said(tmp_path: Path):
 
 def test_mindspeed_is_named_whole_and_not_vouched_for():
     target = "megatron.core.transformer.moe.router:TopKRouter.routing"
-    assert "MindSpeed of an unknown commit was not read" in str(owned_by_mindspeed(target, None))
+    assert "MindSpeed of an unknown commit was not read" in str(owned(target, None))
     for commit in (None, "0" * 40, "d0d5809d4323eb908f89e87958de254465eb57b4"):
-        assert "whether its own has the defect was not looked at" in str(owned_by_mindspeed(target, commit))
+        assert "whether its own has the defect was not looked at" in str(owned(target, commit))

@@ -6,8 +6,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from bundle.environment import BACKENDS
+from bundle.patches import mindspeed
 from bundle.patches.catalogue import PATCHES, SEAMS, TRAPS
-from bundle.patches.deciding import MINDSPEED_BRANCHES, MINDSPEEDS
 from bundle.patches.entry import Patch, Presence, Replacement, Trap
 from bundle.patches.subject import load
 from tools.markdown import table
@@ -102,12 +102,20 @@ def markdown() -> str:
             ((s.id, s.range or "all", _code(s.targets), f"{s.use}. {s.why}") for s in SEAMS),
         ),
         "## MindSpeed\n\nTargets of ours that MindSpeed may replace, read at these commits: "
-        + ", ".join(f"{branch} (`{commit[:8]}`)" for commit, branch in MINDSPEED_BRANCHES.items())
+        + ", ".join(f"{branch} (`{commit[:8]}`)" for commit, branch in mindspeed.BRANCHES.items())
         + ".\n",
-        table(("target", "branches"), ((f"`{t}`", ", ".join(sorted(b))) for t, b in MINDSPEEDS.items())),
-        "MegatronAdaptor, with which NPUs run 0.18, was not read: in somebody else's environment that has it,"
-        " every patch for them is DRIFT. Our own jobs import neither, and refuse to begin where another"
-        " import has.\n",
+        table(
+            ("target", "branches"), ((f"`{t}`", ", ".join(sorted(b))) for t, b in mindspeed.REPLACED.items())
+        ),
+        "A job of ours imports it where its recipe says so (`backend_options.mindspeed`), at the head of the"
+        " branch for its megatron-core, and tells it to do little. What it then replaces:\n",
+        table(
+            ("branch", "megatron-core", "targets of ours"),
+            ((of.branch, of.megatron, _code(sorted(of.replaces))) for of in mindspeed.ADAPTED),
+        ),
+        "MegatronAdaptor, with which NPUs run 0.18, was not read: where it is installed beside such a job,"
+        " and in somebody else's environment, every patch for NPUs is DRIFT. Jobs of ours without MindSpeed"
+        " import neither, and refuse to begin where another import has.\n",
     ]
     return "\n".join(parts)
 

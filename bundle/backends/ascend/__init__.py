@@ -35,7 +35,8 @@ def load() -> None:
     if imported := [name for name in _ADAPTORS if name in sys.modules]:
         raise EnvironmentUnfit(
             f"backend ascend: {imported[0]} was imported in this process, and has replaced what our"
-            " layers and patches replace: that cannot have two owners. Do not import it where this trains"
+            " layers and patches replace: that cannot have two owners. Do not import it where this trains;"
+            " backend_options.mindspeed does, at the right time"
         )
     try:
         import torch

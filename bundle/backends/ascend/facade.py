@@ -6,7 +6,7 @@ For the life of the process, as that is; `capabilities.ascend.FACADE` says what,
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -27,19 +27,19 @@ def use_rotary(chosen: bool) -> None:
     _rotary = chosen
 
 
-def install() -> None:
-    """Replaces the attributes that FACADE names; does nothing if they are replaced already.
+def install(targets: Collection[str] = tuple(FACADE)) -> None:
+    """Replaces these attributes, of those that FACADE names; does nothing if some are replaced already.
 
     Megatron is imported on the way, when what it binds of torch stands.
     """
     if _installed:
         return
-    _replace(target for target in FACADE if target.startswith("torch:"))
+    _replace(target for target in targets if target.startswith("torch:"))
     from megatron.core.fusions import fused_bias_swiglu  # noqa: F401
     from megatron.core.models.common.embeddings import rope_utils  # noqa: F401
     from megatron.core.transformer.moe import moe_utils  # noqa: F401
 
-    _replace(target for target in FACADE if target.startswith("megatron."))
+    _replace(target for target in targets if target.startswith("megatron."))
 
 
 def _replace(targets: Iterable[str]) -> None:

@@ -21,9 +21,10 @@ from bundle.recipe import Recipe
 
 
 class AscendRuntime:
-    """Everything that megatron needs to know of an NPU; MindSpeed is not used."""
+    """Everything that megatron needs to know of an NPU, without MindSpeed."""
 
     collectives = ASCEND.collectives
+    can = ASCEND
 
     def device(self, local_rank: int) -> torch.device:
         """The NPU of this rank, made current."""
@@ -38,16 +39,21 @@ class AscendRuntime:
 
         Raises UsageError for attention and operators that are not here, and for FP8.
         """
-        wrong = [f"model.attention: {why}" for why in ASCEND.attention_refusals(recipe)]
-        wrong += [f"model.operators: {why}" for why in ASCEND.operator_refusals(recipe)]
-        if (fp8 := recipe.model.fp8) is not None:
-            wrong.append(f"model.fp8: {ASCEND.fp8_refusal(fp8.scaling, fp8.format, None)}")
-        if wrong:
-            raise UsageError("backend ascend cannot train this", wrong)
+        self.refuse(recipe)
         return {
             "bias_activation_fusion": ASCEND.computes(recipe, "swiglu"),
             "moe_permute_fusion": ASCEND.computes(recipe, "permute"),
         }
+
+    def refuse(self, recipe: Recipe, generation: str | None = None) -> None:
+        """Raises UsageError for attention, operators and FP8 that an NPU of this generation has not."""
+        wrong = [f"model.attention: {why}" for why in self.can.attention_refusals(recipe)]
+        wrong += [f"model.operators: {why}" for why in self.can.operator_refusals(recipe)]
+        fp8 = recipe.model.fp8
+        if fp8 is not None and (why := self.can.fp8_refusal(fp8.scaling, fp8.format, generation)):
+            wrong.append(f"model.fp8: {why}")
+        if wrong:
+            raise UsageError("backend ascend cannot train this", wrong)
 
     def fuses_adam(self, recipe: Recipe) -> bool:
         """Whether torch's Adam updates by its fused kernel."""

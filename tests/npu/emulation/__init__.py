@@ -16,11 +16,12 @@ def start() -> None:
     """Puts the emulation under torch-npu, in this process."""
     import torch_npu  # noqa: F401
 
-    from tests.npu.emulation import aten, collectives, kernels
+    from tests.npu.emulation import aten, cann, collectives, kernels
 
     aten.install()
     kernels.install()
     collectives.install()
+    cann.install()
 
 
 def plugin(directory: Path) -> Path:

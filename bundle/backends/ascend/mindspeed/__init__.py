@@ -1,0 +1,129 @@
+"""MindSpeed in our jobs (`backend_options.mindspeed`): its adaptor imports megatron and gives it its layers.
+
+It is told little, so that it replaces little: attention, rotation, permutation and context parallelism stay
+ours, and our patches in force. `runtime` imports megatron.
+"""
+
+import inspect
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from bundle.backends import ascend
+from bundle.capabilities.ascend import BESIDE_MINDSPEED, TAKEN_BACK
+from bundle.errors import EnvironmentUnfit, PatchError
+from bundle.patches import applying
+from bundle.recipe import Recipe
+
+if TYPE_CHECKING:
+    from bundle.backends import Runtime
+
+_told: list[str] | None = None  # what MindSpeed was imported with in this process
+
+
+def prepare(recipe: Recipe) -> "Runtime":
+    """The runtime of NPUs through MindSpeed's layers, made ready before megatron is imported.
+
+    Raises EnvironmentUnfit where MindSpeed cannot be imported, or something was before it; PatchError where
+    it has replaced what a patch of ours had.
+    """
+    global _told
+    said = options(recipe)
+    if _told is None:
+        ascend.load()
+        _adapt(said)
+        _told = said
+    elif _told != said:
+        raise EnvironmentUnfit(
+            "backend ascend: MindSpeed was imported for another job in this process, and is told what to do"
+            f" once ({' '.join(_told)}): start a process for each"
+        )
+    # It imports megatron, which must be MindSpeed's by now.
+    from bundle.backends.ascend.mindspeed.runtime import MindSpeedRuntime
+
+    return MindSpeedRuntime()
+
+
+def options(recipe: Recipe) -> list[str]:
+    """What MindSpeed is told, as the command line that it reads when it is imported."""
+    said = ["--use-fused-rmsnorm"]
+    if (fp8 := recipe.model.fp8) is not None:
+        said += ["--transformer-impl", "transformer_engine", "--fp8-recipe", fp8.scaling]
+        said += ["--fp8-format", fp8.format, "--fp8", fp8.format]
+    return said
+
+
+def _adapt(said: list[str]) -> None:
+    """Has MindSpeed patch megatron, and takes back what has to stay ours."""
+    from bundle.backends.ascend import facade
+
+    if "megatron.core" in sys.modules:
+        raise EnvironmentUnfit(
+            "backend ascend: megatron.core was imported before MindSpeed, by others or by this backend"
+            " without it, and has bound what MindSpeed replaces: prepare it first, in a process of its own"
+        )
+    try:
+        with _reading(said), _own_log(), warnings.catch_warnings(record=True):
+            from mindspeed import megatron_adaptor  # noqa: F401  # patches when it is imported
+            from mindspeed.patch_utils import MindSpeedPatchesManager
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        raise EnvironmentUnfit(
+            "backend ascend: MindSpeed cannot be imported (backend_options.mindspeed); install the commit"
+            " that `mcore-bundle plan` names beside its megatron-core, with what its requirements list",
+            [f"{type(error).__name__}: {error}"],
+        ) from error
+    for target in TAKEN_BACK:
+        if (patch := MindSpeedPatchesManager.patches_info.get(target)) is not None:
+            patch.remove_patch()
+    facade.install(BESIDE_MINDSPEED)
+    refuse_two_owners()
+
+
+def refuse_two_owners() -> None:
+    """Raises PatchError where a target that our patches are on is MindSpeed's now.
+
+    What it only wraps still calls ours: functools.wraps says so.
+    """
+    lost = [target for target in applying.applied() if replaced_by_mindspeed(target)]
+    if lost:
+        raise PatchError(
+            "These targets have two owners, our patches and MindSpeed, which has replaced them: install the"
+            " commit of MindSpeed that `mcore-bundle plan` names, or leave backend_options.mindspeed out:",
+            lost,
+        )
+
+
+def replaced_by_mindspeed(target: str) -> bool:
+    """Whether the code under a target, "module:Qualified.name", is MindSpeed's now; what it wraps is not."""
+    name, _, path = target.partition(":")
+    found: Any = sys.modules.get(name)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    code = inspect.unwrap(found) if callable(found) else found
+    return str(getattr(code, "__module__", "")).startswith("mindspeed.")
+
+
+@contextmanager
+def _reading(said: list[str]) -> Iterator[None]:
+    """A command line that says this, instead of the one that started this rank."""
+    before = sys.argv
+    sys.argv = [*before[:1], *said]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+@contextmanager
+def _own_log() -> Iterator[None]:
+    """The log stays as it is: MindSpeed gives all of this process's another form, on stdout."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)

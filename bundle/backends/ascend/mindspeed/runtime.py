@@ -1,0 +1,126 @@
+"""What the rooms above use of an NPU where MindSpeed's layers have the names of Transformer Engine's."""
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.extensions import transformer_engine
+from megatron.core.optimizer import Adam
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from bundle.backends import local
+from bundle.backends.ascend import facade
+from bundle.backends.ascend.attention import CoreAttention
+from bundle.backends.ascend.layers import Norm
+from bundle.backends.ascend.runtime import AscendRuntime
+from bundle.capabilities.ascend import MINDSPEED
+from bundle.environment.ascend import generation
+from bundle.mcore import gpt
+from bundle.recipe import Recipe
+
+
+class NormedLinear(transformer_engine.TELayerNormColumnParallelLinear):  # type: ignore[misc]
+    """MindSpeed's norm with the projection behind it, and an epsilon that is its own."""
+
+    config: Any
+
+    @property
+    def eps(self) -> float:
+        """What is added to the mean square."""
+        return float(self.config.layernorm_epsilon)
+
+    @eps.setter
+    def eps(self, value: float) -> None:
+        self.config = copy.copy(self.config)
+        self.config.layernorm_epsilon = value
+
+
+def _counted_once(original: Callable[..., None]) -> Callable[..., None]:
+    """TELinear's `__init__` that marks no whole weight as one rank's share.
+
+    MindSpeed marks all of them, as Transformer Engine did: the norm of gradients then counts the down
+    projections of latent attention on every tensor-parallel rank, and clipping is too strong.
+    """
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, parallel_mode: str | None, **kwargs: Any) -> None:
+        original(self, *args, parallel_mode=parallel_mode, **kwargs)
+        if parallel_mode == "duplicated":
+            self.weight.tensor_model_parallel = False
+
+    return __init__
+
+
+def _counting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """AdamW's `step` whose groups count in numbers between the steps, as checkpoints do.
+
+    MindSpeed counts in a tensor of the device for each group: megatron finds several counts where they are
+    equal, and refuses to save.
+    """
+
+    @functools.wraps(original)
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        counts = [group.pop("step", 0) for group in self.param_groups]
+        for group, count in zip(self.param_groups, counts, strict=True):
+            if count:
+                group["step"] = torch.full((), count, dtype=torch.int64, device=torch.cuda.current_device())
+        found = original(self, closure)
+        for group, count in zip(self.param_groups, counts, strict=True):
+            group["step"] = count + 1
+        return found
+
+    return step
+
+
+Adam.step = _counting(Adam.step)
+transformer_engine.TELinear.__init__ = _counted_once(transformer_engine.TELinear.__init__)
+# To 0.13 the down projections of latent attention are cut, and gathered in a way that drops gradients.
+_WHOLE = {} if hasattr(multi_latent_attention, "TELinear") else local.WHOLE
+# Left as they are: experts on MindSpeed's linear layers; and what specs name, and megatron builds only where
+# use_te_activation_func says so (from 0.15).
+_LEFT = (TEGroupedMLP, *filter(None, [getattr(transformer_engine, "TEActivationOp", None)]))
+
+
+class MindSpeedRuntime(AscendRuntime):
+    """An NPU through MindSpeed: linear layers, experts and AdamW are its own, attention and norms ours."""
+
+    can = MINDSPEED
+
+    def options(self, recipe: Recipe) -> dict[str, Any]:
+        """TransformerConfig fields for this recipe.
+
+        Raises UsageError for attention and operators that are not here, and for FP8 that this NPU has not.
+        """
+        self.refuse(recipe, generation(torch.npu.get_device_name()))
+        chosen: dict[str, Any] = {"bias_activation_fusion": MINDSPEED.computes(recipe, "swiglu")}
+        if recipe.architecture.moe is not None:
+            permute = MINDSPEED.computes(recipe, "permute")
+            chosen |= {"moe_grouped_gemm": True, "moe_permute_fusion": permute}
+        if (fp8 := recipe.model.fp8) is not None:
+            chosen |= {"fp8": fp8.format, "fp8_recipe": fp8.scaling}
+        return chosen
+
+    def fuses_adam(self, recipe: Recipe) -> bool:
+        """Not torch's: megatron takes MindSpeed's, under apex's name."""
+        return False
+
+    def specs(self, recipe: Recipe, config: TransformerConfig, chunk: int | None) -> gpt.Specs:
+        """Megatron's specs of model chunk `chunk`, of Transformer Engine's names.
+
+        Norms are ours, since MindSpeed's are made in float32 whatever the model's type is.
+        """
+        unfused = MINDSPEED.attention(recipe, None).value == "unfused"
+        facade.use_rotary(MINDSPEED.computes(recipe, "rotary"))
+        given = gpt.specs(config, chunk, transformer_engine=True)
+        classes = {
+            transformer_engine.TEDotProductAttention: DotProductAttention if unfused else CoreAttention,
+            transformer_engine.TELayerNormColumnParallelLinear: NormedLinear,
+            transformer_engine.TENorm: Norm,
+            **{layer: layer for layer in _LEFT},
+        }
+        return gpt.Specs(*(local.replaced(spec, classes, _WHOLE) for spec in (given.decoder, given.mtp)))

@@ -1,0 +1,139 @@
+"""How a process gets MindSpeed's layers, with a package of that name that only notes what is done to it."""
+
+import logging
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from bundle import backends
+from bundle.backends import ascend
+from bundle.backends.ascend import facade, mindspeed
+from bundle.capabilities.ascend import BESIDE_MINDSPEED, FACADE, TAKEN_BACK
+from bundle.errors import EnvironmentUnfit, PatchError
+from bundle.patches import applying
+from bundle.patches.plan import PatchPlan
+from bundle.training import worker
+from tests.planning.jobs import QWEN3, job
+
+THROUGH = job(QWEN3, backend_options={"mindspeed": True})
+IN_FP8 = job(
+    QWEN3,
+    model={"config": QWEN3, "fp8": {"scaling": "blockwise"}},
+    backend_options={"mindspeed": True},
+)
+ADAPTOR = """
+import logging, sys
+from logging.config import dictConfig
+said = sys.argv[1:]
+dictConfig({"version": 1, "root": {"handlers": [], "level": "ERROR"}})
+"""
+MANAGER = """
+taken_back = []
+class Patch:
+    def __init__(self, name):
+        self.name = name
+    def remove_patch(self):
+        taken_back.append(self.name)
+class MindSpeedPatchesManager:
+    patches_info = {name: Patch(name) for name in (NAMES, "megatron.core.a.b")}
+"""
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A MindSpeed that can be imported, in a process that has no megatron; what the facade was told."""
+    there = tmp_path / "mindspeed"
+    there.mkdir()
+    (there / "__init__.py").touch()
+    (there / "megatron_adaptor.py").write_text(ADAPTOR)
+    (there / "patch_utils.py").write_text(MANAGER.replace("NAMES", ", ".join(map(repr, TAKEN_BACK))))
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("mindspeed", "megatron")]:
+        monkeypatch.delitem(sys.modules, name)
+    installed: list[object] = []
+    monkeypatch.setattr(facade, "install", installed.append)
+    monkeypatch.setattr(applying, "applied", lambda: ())
+    yield installed
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mindspeed"]:
+        del sys.modules[name]
+
+
+def test_it_is_told_what_the_job_needs_and_the_process_keeps_its_own_words_and_log(package, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["rank", "--job", "a file"])
+    root, handler = logging.getLogger(), logging.NullHandler()
+    monkeypatch.setattr(root, "handlers", [handler])
+    monkeypatch.setattr(root, "level", logging.INFO)
+    mindspeed._adapt(mindspeed.options(IN_FP8))
+    assert sys.modules["mindspeed.megatron_adaptor"].said == [
+        "--use-fused-rmsnorm", "--transformer-impl", "transformer_engine", "--fp8-recipe", "blockwise",
+        "--fp8-format", "e4m3", "--fp8", "e4m3",
+    ]  # fmt: skip
+    assert sys.argv == ["rank", "--job", "a file"]
+    assert root.handlers == [handler] and root.level == logging.INFO
+
+
+def test_what_has_to_stay_ours_is_taken_back_and_ours_put_there(package):
+    mindspeed._adapt(mindspeed.options(THROUGH))
+    assert sys.modules["mindspeed.patch_utils"].taken_back == list(TAKEN_BACK)
+    assert package == [BESIDE_MINDSPEED] and set(BESIDE_MINDSPEED) < set(FACADE)
+
+
+def test_megatron_is_not_imported_before_it(package, monkeypatch):
+    monkeypatch.setitem(sys.modules, "megatron.core", ModuleType("megatron.core"))
+    with pytest.raises(EnvironmentUnfit, match=r"megatron\.core was imported before MindSpeed"):
+        mindspeed._adapt([])
+    assert "mindspeed.megatron_adaptor" not in sys.modules and not package
+
+
+def test_a_mindspeed_that_cannot_be_imported_is_one_sentence_with_the_reason(package, tmp_path):
+    (tmp_path / "mindspeed/megatron_adaptor.py").write_text("import scipy_of_nobody")
+    before = list(sys.argv)
+    with pytest.raises(EnvironmentUnfit, match="MindSpeed cannot be imported") as refused:
+        mindspeed._adapt([])
+    assert "No module named 'scipy_of_nobody'" in str(refused.value) and sys.argv == before
+
+
+def standing(monkeypatch, **functions):
+    """A module whose functions are patched by us."""
+    monkeypatch.setitem(sys.modules, "upstream", SimpleNamespace(**functions))
+    monkeypatch.setattr(applying, "applied", lambda: tuple(f"upstream:{name}" for name in functions))
+
+
+def made_by(module: str, **attributes):
+    def function():
+        """Does nothing."""
+
+    function.__module__ = module
+    vars(function).update(attributes)
+    return function
+
+
+def test_a_target_that_it_replaced_has_two_owners_and_one_that_it_wraps_has_not(monkeypatch):
+    ours = made_by("bundle.wrappers.moe")
+    standing(monkeypatch, a=ours, b=made_by("mindspeed.core.b", __wrapped__=ours))
+    mindspeed.refuse_two_owners()
+    standing(monkeypatch, a=ours, c=made_by("mindspeed.core.c"))
+    with pytest.raises(PatchError, match="two owners") as refused:
+        mindspeed.refuse_two_owners()
+    assert "upstream:c" in str(refused.value) and "upstream:a" not in str(refused.value)
+
+
+def test_a_process_is_told_once(monkeypatch):
+    monkeypatch.setattr(mindspeed, "_told", mindspeed.options(THROUGH))
+    with pytest.raises(EnvironmentUnfit, match="imported for another job in this process"):
+        mindspeed.prepare(IN_FP8)
+
+
+def test_the_recipe_of_a_job_says_whether_it_goes_through_it(monkeypatch):
+    prepared: list[object] = []
+    monkeypatch.setattr(mindspeed, "prepare", prepared.append)
+    monkeypatch.setattr(ascend, "prepare", lambda: prepared.append("without"))
+    monkeypatch.setattr(applying, "apply", prepared.append)
+    backends.prepare("ascend", THROUGH)
+    backends.prepare("ascend", job(QWEN3))
+    backends.prepare("ascend")
+    assert prepared == [THROUGH, "without", "without"]
+    plan = PatchPlan(None, None, (), ())
+    worker.patched_runtime(plan, "ascend", THROUGH)
+    assert prepared[3:] == [plan, THROUGH]

@@ -1,0 +1,107 @@
+"""Whose a target is where a job of ours trains through MindSpeed, and where somebody else's does."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bundle.environment.packages import Stack
+from bundle.environment.search import search_path
+from bundle.patches import mindspeed
+from bundle.patches.catalogue import PATCHES
+from bundle.patches.deciding import PatchContext, decide
+from bundle.patches.entry import LOCAL_LAYERS, Action, Patch, Presence, Replacement, reads
+from bundle.patches.plan import Survey, survey
+from bundle.patches.subject import Reading, load, named
+from tests.environment.trees import install, stack_of
+
+NOBODY = Stack(search_path([], "", Path("/nonexistent")))
+FEATURES = frozenset({"mindspeed", "moe", "mla", "router-replay"})
+REPLACED = "megatron.core.fp8_utils:quantize_param_shard"
+# MindSpeed replaces it by features that our jobs leave off.
+ONLY_MAY = "megatron.core.transformer.moe.router:TopKRouter.routing"
+HEAD = next(of for of in mindspeed.ADAPTED if of.branch == "core_r0.15.3")
+OURS = PatchContext(version="0.15.3", backend="ascend", mindspeed=(HEAD.commit,), adapted=True)
+
+
+def patch_of(target: str, **more) -> tuple[Patch, Reading]:
+    of = Patch(
+        id="p",
+        replacements=(Replacement(target, "a:w"),),
+        why="why",
+        silent=True,
+        upstream="upstream",
+        range="",
+        defect=reads(target)(lambda code: Presence.PRESENT),
+    )
+    return of._replace(**more), Reading(Presence.PRESENT, {target: "aa"}, {target: ("0.15.3",)})
+
+
+@pytest.mark.parametrize(
+    ("version", "branch"),
+    [
+        ("0.12.3", "26.1.0_core_r0.12.1"),
+        ("0.13.1", None),
+        ("0.14.0", None),
+        ("0.15.3rc0", "core_r0.15.3"),
+        ("0.16.1", "core_r0.16.0"),
+        ("0.17.0", None),
+    ],
+)
+def test_a_megatron_has_one_branch_that_was_read_or_none(version, branch):
+    found = mindspeed.made_for(version)
+    assert (found.branch if found else None) == branch
+    assert found is None or mindspeed.BRANCHES[found.commit] == branch
+
+
+def test_what_is_replaced_in_our_jobs_are_targets_of_ours():
+    targets = {replacement.target for patch in PATCHES for replacement in patch.replacements}
+    for of in mindspeed.ADAPTED:
+        assert of.replaces and of.replaces <= targets
+
+
+def test_in_our_jobs_it_owns_what_it_replaces_there_even_if_the_patch_is_asked_for():
+    patch, present = patch_of(REPLACED)
+    decision = decide(patch, present, OURS)
+    assert (decision.action, decision.proven, decision.stops) == (Action.OWNED, True, False)
+    assert f"MindSpeed core_r0.15.3 replaces {REPLACED} (backend_options.mindspeed)" in decision.reason
+    asked = decide(patch, present, replace(OURS, requested=frozenset({"p"})))
+    assert (asked.action, asked.stops) == (Action.OWNED, True)
+
+
+def test_in_our_jobs_it_does_not_own_what_it_replaces_in_others():
+    patch, present = patch_of(ONLY_MAY)
+    assert decide(patch, present, replace(OURS, adapted=False)).action is Action.OWNED
+    assert decide(patch, present, OURS).action is Action.APPLY
+
+
+def test_patches_for_layers_without_transformer_engine_are_not_for_its_own():
+    patch, present = patch_of(ONLY_MAY, backends=LOCAL_LAYERS)
+    decision = decide(patch, present, OURS)
+    assert decision.action is Action.SKIP and "MindSpeed has Transformer Engine's names" in decision.reason
+    assert decide(patch, present, replace(OURS, adapted=False, mindspeed=None)).action is Action.APPLY
+
+
+def decided(stack: Stack, version: str = "0.16.1", features: frozenset[str] = FEATURES) -> Survey:
+    table = load()
+    return survey(named(version, table), table, stack, backend="ascend", features=features)
+
+
+def actions(found: Survey) -> dict[str, Action]:
+    return {decision.id: decision.action for decision in found.decisions}
+
+
+def test_a_recipe_says_whether_its_job_is_decided_beside_mindspeed():
+    without = actions(decided(NOBODY, features=FEATURES - {"mindspeed"}))
+    through = actions(decided(NOBODY))
+    assert without["mla-without-te-linear"] is Action.APPLY
+    assert through["mla-without-te-linear"] is Action.SKIP
+    assert without["router-replay-by-layer"] is through["router-replay-by-layer"] is Action.APPLY
+
+
+def test_beside_megatron_adaptor_nobody_read_who_owns_what(tmp_path):
+    install(tmp_path, "megatron_adaptor", "0.18.0")
+    beside, alone = (decided(stack_of(tmp_path), features=of) for of in (FEATURES, FEATURES - {"mindspeed"}))
+    found = next(d for d in beside.decisions if d.id == "router-replay-by-layer")
+    assert found.action is Action.DRIFT and found.stops and "what it replaces was not read" in found.reason
+    assert Action.DRIFT not in actions(alone).values()

@@ -1,0 +1,130 @@
+"""Jobs through MindSpeed, planned: what is said of it, and what is against it."""
+
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+from bundle import capabilities
+from bundle.environment.hardware import preset
+from bundle.environment.packages import MegatronCode, Package
+from bundle.errors import ExitCode
+from bundle.fp8 import SCALINGS
+from bundle.patches import mindspeed
+from bundle.planning import to_text
+from bundle.planning.plan import plan_for
+from bundle.planning.problems import backend_problems, mindspeed_problems
+from tests.planning.jobs import DEEPSEEK, QWEN3, job
+
+THROUGH = {"backend_options": {"mindspeed": True}}
+HEADS = {of.branch: of.commit for of in mindspeed.ADAPTED}
+
+
+class There:
+    """What is installed: a MindSpeed at this commit, or none."""
+
+    def __init__(self, commit: str | None, *, installed: bool = True) -> None:
+        self.commit, self.installed = commit, installed
+
+    def package(self, name: str) -> Package | None:
+        if name != "mindspeed" or not self.installed:
+            return None
+        return Package(name, "0.12.1", self.commit, None)
+
+
+def problems(recipe, there=None, version="0.15.3", *, backend="ascend", root: Path | None = None):
+    code = MegatronCode(Version(version), root)
+    can = capabilities.of(backend, recipe.features)
+    return list(mindspeed_problems(recipe, can, code, there))
+
+
+def texts(*arguments, **options):
+    return [problem.text for problem in problems(*arguments, **options)]
+
+
+def test_the_head_of_its_branch_is_taken_and_nobody_else_is_asked_for_one():
+    assert not problems(job(QWEN3, **THROUGH), There(HEADS["core_r0.15.3"]))
+    assert not problems(job(QWEN3, **THROUGH))  # a machine that was not looked at
+    assert not problems(job(QWEN3), There(None, installed=False), version="0.18.2", backend="cuda")
+
+
+@pytest.mark.parametrize(
+    ("there", "says"),
+    [
+        (There(None, installed=False), "MindSpeed is not installed: install it at d0d5809d4323, the head of"),
+        (There(HEADS["core_r0.16.0"]), "is here at e4772499f7eb (core_r0.16.0), and jobs with megatron-core"),
+        (There("0" * 40), "is here at 000000000000 (which was not read)"),
+        (There(None), "is here at an unknown commit"),
+    ],
+)
+def test_another_mindspeed_is_none_for_this_megatron(there, says):
+    (problem,) = problems(job(QWEN3, **THROUGH), there)
+    assert problem.code is ExitCode.ENVIRONMENT_UNFIT
+    assert says in problem.text and problem.text.endswith(
+        "install it at d0d5809d4323, the head of core_r0.15.3"
+    )
+
+
+@pytest.mark.parametrize("version", ["0.13.1", "0.18.2"])
+def test_a_megatron_without_a_branch_that_was_read_is_refused(version):
+    (problem,) = problems(job(QWEN3, **THROUGH), There(HEADS["core_r0.15.3"]), version)
+    assert problem.code is ExitCode.ENVIRONMENT_UNFIT
+    assert f"no MindSpeed for megatron-core {version} that was read" in problem.text
+    assert "core_r0.16.0 for >=0.16,<0.17" in problem.text
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+def test_other_backends_have_none(backend):
+    (problem,) = problems(job(QWEN3, **THROUGH), backend=backend)
+    assert problem.code is ExitCode.USAGE
+    assert (
+        problem.text
+        == f"backend_options.mindspeed: backend {backend} has no MindSpeed, ascend has: leave it out"
+    )
+
+
+def test_the_branch_for_0_12_wants_megatron_training_beside_the_core(tmp_path):
+    (tmp_path / "megatron/core").mkdir(parents=True)
+    given = {"there": There(HEADS["26.1.0_core_r0.12.1"]), "version": "0.12.1", "root": tmp_path}
+    (text,) = texts(job(QWEN3, **THROUGH), **given)
+    assert "imports megatron.training" in text and "at the tag core_v0.12.1" in text
+    (tmp_path / "megatron/training").mkdir()
+    assert not texts(job(QWEN3, **THROUGH), **given)
+
+
+def test_what_its_layers_do_not_take_is_refused():
+    wide = job(DEEPSEEK, model={"config": DEEPSEEK, "dtype": "fp32"}, **THROUGH)
+    (text,) = texts(wide)
+    assert "takes float32 from one tensor" in text and text.endswith("model.dtype bf16")
+    adapters = {"rank": 4, "alpha": 8.0, "targets": ["q_proj"]}
+    (text,) = texts(job(QWEN3, model={"config": QWEN3, "lora": adapters}, **THROUGH))
+    assert "model.lora was never tried with MindSpeed's layers" in text
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_fp8_is_there_through_it_on_a5_and_nowhere_else(scaling):
+    through, plain = (
+        job(QWEN3, model={"config": QWEN3, "fp8": {"scaling": scaling}}, **of) for of in (THROUGH, {})
+    )
+    can = capabilities.of("ascend", through.features)
+    assert can.fp8_refusal(scaling, "hybrid", "a5") is None
+    for generation in ("a1", "a2", "a3", "310"):
+        assert "needs Atlas A5 (Ascend950)" in str(can.fp8_refusal(scaling, "hybrid", generation))
+    code = MegatronCode(Version("0.15.3"))
+    for recipe, says in ((through, "this device is a3"), (plain, "backend_options.mindspeed; A2 and A3")):
+        of = capabilities.of("ascend", recipe.features)
+        (problem,) = backend_problems(recipe, of, preset("a3"), code)
+        assert problem.code is ExitCode.ENVIRONMENT_UNFIT and says in problem.text
+
+
+def test_a_plan_says_which_mindspeed_computes_what_and_where_that_was_seen():
+    def said(version):
+        made = plan_for(job(QWEN3, **THROUGH), named="a2", mcore=version, per_node=4)
+        assert not made.problems
+        text = to_text(made, "run", "starts")
+        return text, next(note for note in made.notes if note.startswith("MindSpeed "))
+
+    text, note = said("0.15.3")
+    assert note.startswith("MindSpeed core_r0.15.3 (d0d5809d4323) computes linear layers") and note in text
+    assert note.endswith("it trained on emulated NPUs") and "swiglu: npu_swiglu" in text
+    assert said("0.16.1")[1].endswith("; it imports triton, which triton-ascend brings")
