@@ -49,7 +49,7 @@ $(NPU): pyproject.toml Makefile
 	$(NPU_PIP) 'torch==2.13.0' $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	# protobuf, attrs, scipy, regex and six: of MindSpeed's requirements, and of its Megatron-LM 0.12's.
 	# triton: what megatron-core imports from 0.18 on; on NPUs it is triton-ascend.
-	$(NPU_PIP) 'torch-npu==2.13.0' '$(TRITON)' pytest hypothesis protobuf attrs scipy regex six --editable '.[ascend]'
+	$(NPU_PIP) 'torch-npu==2.13.0' '$(TRITON)' pytest hypothesis protobuf attrs scipy regex six --editable '.[ascend,data]'
 	touch $@
 
 $(FOREIGN): $(DEVELOP) Makefile

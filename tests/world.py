@@ -87,13 +87,13 @@ class World:
 
     def observe(self, orders: Sequence[Order], plan: PatchPlan) -> list[list[Observation]]:
         """What `observe` returns, whose processes are ranks of this world."""
+        return observe(orders, plan, backend="cpu", root=self.tree, start=self.start)
 
-        def start(
-            directory: Path, arguments: Sequence[Sequence[str]], environ: dict[str, str], seconds: float
-        ) -> None:
-            self._codes(directory, "bundle.verification.rank", arguments, environ, seconds)
-
-        return observe(orders, plan, backend="cpu", root=self.tree, start=start)
+    def start(
+        self, directory: Path, arguments: Sequence[Sequence[str]], environ: dict[str, str], seconds: float
+    ) -> None:
+        """Starts what verifies patches as ranks of this world: see `bundle.verification.observed`."""
+        self._codes(directory, "bundle.verification.rank", arguments, environ, seconds)
 
     def _codes(
         self,

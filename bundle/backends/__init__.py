@@ -1,6 +1,7 @@
 """What differs by accelerator and needs torch; what is known of each without it stands in `capabilities`."""
 
 import importlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,6 +18,11 @@ class Runtime(Protocol):
 
     collectives: str
     """The torch.distributed backend: gloo, nccl or hccl."""
+
+    @property
+    def packed_attention(self) -> "Callable[..., torch.Tensor] | None":
+        """What attends all sequences of a pack at once in layers that are not megatron's, without causality,
+        as `ascend.vision` has it; None where torch attends them one after the other."""
 
     def device(self, local_rank: int) -> "torch.device":
         """The device of this rank, made current."""

@@ -47,7 +47,7 @@ def build(
             max_sequence_length=recipe.data.sequence_length,
         )
         if architecture.vision is not None and groups.is_first_stage(index):
-            chunk.add_module("vision", Vision(architecture, config.params_dtype))
+            chunk.add_module("vision", Vision(architecture, config.params_dtype, runtime.packed_attention))
             for name, parameter in chunk.vision.named_parameters(prefix="vision"):
                 parameter.requires_grad_(not recipe.model.vision.freezes(name))
             chunk.vision.deepstack.attach(chunk.decoder.layers[: len(architecture.vision.deepstack)])

@@ -3,8 +3,11 @@
 It is a part of the model's first chunk, and so of its data parallelism, optimizer and checkpoints. Ranks of a
 tensor-parallel group compute the same of it, and get the same gradient from the embeddings that they share
 out; context-parallel ranks get their own part, which is summed over them like everybody's.
+
+Its attention is torch's, image by image and window by window, or the accelerator's, all of them at once.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -23,11 +26,16 @@ from bundle.sequences.images import Images
 class Vision(torch.nn.Module):
     """The tower of a model that sees images."""
 
-    def __init__(self, architecture: Architecture, dtype: torch.dtype) -> None:
-        """Raises EnvironmentUnfit where transformers has no such tower."""
+    def __init__(
+        self, architecture: Architecture, dtype: torch.dtype, attention: Callable[..., Tensor] | None = None
+    ) -> None:
+        """`attention` of packed sequences, as in `backends.Runtime`.
+
+        Raises EnvironmentUnfit where transformers has no such tower.
+        """
         super().__init__()
         assert architecture.vision is not None
-        self.tower = _tower(architecture, architecture.vision)
+        self.tower = _tower(architecture, architecture.vision, attention)
         self.deepstack = Deepstack()
         self.to(dtype)
 
@@ -85,7 +93,7 @@ def decoder_input(model: torch.nn.Module, ids: Tensor, images: Images | None) ->
     return vision.deepstack.begin(*gpt.with_images(model, ids, embeddings, behind, images.index))
 
 
-def _tower(architecture: Architecture, of: Tower) -> Any:
+def _tower(architecture: Architecture, of: Tower, attention: Callable[..., Tensor] | None) -> Any:
     try:
         kind, config = _KINDS[of.family](of)
     except ImportError as error:
@@ -104,7 +112,32 @@ def _tower(architecture: Architecture, of: Tower) -> Any:
         spatial_merge_size=of.merge_size,
         out_hidden_size=architecture.hidden_size,
     )
-    return kind._from_config(made, attn_implementation="sdpa", dtype=torch.float32)
+    tower = kind._from_config(made, attn_implementation="sdpa", dtype=torch.float32)
+    # Old towers take nothing that is registered.
+    if attention is not None and hasattr(sys.modules[kind.__module__], "ALL_ATTENTION_FUNCTIONS"):
+        tower.config._attn_implementation = _registered(attention)
+    return tower
+
+
+def _registered(attention: Callable[..., Tensor]) -> str:
+    """transformers' name of it: layers are given boundaries where "flash" is in that, and else parts.
+
+    Its own way to choose one would look for the kernels of Flash Attention.
+    """
+    from transformers import AttentionInterface
+
+    def attend(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, **said: Any
+    ) -> tuple[Tensor, None]:
+        """[1, t, n, d] of [1, n, t, d] each; boundaries are on the host."""
+        given = (x[0].transpose(0, 1) for x in (query, key, value))
+        ends = said.get("cu_seq_lens_q")
+        boundaries = (0, query.shape[2]) if ends is None else tuple(ends.tolist())
+        return attention(*given, boundaries, scale=scaling)[None], None
+
+    name = "flash_of_the_backend"
+    AttentionInterface.register(name, attend)
+    return name
 
 
 def _windowed(of: Tower) -> tuple[Any, Any]:

@@ -34,13 +34,18 @@ _PAUSE = 0.05  # seconds between two looks at the answers
 
 
 def verify(
-    backend: str, ids: Collection[str] = (), *, tree: Path | None = None, devices: int | None = None
+    backend: str,
+    ids: Collection[str] = (),
+    *,
+    tree: Path | None = None,
+    devices: int | None = None,
+    start: Start | None = None,
 ) -> Iterator[Result]:
     """Whether patches are proven on this machine, each as soon as it is known: those named, or all needed.
 
     `tree`: the directory that holds `megatron`; None for the one that is importable. `devices`: how many
-    ranks there may be; None for any number. Raises UsageError for unknown ids, EnvironmentUnfit where there
-    is no megatron.
+    ranks there may be; None for any number. `start`: see `observed`. Raises UsageError for unknown ids,
+    EnvironmentUnfit where there is no megatron.
     """
     decisions = {decision.id: decision for decision in decide(backend, tree, ids).decisions}
     found = decide(backend, tree)
@@ -61,7 +66,8 @@ def verify(
         if devices is not None and CHECKS[patch.id].world > devices
     }
     unproven = (Result(patch, Status.NOT_PROVABLE, why) for patch, why in impossible.items())
-    return chain(unproven, _proven([patch for patch in asked if patch.id not in impossible], found, backend))
+    possible = [patch for patch in asked if patch.id not in impossible]
+    return chain(unproven, _proven(possible, found, backend, start))
 
 
 def decide(backend: str, tree: Path | None = None, requested: Collection[str] | None = None) -> Survey:
@@ -83,7 +89,7 @@ def everything(found: Survey) -> PatchPlan:
     return plan.make(found._replace(decisions=found.applied))
 
 
-def _proven(patches: Sequence[Patch], found: Survey, backend: str) -> Iterator[Result]:
+def _proven(patches: Sequence[Patch], found: Survey, backend: str, start: Start | None) -> Iterator[Result]:
     standing = needed(found)
     # Checks of several ranks come first, while no process is ahead of another one.
     checked = sorted(((p, CHECKS[p.id]) for p in patches), key=lambda pair: -pair[1].world)
@@ -93,7 +99,8 @@ def _proven(patches: Sequence[Patch], found: Survey, backend: str) -> Iterator[R
         for applied in (base, (*base, patch.id)):
             orders.append(Order(len(orders), check.measurement, check.world, check.seconds, applied))
     seen: dict[int, list[Observation]] = {}
-    for order, answers in observed(orders, everything(found), backend=backend, root=found.subject.root):
+    plan = everything(found)
+    for order, answers in observed(orders, plan, backend=backend, root=found.subject.root, start=start):
         seen[order.number] = answers
         index = order.number // 2
         if {2 * index, 2 * index + 1} <= seen.keys():

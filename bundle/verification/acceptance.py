@@ -281,14 +281,15 @@ def _patches(backend: str) -> Found:
     """What `patches verify` says."""
     code, said, last = _verb(["patches", "verify", *PATCHES, "--json", "--backend", backend], {})
     try:
-        rows = json.loads(said)["results"]
+        told = json.loads(said)
+        rows, device = told["results"], told["device"]
     except (ValueError, KeyError):
         return Found(wrong=f"patches verify ended with {code}: {last or said[-300:]}")
     by: dict[str, list[str]] = {}
     for row in rows:
         by.setdefault(row["status"], []).append(row["id"])
-    told = "; ".join(f"{status} {', '.join(ids)}" for status, ids in by.items())
-    return Found(wrong=told) if code else Found(said=told)
+    seen = f"on {device} " + "; ".join(f"{status} {', '.join(ids)}" for status, ids in by.items())
+    return Found(wrong=seen) if code else Found(said=seen)
 
 
 def _verb(words: Sequence[str], environ: Mapping[str, str]) -> tuple[int, str, str]:

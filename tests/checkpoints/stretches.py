@@ -24,12 +24,14 @@ class Stretch:
     weights_only: bool = False
     dropout: float = 0.0
     arithmetic: dict[str, Any] = field(default_factory=lambda: {"dtype": "fp32"})
+    mtp: bool = True
     optimizer: dict[str, Any] = field(default_factory=dict)
 
     def case(self) -> Case:
         return Case(
             "stretch",
             self.parallel,
+            mtp=self.mtp,
             dropout=self.dropout,
             arithmetic=self.arithmetic,
             optimizer=self.optimizer,

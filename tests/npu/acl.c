@@ -138,6 +138,13 @@ int aclrtCtxSetSysParamOpt(int option, int64_t value) { (void)option; (void)valu
 int aclrtSetSysParamOpt(int option, int64_t value) { (void)option; (void)value; return DONE; }
 int aclrtGetSysParamOpt(int option, int64_t *value) { (void)option; *value = 0; return DONE; }
 int aclSetCompileopt(int option, const char *value) { (void)option; (void)value; return DONE; }
+/* Atlas A2 and A3 compile no kernel while they run (ACL_OP_JIT_COMPILE, all that torch_npu asks for). */
+size_t aclGetCompileoptSize(int option) { (void)option; return sizeof "disable"; }
+int aclGetCompileopt(int option, char *value, size_t length) {
+    (void)option;
+    strncpy(value, "disable", length);
+    return DONE;
+}
 
 /* Messages, dumps, profiling */
 const char *aclGetRecentErrMsg(void) { return "emulated: the stand-in for libascendcl does not compute this"; }

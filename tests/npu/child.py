@@ -26,7 +26,10 @@ def chip(devices: int) -> dict[str, str]:
     }
 
 
-def emulated(plugin: str, devices: int = 4) -> dict[str, str]:
+DEVICES = 4
+
+
+def emulated(plugin: str, devices: int = DEVICES) -> dict[str, str]:
     """The variables of a process whose NPUs compute: see tests.npu.emulation."""
     return {
         "LD_LIBRARY_PATH": os.environ["STAND_IN_LIBRARIES"],

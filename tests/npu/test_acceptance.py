@@ -26,7 +26,7 @@ def test_emulated_npus_are_accepted_as_emulated(folder):  # noqa: F811
         ),
         "passed",
     )  # fmt: skip
-    assert told["parts"][-1]["cause"] == "proven mla-without-te-linear"
+    assert told["parts"][-1]["cause"] == "on 910B2C (emulated) proven mla-without-te-linear"
     (row,) = compatibility.recorded(file)
     assert row.hardware == ""
     file.write_text(json.dumps(told | {"combination": told["combination"] | {"device": "910B3"}}))

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from bundle.capabilities.ascend import FACADE
+from bundle.capabilities.cpu import FACADE as CPU
 from tests.npu.child import emulated
-from tests.npu.emulation import plugin
 from tests.npu.probing import cases
 from tests.world import BACKEND, World
 
@@ -13,10 +14,9 @@ pytestmark = pytest.mark.npu
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
+def outcomes(plugins):
     """What was wrong in each case, by rank."""
-    environ = emulated(str(plugin(tmp_path_factory.mktemp("emulation") / "plugin")))
-    with World(environ={BACKEND: "ascend", **environ}) as world:
+    with World(environ={BACKEND: "ascend", **emulated(str(plugins))}) as world:
         return [json.loads(out.splitlines()[-1]) for out in world.run("tests.npu.probing", 2)]
 
 
@@ -24,3 +24,11 @@ def outcomes(tmp_path_factory):
 def test_emulated_npus(outcomes, case):
     for rank, outcome in enumerate(outcomes):
         assert outcome[case] == "", f"rank {rank}"
+
+
+def test_what_is_replaced_is_what_is_listed_and_on_the_cpu_nothing_but_its_own(both):
+    npu, cpu = (
+        json.loads(world.run("tests.npu.seams", 1)[0].splitlines()[-1]) for world in (both.npu, both.cpu)
+    )
+    assert set(npu) == set(FACADE)
+    assert set(cpu) == FACADE.keys() & CPU.keys()

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from tests.npu.emulation import plugin
-from tests.npu.test_training import SAME, worlds
+from tests.npu.test_training import SAME
 
 pytestmark = pytest.mark.npu
 
@@ -16,32 +15,31 @@ STRETCHES = {
 REPLAYED = ("tp2 ep2 packed", "cp2 packed, recomputed", "pp2 vpp2 padded rows with mtp, recomputed")
 
 
-@pytest.fixture(scope="module")
-def both(tmp_path_factory):
-    """A world of each backend."""
-    npus, cpus = worlds(plugin(tmp_path_factory.mktemp("features") / "plugin"))
-    with npus, cpus:
-        yield {"npu": npus, "cpu": cpus}
-
-
 def test_a_checkpoint_of_tp2_goes_on_as_pp2(both, tmp_path):
-    seen = {}
-    for name, world in both.items():
-        out = world.run(
-            "tests.checkpoints.stretches", 2, str(tmp_path / name), json.dumps(STRETCHES), timeout=1800
+    mtp = not both.version.startswith("0.12.")  # which trains it not under tp2 (the trap mtp-tensor-parallel)
+    for name, stretch in STRETCHES.items():  # in ranks of its own: 0.12 cannot forget its groups
+        npu, cpu = (
+            json.loads(
+                world.run(
+                    "tests.checkpoints.stretches",
+                    2,
+                    str(tmp_path / backend),
+                    json.dumps({name: stretch | {"mtp": mtp}}),
+                    timeout=1800,
+                )[0].splitlines()[-1]
+            )[name]
+            for backend, world in (("npu", both.npu), ("cpu", both.cpu))
         )
-        seen[name] = json.loads(out[0].splitlines()[-1])
-    for stretch in STRETCHES:
-        for ours, theirs in zip(seen["npu"][stretch]["losses"], seen["cpu"][stretch]["losses"], strict=True):
-            assert ours == pytest.approx(theirs, rel=SAME), stretch
-    assert seen["npu"]["tp2 as pp2"]["step"] == 2
+        for ours, theirs in zip(npu["losses"], cpu["losses"], strict=True):
+            assert ours == pytest.approx(theirs, rel=SAME), name
+    assert npu["step"] == cpu["step"] == 2
 
 
 def test_routes_are_recorded_and_replayed_as_on_the_cpu(both):
     """What must hold on one rank by itself is asserted there: see tests.engine.replay.rank."""
     npu, cpu = (
         json.loads(world.run("tests.engine.replay.rank", 2, *REPLAYED, timeout=1800)[0].splitlines()[-1])
-        for world in (both["npu"], both["cpu"])
+        for world in (both.npu, both.cpu)
     )
     for case in REPLAYED:
         for kind in ("own", "foreign"):

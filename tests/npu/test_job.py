@@ -42,7 +42,7 @@ def train(folder, name, *words, **options):
 
 def losses(run):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [[value for name, value in sorted(row.items()) if "loss" in name] for row in rows]
+    return [[value for name, value in sorted(row.items()) if name.endswith("loss")] for row in rows]
 
 
 @pytest.fixture(scope="module")

@@ -55,31 +55,40 @@ class Case:
 
 
 FULL = {"recompute": {"granularity": "full"}}
+LAYOUTS: dict[str, dict[str, dict[str, int]]] = {
+    "dense": {"": {}, " tp2": {"tp": 2}, " pp2": {"pp": 2}, " cp2": {"cp": 2}},
+    "latent": {
+        "": {},
+        " tp2": {"tp": 2, "ep": 2, "etp": 1},
+        " pp2": {"pp": 2},
+        " cp2": {"cp": 2},
+        " ep2": {"ep": 2},
+    },
+}
 CASES = (
-    Case("dense", "dense"),
-    Case("dense packed", "dense", packed=True),
+    *(
+        Case(f"{model}{' packed' * packed}{layout}", model, parallel, packed)
+        for model, layouts in LAYOUTS.items()
+        for packed in (False, True)
+        for layout, parallel in layouts.items()
+    ),
+    Case("dense recomputed", "dense", options=FULL),
+    Case("dense pp2, recomputed", "dense", {"pp": 2}, options=FULL),
+    Case("dense packed cp2, recomputed", "dense", {"cp": 2}, packed=True, options=FULL),
+    Case("latent tp2, recomputed", "latent", LAYOUTS["latent"][" tp2"], options=FULL),
+    Case("latent packed, recomputed", "latent", packed=True, options=FULL),
+    Case("latent packed ep2, recomputed", "latent", {"ep": 2}, packed=True, options=FULL),
     Case("dense unfused", "dense", options={"attention": "unfused"}),
     Case("dense without operators", "dense", options={"operators": []}),
-    Case("dense bf16", "dense", options={"dtype": "bf16"}),
-    Case("latent", "latent"),
-    Case("latent packed", "latent", packed=True),
     Case("latent without operators", "latent", options={"operators": []}),
-    Case("latent packed, recomputed", "latent", packed=True, options=FULL),
+    Case("dense bf16", "dense", options={"dtype": "bf16"}),
     Case("latent bf16", "latent", options={"dtype": "bf16"}),
-    Case("dense packed tp2", "dense", {"tp": 2}, packed=True),
-    Case("latent tp2", "latent", {"tp": 2, "ep": 2, "etp": 1}),
-    Case("latent pp2", "latent", {"pp": 2}),
-    Case("latent ep2", "latent", {"ep": 2}),
-    Case("latent cp2", "latent", {"cp": 2}),
-    Case("dense packed cp2, recomputed", "dense", {"cp": 2}, packed=True, options=FULL),
+    Case("latent bf16 tp2", "latent", LAYOUTS["latent"][" tp2"], options={"dtype": "bf16"}),
     Case("dense ranks of data", "dense", {"ep": 1, "pp": 1, "tp": 1, "cp": 1}),
 )
 
 # MindSpeed multiplies experts in bf16 alone.
-OF_MINDSPEED = (
-    Case("latent bf16 tp2", "latent", {"tp": 2, "ep": 2, "etp": 1}, options={"dtype": "bf16"}),
-    Case("latent bf16 pp2", "latent", {"pp": 2}, options={"dtype": "bf16"}),
-)
+OF_MINDSPEED = (Case("latent bf16 pp2", "latent", {"pp": 2}, options={"dtype": "bf16"}),)
 
 
 def main(names: list[str]) -> None:

@@ -101,3 +101,16 @@ def test_two_ranks_exchange_every_type_and_a_wrong_sum_is_named(monkeypatch: pyt
     monkeypatch.setattr(acceptance, "COLLECTIVES", "tests.verification.leaving:wrong_sum")
     assert "all_reduce of int8: [3, 7] instead of [3, 6]" in acceptance.collectives("cpu", 2).wrong
     assert acceptance.collectives("cpu", 1).skipped == "takes two devices"
+
+
+def test_patches_are_proven_on_a_device_and_never_just_so(monkeypatch: pytest.MonkeyPatch):
+    seen = {"a": "proven", "b": "proven", "c": "not provable here"}
+    told = {
+        "device": "910B2C (emulated)",
+        "results": [{"id": patch, "status": status} for patch, status in seen.items()],
+    }
+    monkeypatch.setattr(acceptance, "_verb", lambda words, environ: (0, json.dumps(told), ""))
+    said = "on 910B2C (emulated) proven a, b; not provable here c"
+    assert acceptance._patches("ascend").said == said
+    monkeypatch.setattr(acceptance, "_verb", lambda words, environ: (4, json.dumps(told), ""))
+    assert acceptance._patches("ascend").wrong == said

@@ -43,8 +43,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def main(directory: Path, layout: str) -> None:
     torch.set_num_threads(1)
-    applying.apply(everything(decide("cpu")))
-    runtime = backends.prepare("cpu")
+    applying.apply(everything(decide(world.backend())))
+    runtime = backends.prepare(world.backend())
     rank = world.join()
     with runtime.megatron():
         cases = ((case.name, case) for case in cases_of(layout) if (directory / case.name).is_dir())
@@ -65,8 +65,9 @@ def distances(case: Case, directory: Path, layout: str, runtime) -> tuple[float,
 
     packed, apart = layout.startswith("packed"), layout.startswith("recomputed")
     job = recipe(directory, LAYOUTS[layout], packed=packed, recomputed=apart)
+    device = world.device(runtime)
     made = groups.initialize(job.parallel, seed=1, timeout_seconds=60)
-    engine = Engine(job, runtime, made, torch.device("cpu"), pretrained.of_recipe(job))
+    engine = Engine(job, runtime, made, device, pretrained.of_recipe(job))
     _, numbers = reference.read(directory)
     sequences = [(name,) for name in NAMES] if apart else [NAMES]
     given = [batch(engine, numbers, names, packed=packed) for names in sequences]
@@ -74,14 +75,14 @@ def distances(case: Case, directory: Path, layout: str, runtime) -> tuple[float,
     engine.take_losses()
     engine.forward_backward(given)
     far = {
-        what: (torch.cat([getattr(one, field).flatten() for one in seen]) - wanted(numbers, what, packed))
+        what: torch.cat([getattr(one, field).flatten() for one in seen]).cpu() - wanted(numbers, what, packed)
         for what, field in (("log-probs", "log_probs"), ("entropies", "entropy"))
     }
     of_log_probs = far["log-probs"].abs().max() / wanted(numbers, "log-probs", packed).abs().max()
     of_gradients = gradients(engine, reference.tensors(directory / reference.GRADIENTS))
     of_loss = torch.tensor(engine.take_losses().main) - numbers["loss"]
     of_nats = torch.stack([*(each.abs().max().double() for each in far.values()), of_loss.abs().double()])
-    worst = torch.stack([of_log_probs.float(), of_gradients.float(), of_nats.max().float()])
+    worst = torch.stack([of_log_probs.float(), of_gradients.float(), of_nats.max().float()]).to(device)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)  # of numbers alone: NaN stays on rank 0, or ends nothing
     if layout == ALONE:
         exporting.export(directory / EXPORTED, job, engine.models, made)
@@ -97,7 +98,7 @@ def recipe(directory: Path, parallel: dict[str, Any], *, packed: bool, recompute
         {
             "name": "seen",
             "task": "sft",
-            "backend": "cpu",
+            "backend": world.backend(),
             "model": {"path": str(directory), "dtype": "fp32", **recompute},
             "parallel": parallel,
             "data": {
@@ -126,7 +127,7 @@ def batch(engine, numbers: dict[str, torch.Tensor], names: Sequence[str], *, pac
     from bundle.sequences.images import Images
     from bundle.sequences.packing import Packing
 
-    cp, architecture = engine.groups.cp, engine.recipe.architecture
+    cp, architecture, device = engine.groups.cp, engine.recipe.architecture, engine.device
     whole = {name: len(numbers[f"{name} ids"]) - 1 for name in names}
     learned = whole | ({"second": KEPT} if "second" in names else {})
     lengths = list((learned if packed else whole).values())
@@ -136,9 +137,10 @@ def batch(engine, numbers: dict[str, torch.Tensor], names: Sequence[str], *, pac
     mask = torch.cat([(torch.arange(length) < learned[name]).float() for name, length in each])
     pixels, grids = (torch.cat([numbers[f"{name} {of}"] for name in names]) for of in ("pixels", "grids"))
     images = Images.of(pixels, grids.numpy(), ids.numpy(), np.asarray(lengths), architecture.vision)
-    options: dict[str, Any] = {"mtp_layers": 0, "images": images}
+    options: dict[str, Any] = {"mtp_layers": 0, "images": images.to(device)}
+    ids, labels, mask = (x.to(device) for x in (ids, labels, mask))
     if packed:
-        packing = Packing.of(lengths, engine.recipe.alignment, rank=cp.rank)
+        packing = Packing.of(lengths, engine.recipe.alignment, rank=cp.rank, device=device)
         return from_packing(ids, labels, mask, packing, **options)
     rows = (x.view(len(names), -1) for x in (ids, labels, mask))
     return from_rows(*rows, cp=cp.size, rank=cp.rank, **options)
@@ -155,7 +157,7 @@ def gradients(engine, theirs: dict[str, torch.Tensor]) -> torch.Tensor:
             whole = torch.zeros(named.whole_shape())
             whole[: len(wanted)] = wanted
             part = named.shard.of(whole) if named.shard else whole
-            far = (named.parameter.main_grad - part).abs().max()
+            far = (named.parameter.main_grad.cpu() - part).abs().max()
             found.append(far / wanted.abs().max().clamp(min=1e-20))
     return torch.stack(found).max()
 

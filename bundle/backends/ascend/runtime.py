@@ -9,7 +9,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bundle.backends import devices, local
-from bundle.backends.ascend import facade
+from bundle.backends.ascend import facade, vision
 from bundle.backends.ascend.attention import CoreAttention
 from bundle.backends.ascend.experts import GroupedExperts
 from bundle.backends.ascend.layers import Norm
@@ -25,6 +25,7 @@ class AscendRuntime:
 
     collectives = ASCEND.collectives
     can = ASCEND
+    packed_attention = staticmethod(vision.packed_attention)
 
     def device(self, local_rank: int) -> torch.device:
         """The NPU of this rank, made current."""

@@ -23,6 +23,7 @@ class CpuRuntime:
     """Everything that megatron needs to know of a cpu."""
 
     collectives = CPU.collectives
+    packed_attention = None
 
     def device(self, local_rank: int) -> torch.device:
         """The cpu, for every rank of this machine."""

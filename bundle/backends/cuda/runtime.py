@@ -23,6 +23,7 @@ class CudaRuntime:
     """Everything that megatron needs to know of an NVIDIA GPU."""
 
     collectives = CUDA.collectives
+    packed_attention = None
 
     def device(self, local_rank: int) -> torch.device:
         """The GPU of this rank, made current."""

@@ -95,10 +95,12 @@ def loaded_state(bench: Bench) -> float:
     optimizer.load_state_dict({"state": given, "param_groups": optimizer.state_dict()["param_groups"]})
     inner = [optimizer.param_to_inner_param[parameter] for parameter in parameters]
     kept = {part: state for each in optimizer.sub_optimizers for part, state in each.state.items()}
-    seen = {f"{i} {k}": kept[part][k].float() for i, part in enumerate(inner) for k in states[i]}
-    wanted = {f"{i} {k}": value.float() for i, state in states.items() for k, value in state.items()}
-    weights = {f"{i} weights": part.detach().float() for i, part in enumerate(inner)}
-    return gap(seen | weights, wanted | {f"{i} weights": masters[i] for i in masters})
+    seen = {f"{i} {k}": kept[part][k] for i, part in enumerate(inner) for k in states[i]}
+    wanted = {f"{i} {k}": value for i, state in states.items() for k, value in state.items()}
+    seen |= {f"{i} weights": part.detach() for i, part in enumerate(inner)}
+    wanted |= {f"{i} weights": master for i, master in masters.items()}
+    # Some of each are on the host, where the optimizer has put them.
+    return gap(*({name: value.float().cpu() for name, value in of.items()} for of in (seen, wanted)))
 
 
 _SMOOTHING = 0.3

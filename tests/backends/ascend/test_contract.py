@@ -5,7 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.backends.ascend.contract import SCHEMA, ContractViolation, npu_fusion_attention, registered
+from tests.backends.ascend import limits
+from tests.backends.ascend.contract import (
+    SCHEMA,
+    ContractViolation,
+    attention,
+    npu_fusion_attention,
+    registered,
+    rules,
+)
 from tests.backends.cpu import reference
 
 COMPRESSED = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
@@ -139,58 +147,68 @@ def hidden(*shape: int) -> torch.Tensor:
 ENDS = {"actual_seq_qlen": [5, 32], "actual_seq_kvlen": [5, 32]}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"layout": "XXX"}, "input_layout is 'XXX'"),
-        ({"query": torch.randn(2, 4, 16, 8).double()}, "float64"),
-        ({"value": torch.randn(2, 4, 16, 8).half()}, "different dtypes"),
-        ({"layout": "SBH", "query": torch.randn(2, 4, 16, 8)}, "4 dimensions, SBH has 3"),
-        ({"head_num": 2}, "head_num is 2, and query has 4"),
-        ({"key": torch.randn(2, 3, 16, 8)}, "4 heads over 3 key heads"),
-        ({"key": torch.randn(2, 4, 16, 4)}, "heads of 8 in query and 4 in key"),
-        ({"value": torch.randn(2, 4, 16, 12)}, "value heads of 12 over key heads of 8"),
-        ({"query": torch.randn(1, 1, 2, 800), "head_num": 1}, "1 to 768"),
-        ({"key": torch.randn(3, 4, 16, 8)}, r"batches of \(2, 3, 2\)"),
-        ({"value": torch.randn(2, 4, 15, 8)}, "16 rows of keys and 15"),
-        ({"atten_mask": hidden(2, 16)}, r"unsupported atten_mask shape \[2, 16\]"),
-        ({"atten_mask": hidden(2, 1, 1, 16)}, r"unsupported atten_mask shape \[2, 1, 1, 16\]"),
-        ({"atten_mask": hidden(2, 16, 16)}, "3 dimensions: 2 or 4"),
-        ({"atten_mask": hidden(16, 16).float()}, "bool or uint8"),
-        ({"atten_mask": hidden(2, 1, 16, 16), "sparse_mode": 2}, r"compressed mask \[2048, 2048\]"),
-        ({"atten_mask": ~COMPRESSED, "sparse_mode": 3}, "above the diagonal only"),
-        ({"atten_mask": hidden(2, 1, 16, 16), "next_tockens": 0}, "skipped without a word"),
-        (
-            {"atten_mask": COMPRESSED, "sparse_mode": 4, "next_tockens": -3, "pre_tockens": 2},
-            "next_tockens -3",
-        ),
-        (
-            {"atten_mask": COMPRESSED, "sparse_mode": 4, "pre_tockens": -3, "next_tockens": 2},
-            "pre_tockens -3",
-        ),
-        ({"sparse_mode": 7}, "sparse_mode 7 does not exist in BNSD"),
-        ({"sparse_mode": 6}, "not emulated"),
-        ({"layout": "TND", "sparse_mode": 5, **ENDS}, "sparse_mode 5 does not exist in TND"),
-        ({"layout": "TND"}, "actual_seq_qlen: a list of ints"),
-        ({"layout": "TND", "actual_seq_qlen": [], "actual_seq_kvlen": []}, "actual_seq_qlen is empty"),
-        ({"layout": "TND", **ENDS, "actual_seq_qlen": torch.tensor([5, 32])}, "a list of ints"),
-        ({"layout": "TND", **ENDS, "actual_seq_qlen": [20, 12]}, "ends are wanted, not lengths"),
-        ({"layout": "TND", **ENDS, "actual_seq_kvlen": [5, 33]}, "ends at 33, and there are 32"),
-        ({"layout": "TND", **ENDS, "actual_seq_kvlen": [32]}, "2 ends and actual_seq_kvlen 1"),
-        ({"layout": "TND", **ENDS, "actual_seq_kvlen": [0, 32]}, "5 queries has no keys"),
-        ({"layout": "TND", **ENDS, "atten_mask": hidden(2, 16)}, r"\[maxSq, maxSkv\] \[27, 27\]"),
-        ({"layout": "TND", **ENDS, "atten_mask": ~hidden(27, 27)}, "all 1"),
-        (ENDS, "are for TND"),
-        ({"keep_prob": 0.0}, "keep_prob is 0.0"),
-        ({"keep_prob": 0.9}, r"\[emulation\] dropout"),
-        ({"padding_mask": hidden(2, 16)}, "padding_mask is not supported"),
-        ({"softmax_layout": "TND"}, "softmax_layout TND with input_layout BNSD"),
-        ({"pse": hidden(2, 16)}, "no pse"),
-    ],
-)
-def test_what_is_refused(options, message):
-    with pytest.raises(ContractViolation, match=f"emulated .*{message}"):
-        call(**options)
+REFUSED: list[tuple[dict, str]] = [
+    ({"layout": "XXX"}, "input_layout is 'XXX'"),
+    ({"query": torch.randn(2, 4, 16, 8).double()}, "float64"),
+    ({"value": torch.randn(2, 4, 16, 8).half()}, "different dtypes"),
+    ({"layout": "SBH", "query": torch.randn(2, 4, 16, 8)}, "4 dimensions, SBH has 3"),
+    ({"head_num": 2}, "head_num is 2, and query has 4"),
+    ({"key": torch.randn(2, 3, 16, 8)}, "4 heads over 3 key heads"),
+    ({"key": torch.randn(2, 4, 16, 4)}, "heads of 8 in query and 4 in key"),
+    ({"value": torch.randn(2, 4, 16, 12)}, "value heads of 12 over key heads of 8"),
+    ({"query": torch.randn(1, 1, 2, 800), "head_num": 1}, "1 to 768"),
+    ({"key": torch.randn(3, 4, 16, 8)}, r"batches of \(2, 3, 2\)"),
+    ({"value": torch.randn(2, 4, 15, 8)}, "16 rows of keys and 15"),
+    ({"atten_mask": hidden(2, 16)}, r"unsupported atten_mask shape \[2, 16\]"),
+    ({"atten_mask": hidden(2, 1, 1, 16)}, r"unsupported atten_mask shape \[2, 1, 1, 16\]"),
+    ({"atten_mask": hidden(2, 16, 16)}, "3 dimensions: 2 or 4"),
+    ({"atten_mask": hidden(16, 16).float()}, "bool or uint8"),
+    ({"atten_mask": hidden(2, 1, 16, 16), "sparse_mode": 2}, r"compressed mask \[2048, 2048\]"),
+    ({"atten_mask": ~COMPRESSED, "sparse_mode": 3}, "above the diagonal only"),
+    ({"atten_mask": hidden(2, 1, 16, 16), "next_tockens": 0}, "skipped without a word"),
+    (
+        {"atten_mask": COMPRESSED, "sparse_mode": 4, "next_tockens": -3, "pre_tockens": 2},
+        "next_tockens -3",
+    ),
+    (
+        {"atten_mask": COMPRESSED, "sparse_mode": 4, "pre_tockens": -3, "next_tockens": 2},
+        "pre_tockens -3",
+    ),
+    ({"sparse_mode": 7}, "sparse_mode 7 does not exist in BNSD"),
+    ({"sparse_mode": 6}, "not emulated"),
+    ({"layout": "TND", "sparse_mode": 5, **ENDS}, "sparse_mode 5 does not exist in TND"),
+    ({"layout": "TND"}, "actual_seq_qlen: a list of ints"),
+    ({"layout": "TND", "actual_seq_qlen": [], "actual_seq_kvlen": []}, "actual_seq_qlen is empty"),
+    ({"layout": "TND", **ENDS, "actual_seq_qlen": torch.tensor([5, 32])}, "a list of ints"),
+    ({"layout": "TND", **ENDS, "actual_seq_qlen": [20, 12]}, "ends are wanted, not lengths"),
+    ({"layout": "TND", **ENDS, "actual_seq_kvlen": [5, 33]}, "ends at 33, and there are 32"),
+    ({"layout": "TND", **ENDS, "actual_seq_kvlen": [32]}, "2 ends and actual_seq_kvlen 1"),
+    ({"layout": "TND", **ENDS, "actual_seq_kvlen": [0, 32]}, "5 queries has no keys"),
+    ({"layout": "TND", **ENDS, "atten_mask": hidden(2, 16)}, r"\[maxSq, maxSkv\] \[27, 27\]"),
+    ({"layout": "TND", **ENDS, "atten_mask": ~hidden(27, 27)}, "all 1"),
+    (ENDS, "are for TND"),
+    ({"keep_prob": 0.0}, "keep_prob is 0.0"),
+    ({"keep_prob": 0.9}, r"\[emulation\] dropout"),
+    ({"padding_mask": hidden(2, 16)}, "padding_mask is not supported"),
+    ({"softmax_layout": "TND"}, "softmax_layout TND with input_layout BNSD"),
+    ({"pse": hidden(2, 16)}, "no pse"),
+    ({"head_num": 0}, "head_num must be above 0"),
+    ({"query": torch.randn(2, 257, 1, 1), "head_num": 257}, "257 heads: up to 256"),
+    ({"layout": "TND", **ENDS, "actual_seq_qlen": [-1, 32]}, "begins with -1"),
+    ({"layout": "TND", **{name: [1] * 2048 + [32] for name in ENDS}}, "2049 sequences: up to 2048"),
+    ({"layout": "TND", **{name: [0] for name in ENDS}}, "no sequence has a query"),
+    ({"inner_precise": 3}, "inner_precise is 3"),
+    ({"softmax_layout": "BSH"}, "softmax_layout is 'BSH'"),
+]
+
+
+def test_each_limit_refuses_what_is_beyond_it():
+    places = set()
+    for options, message in REFUSED:
+        with pytest.raises(ContractViolation, match=f"emulated .*{message}") as refused:
+            call(**options)
+        places.add(limits.refused_at(refused.value))
+    assert places == limits.of(rules, attention)
 
 
 def test_without_a_mask_everything_is_seen_whatever_the_mode():

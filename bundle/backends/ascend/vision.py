@@ -1,0 +1,27 @@
+"""Attention of a vision tower: packed, and without causality, so that every patch sees all of its image."""
+
+import torch
+from torch import Tensor
+
+from bundle.backends.ascend.attention import SEQUENCES, Rows, fused, kernel_inputs
+
+
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, boundaries: tuple[int, ...], *, scale: float
+) -> Tensor:
+    """[t, n, d] of [t, n, d] each; `boundaries` of the sequences are host ints: 0, ..., t.
+
+    One call of the kernel, or as many as their number takes. Raises JobFailed for boundaries that it would
+    not compute.
+    """
+    parts = []
+    for first in range(0, len(boundaries) - 1, SEQUENCES):
+        ends = boundaries[first : first + SEQUENCES + 1]
+        last = first + SEQUENCES >= len(boundaries) - 1
+        begin, end = ends[0] if first else 0, len(query) if last else ends[-1]
+        own = tuple(place - begin for place in ends)
+        rows = Rows(end - begin, end - begin, query.device, boundaries=(own, own))
+        inputs = kernel_inputs(None, rows, causal=False)
+        q, k, v = (x[begin:end] for x in (query, key, value))
+        parts.append(fused(q, k, v, inputs, heads=query.shape[1], scale=scale, dropout=0.0))
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
