@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bundle import files
+from bundle.architectures.published import Names
 from bundle.architectures.tensors import TOWER, Cut, Rule, Tensor, cut, is_expert
 from bundle.errors import UsageError, shown
 
-# Norms, routers, biases, embedding and output layer have none.
+# Norms, routers, biases, embedding and output layer have none; nor have a tower's learned positions and the
+# convolution that takes patches.
 _ADAPTED = "linear_"
+_OF_TOWER_LEFT_OUT = "pos_embed"
 ALL = "all-linear"  # as a target, PEFT's word for every one of them
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every published name in WEIGHTS
@@ -55,9 +58,9 @@ class Pair(NamedTuple):
     b: Matrix
 
 
-def published(name: str, shape: Sequence[int]) -> Tensor:
-    """A matrix of this name as an adapter's file has it."""
-    return Tensor(name, tuple(shape), (f"{PREFIX}{name}",), Rule("copy", tuple(shape[:1])))
+def published(name: str, shape: Sequence[int], names: Names) -> Tensor:
+    """A matrix of this name as an adapter's file has it: beside a module of transformers'."""
+    return Tensor(name, tuple(shape), (f"{PREFIX}{names.in_memory(name)}",), Rule("copy", tuple(shape[:1])))
 
 
 def pairs(tensor: Tensor, targets: Sequence[str], rank: int) -> tuple[Pair | None, ...]:
@@ -88,10 +91,12 @@ def pairs(tensor: Tensor, targets: Sequence[str], rank: int) -> tuple[Pair | Non
 
 
 def adaptable(tensor: Tensor) -> bool:
-    """Whether a tensor is a projection's weight that somebody publishes as one tensor."""
+    """Whether a tensor is a linear layer's weight that somebody publishes as one tensor."""
     _, module, kind = ("", *tensor.name.rsplit(".", 2))[-3:]
-    ours = module.startswith(_ADAPTED) and not tensor.name.startswith(TOWER)
-    return kind == "weight" and ours and bool(tensor.published) and tensor.stack is None
+    if tensor.name.startswith(TOWER):
+        return kind == "weight" and len(tensor.shape) == 2 and module != _OF_TOWER_LEFT_OUT
+    ours = kind == "weight" and module.startswith(_ADAPTED)
+    return ours and bool(tensor.published) and tensor.stack is None
 
 
 def is_target(module: str, target: str) -> bool:

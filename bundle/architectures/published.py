@@ -77,6 +77,8 @@ class Names:
     decoder: str = "model."
     vision: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
+    # Where transformers' modules, by which PEFT names adapters, are not called as what is published of them.
+    modules: Mapping[str, str] = field(default_factory=dict)
     # One tensor for those of a layer, [expert, in, out], gate and up in turns or as they are in ours (copy);
     # nobody loads it in FP8 blocks.
     stacked_experts: Literal["turns", "copy"] | None = None
@@ -85,6 +87,13 @@ class Names:
     def of_model(self, module: str) -> str:
         """The published name of a module outside all layers."""
         return _MODEL[module].format(decoder=self.decoder)
+
+    def in_memory(self, name: str) -> str:
+        """What transformers itself calls the published `name`."""
+        for published, module in self.modules.items():
+            if name.startswith(published):
+                return f"{module}{name.removeprefix(published)}"
+        return name
 
     def of_layer(self, module: str) -> tuple[str, ...]:
         """The published modules that one of a decoder layer is made of."""
@@ -153,7 +162,11 @@ NAMES: dict[str, Names] = {
     "kimi_k2": Names("DeepseekV3ForCausalLM", _LAYER | _LATENT, _DEEPSEEK_MTP, config=_NOAUX_TC),
     "glm4_moe": Names("Glm4MoeForCausalLM", mtp=_DEEPSEEK_MTP),
     "gpt_oss": Names("GptOssForCausalLM", _LAYER | _STACKED | _GPT_OSS, stacked_experts="turns"),
-    "qwen2_5_vl": Names("Qwen2_5_VLForConditionalGeneration", vision="visual."),
+    "qwen2_5_vl": Names(
+        "Qwen2_5_VLForConditionalGeneration",
+        vision="visual.",
+        modules={"model.": "model.language_model.", "visual.": "model.visual."},
+    ),
     "qwen3_vl": Names(
         "Qwen3VLForConditionalGeneration", decoder="model.language_model.", vision="model.visual."
     ),

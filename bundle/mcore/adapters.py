@@ -144,7 +144,7 @@ def _product(x: Tensor, counts: Sequence[int] | None) -> Callable[[Tensor, Tenso
 
 
 def attach(adapter: Adapter, layer: torch.nn.Module) -> None:
-    """Has a linear layer of megatron's, which returns (output, bias), give what the adapter adds as well.
+    """Has a linear layer give what the adapter adds as well: torch's, or megatron's, whose is (output, bias).
 
     A layer that is all experts of a rank is told how many rows each has. Where Transformer Engine has folded
     the norm into the layer, that is asked for the normalized input.
@@ -154,7 +154,9 @@ def attach(adapter: Adapter, layer: torch.nn.Module) -> None:
         asked: Any = layer
         asked.return_layernorm_output = True
 
-    def add(_: torch.nn.Module, arguments: tuple[Any, ...], output: tuple[Any, ...]) -> tuple[Any, ...]:
+    def add(_: torch.nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return output if adapter.left_out else output + adapter(*arguments)
         result, *rest = output
         x, *counts = arguments
         if folded and isinstance(result, tuple):

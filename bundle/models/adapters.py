@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bundle.architectures import adapters, tensors
 from bundle.architectures.adapters import Matrix
-from bundle.architectures.tensors import Rule, Tensors, cut, is_expert
+from bundle.architectures.tensors import TOWER, Rule, Tensors, cut, is_expert
 from bundle.mcore import checkpoints
 from bundle.mcore.adapters import Adapter, LowRank, attach, differentiate, mark, without_gradient
 from bundle.mcore.groups import Groups, data_parallel_with_context, expert_data_parallel
@@ -41,10 +41,12 @@ class Adapters(torch.nn.Module):
             return
         weight, tensor = weights[0]
         rule, how, expert = part(tensor.rule, weight.shard), cut(tensor.name), is_expert(tensor.name)
+        # Every rank of tp computes all of a tower, whose gradients are whole.
+        parted = self._sequence_parallel and not tensor.name.startswith(TOWER)
         adapter = Adapter(
             [
                 [
-                    pair and self._pair(pair, weight.parameter)
+                    pair and self._pair(pair, weight.parameter, parted)
                     for pair in of_weight or (None,) * len(rule.widths)
                 ]
                 for (weight, _), of_weight in zip(weights, pairs, strict=True)
@@ -55,7 +57,7 @@ class Adapters(torch.nn.Module):
             dim=how.dim if how else None,
             group=(self._groups.etp if expert else self._groups.tp).group,
             expert=expert,
-            sequence_parallel=self._sequence_parallel,
+            sequence_parallel=parted,
         )
         attach(adapter, layer)
         self.add_module(str(len(self._modules)), adapter)
@@ -63,9 +65,9 @@ class Adapters(torch.nn.Module):
             weight.name: (adapter, number) for number, (weight, _) in enumerate(weights) if pairs[number]
         }
 
-    def _pair(self, pair: adapters.Pair, beside: Tensor) -> LowRank:
+    def _pair(self, pair: adapters.Pair, beside: Tensor, sequence_parallel: bool) -> LowRank:
         """New A and B of this rank, of a weight's dtype and on its device, as megatron wants them marked."""
-        a, b = (_matrix(each, beside, self._groups, self._sequence_parallel) for each in pair)
+        a, b = (_matrix(each, beside, self._groups, sequence_parallel) for each in pair)
         self.matrices += [a, b]
         return LowRank(a.parameter, b.parameter)
 

@@ -115,9 +115,10 @@ def export_adapters(directory: Path, recipe: Recipe, chunks: Sequence[torch.nn.M
     assert lora is not None
     own = {named.name: named for named in adapters.every_matrix(chunks)}
     some = next(iter(own.values())).parameter  # every chunk has adapters: `plan` says where one has none
-    of_tensors = (pairs(tensor, lora.targets, lora.rank) for tensor in Tensors(recipe.architecture))
+    model = Tensors(recipe.architecture)
+    of_tensors = (pairs(tensor, lora.targets, lora.rank) for tensor in model)
     table = {matrix.name: matrix for of in of_tensors for pair in of if pair for matrix in pair}
-    everything = _planned([published(name, table[name].shape) for name in sorted(table)], own)
+    everything = _planned([published(name, table[name].shape, model.names) for name in sorted(table)], own)
     numbers = cast(Numbers, recipe.model.dtype)
     if both := sorted(_modules(table, of_experts=True) & _modules(table, of_experts=False)):
         _log.warning(

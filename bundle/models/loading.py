@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bundle import pretrained
 from bundle.architectures import adapters, tensors
+from bundle.architectures.published import NAMES
 from bundle.architectures.tensors import Tensors
 from bundle.distributed.world import on_all_ranks, on_rank_0
 from bundle.errors import JobFailed, UsageError
@@ -76,7 +77,10 @@ def load_adapters(matrices: Sequence[Named], recipe: Recipe) -> None:
     def body() -> None:
         found = pretrained.adapter_of_recipe(recipe)
         if found is not None:
-            pairs = ((named, adapters.published(named.name, named.whole_shape())) for named in matrices)
+            names = NAMES[recipe.architecture.model_type]
+            pairs = (
+                (named, adapters.published(named.name, named.whole_shape(), names)) for named in matrices
+            )
             # PEFT knows no MTP layers
             there = (pair for pair in pairs if pair[1].published[0] in found.entries)
             _read(found, itertools.chain.from_iterable(_reads(found, *pair) for pair in there), Files())

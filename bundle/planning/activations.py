@@ -7,7 +7,8 @@ Models", 2022, section 4), for the layers that are really built: from what one o
 
 from typing import NamedTuple
 
-from bundle.architectures import MLA, Vision, padded_vocabulary
+from bundle.architectures import MLA, Vision, adapters, padded_vocabulary
+from bundle.architectures.tensors import Tensors
 from bundle.capabilities import LayerTraits
 from bundle.environment.packages import MegatronCode, SourcePredicate
 from bundle.planning.layout import Chunk, RankLayout
@@ -315,7 +316,12 @@ def _tower(recipe: Recipe, size: int) -> int:
     tokens = recipe.rows * recipe.data.sequence_length
     ranks = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
     added = len(vision.deepstack) * recipe.architecture.hidden_size * size * tokens // ranks
-    return tokens * vision.patches * bytes_of_a_patch(vision, size, recipe.model.vision) + added
+    how, lora = recipe.model.vision, recipe.model.lora
+    if lora is not None:  # all of it is frozen; to adapters of a part of it gradients go as to its weights
+        table = Tensors(recipe.architecture).tower()
+        adapted = any(adapters.pairs(tensor, lora.targets, lora.rank) for tensor in table)
+        how = Trained(freeze_tower=not adapted, freeze_projector=not adapted)
+    return tokens * vision.patches * bytes_of_a_patch(vision, size, how) + added
 
 
 def bytes_of_a_patch(vision: Vision, size: int, how: Trained) -> int:

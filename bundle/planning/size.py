@@ -118,6 +118,7 @@ def trained(
     table, local = Tensors(architecture, parallel.tp), _local_experts(architecture, parallel)
     layers = [table.layer(number, local) for number in chunk.layers]
     layers += [table.mtp_layer(depth, local) for depth in range(chunk.mtp_layers)]
+    layers += [table.tower()] if chunk.embedding else []
     return tuple(
         Parameter(matrix.name, _local(matrix.shape, matrix.cut, parallel), matrix.cut, matrix.expert)
         for tensor in chain.from_iterable(layers)

@@ -258,9 +258,11 @@ def _against_adapter(found: dict[str, Entry], recipe: Recipe) -> Iterator[str]:
     assert asked is not None
     expected: dict[str, tuple[int, ...]] = {}
     optional: set[str] = set()
-    for tensor in Tensors(recipe.architecture):
+    table = Tensors(recipe.architecture)
+    for tensor in table:
         for pair in filter(None, adapters.pairs(tensor, asked.targets, asked.rank)):
-            of_pair = {f"{adapters.PREFIX}{matrix.name}": matrix.shape for matrix in pair}
+            matrices = [adapters.published(matrix.name, matrix.shape, table.names) for matrix in pair]
+            of_pair = {matrix.published[0]: matrix.shape for matrix in matrices}
             expected |= of_pair
             if tensor.name.startswith("mtp."):
                 optional.update(of_pair)

@@ -176,7 +176,12 @@ def _vision(recipe: Recipe) -> Iterator[Violation]:
         if getattr(model.vision, f"freeze_{part}") and getattr(model.vision, f"{part}_lr"):
             yield f"model.vision.{part}_lr", "what is frozen has no learning rate"
     if model.lora is not None:
-        yield "model.lora", "adapters are not computed in models with a vision tower"
+        for key, value in model.vision:
+            if value:
+                yield (
+                    f"model.vision.{key}",
+                    "beside adapters all weights are frozen: choose model.lora.targets",
+                )
     if model.fp8 is not None:
         yield "model.fp8", "FP8 products are not computed in models with a vision tower"
     if recipe.architecture.mtp_layers:

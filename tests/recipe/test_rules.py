@@ -189,13 +189,13 @@ SEEING: dict[str, Any] = {
         ("data", {"template": "plain"}, "data.template: images come in conversations"),
         (
             "model",
-            {"lora": {"rank": 2, "alpha": 4.0, "targets": ["q_proj"]}},
-            "model.lora: adapters are not computed",
+            {"lora": {"rank": 2, "alpha": 4.0, "targets": ["q_proj"]}, "vision": {"tower_lr": 0.1}},
+            "model.vision.tower_lr: beside adapters all weights are frozen",
         ),
         (
             "model",
-            {"lora": {"rank": 2, "alpha": 4.0, "targets": ["attn.proj"]}},
-            "no projection is called attn.proj",
+            {"lora": {"rank": 2, "alpha": 4.0, "targets": ["patch_embed.proj"]}},
+            "no projection is called patch_embed.proj",
         ),
     ],
 )
