@@ -140,6 +140,7 @@ def words(
     restarts: int = 0,
     *,
     preflight: bool = False,
+    spares: int = 0,
 ) -> tuple[str, ...]:
     """What `mcore-bundle` is told on one node of a job, to execute it from a file.
 
@@ -148,6 +149,7 @@ def words(
     """
     said = ["train", f"--job={file}", *([f"--restarts={restarts}"] if restarts else [])]
     said += ["--preflight"] if preflight else []
+    said += [f"--spares={spares}"] if spares else []
     if job.nodes > 1 and rendezvous:
         said += [f"--nodes={job.nodes}", f"--node-rank={node_rank}", f"--rendezvous={rendezvous}"]
     return tuple(said)

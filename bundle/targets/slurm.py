@@ -52,7 +52,7 @@ class Options:
     `sbatch`: further options of sbatch, "partition=gpu" or "exclusive", which win over ours; `mounts`: what a
     container sees of the host, "SRC" or "SRC:DST", beside the working and the run directory; `restarts`: how
     often ranks are started again in place, without a new checkpoint between; `preflight`: first every node
-    does what the job will ask of it.
+    does what the job will ask of it; `spares`: nodes beyond those of the job, which take the place of others.
     """
 
     sbatch: tuple[str, ...] = ()
@@ -61,6 +61,7 @@ class Options:
     mounts: tuple[str, ...] = ()
     restarts: int = 0
     preflight: bool = False
+    spares: int = 0
     python: str = sys.executable
 
     def violations(self) -> Iterator[str]:
@@ -112,7 +113,7 @@ def script(job: Job, options: Options, workdir: Path) -> str:
         raise UsageError("no batch script can be written", wrong)
     ours = {
         "job-name": job.recipe.name,
-        "nodes": str(job.nodes),
+        "nodes": str(job.nodes + options.spares),
         "ntasks-per-node": "1",
         "exclusive": "",
         "mem": "0",
@@ -120,6 +121,8 @@ def script(job: Job, options: Options, workdir: Path) -> str:
         "output": f"{where}/slurm-%j.log",
         "open-mode": "append",
         "requeue": "",
+        # A node that is lost ends all of them otherwise; only the first, where the script runs, still does.
+        **({"no-kill": ""} if options.spares else {}),
         "signal": f"TERM@{min(grace.seconds(job), _LONGEST_GRACE)}",
     }
     if resource := capabilities.of(job.backend).resource(job.generation):
@@ -127,13 +130,20 @@ def script(job: Job, options: Options, workdir: Path) -> str:
     theirs = dict(_named(option) for option in options.sbatch)
     directives = "\n".join(f"#SBATCH {_option(name, value)}" for name, value in (ours | theirs).items())
     # Tasks that are left alone end by themselves, with a code that says why; ended by Slurm, with none.
-    step = ["srun", "--cpu-bind=none", "--kill-on-bad-exit=0", *_inside(job, options, workdir)]
-    words = job_file.words(job, where / NAME, restarts=options.restarts, preflight=options.preflight)
+    step = ["srun", "--cpu-bind=none", "--kill-on-bad-exit=0", *(["--no-kill"] if options.spares else [])]
+    step += _inside(job, options, workdir)
+    words = job_file.words(
+        job,
+        where / NAME,
+        restarts=options.restarts,
+        preflight=options.preflight,
+        spares=options.spares,
+    )
     stopped, ended = (shlex.quote(f"{where}/{what}-") for what in ("stopped", "ended"))
     return f"""#!/bin/bash
 {directives}
 # Written by `mcore-bundle launch slurm`; what every node executes is {NAME} beside it.
-{shlex.join([*step, *words])}
+{shlex.join((*step, *words))}
 code=$?
 # Told to save, by its time limit or for another job: it goes on from its checkpoint, unless it was to stop.
 if [ $code -eq {ExitCode.PREEMPTED.value} ] && [ ! -e {stopped}"$SLURM_JOB_ID" ]; then

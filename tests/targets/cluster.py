@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes on this machine: slurmctld, and slurmd in mount and UTS namespaces of their own.
+"""A real Slurm of three nodes on this machine: slurmctld, and each slurmd in namespaces of its own.
 
 Nobody is authenticated (auth/none), so all of it listens on loopback. The daemons are Debian's (slurmctld,
 slurmd, slurm-client); they need root for the namespaces.
@@ -6,14 +6,15 @@ slurmd, slurm-client); they need root for the namespaces.
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-NODES = 2
+NODES = 3
 _CONFIGURATION = """ClusterName=test
 SlurmctldHost=localhost(127.0.0.1)
 SlurmctldPort={ports[0]}
@@ -39,6 +40,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1
 KillWait=30
+SlurmdTimeout=10
 SlurmdParameters=config_overrides
 {nodes}
 PartitionName=debug Nodes=node[1-{count}] Default=YES MaxTime=INFINITE State=UP
@@ -88,6 +90,28 @@ def cluster(root: Path) -> Iterator[dict[str, str]]:
             assert time.monotonic() < deadline, (root / "daemons.log").read_text()[-2000:]
             time.sleep(0.1)
         yield environment
+
+
+def kill(node: str, configuration: str) -> None:
+    """Ends all that runs on a node at once, as the power does: whatever is in the namespace of its daemon."""
+    processes = [path for path in Path("/proc").iterdir() if path.name.isdecimal()]
+    daemon = next(
+        path
+        for path in processes
+        if _words(path)[:1] == ["slurmd"] and {node, configuration} <= set(_words(path))
+    )
+    namespace = (daemon / "ns/uts").readlink()
+    for path in processes:
+        with suppress(OSError):  # it has ended by itself
+            if (path / "ns/uts").readlink() == namespace:
+                os.kill(int(path.name), signal.SIGKILL)
+
+
+def _words(process: Path) -> list[str]:
+    try:
+        return (process / "cmdline").read_text().split("\0")
+    except OSError:
+        return []
 
 
 def _said(environment: dict[str, str], *command: str) -> str:

@@ -49,6 +49,7 @@ def in_bash(script: str, srun: str = "exit 0") -> list[str]:
     ("name", "options"),
     [
         ("bare", Options(python="/venv/bin/python")),
+        ("spares", Options(python="/venv/bin/python", spares=2)),
         ("pyxis", Options(image="registry.example:5000/us/bundle:1", mounts=("/data", "/models:/m:ro"))),
         ("apptainer", Options(image="/images/bundle.sif", container="apptainer", sbatch=("time=4:00:00",))),
     ],

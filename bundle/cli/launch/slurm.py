@@ -37,13 +37,14 @@ def slurm(
     ] = None,
     restarts: options.Restarts = 0,
     preflight: options.Preflight = False,
+    spares: options.Spares = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch script, and stop.")] = False,
     detach: Detach = False,
 ) -> None:
     """Run a job under Slurm, one task a node; shows what it writes and ends as it does."""
     job = decided_here(recipe, request, machines, read_record(container_image, record))
     wanted = scheduler.Options(
-        tuple(sbatch or ()), container_image, container, tuple(mounts or ()), restarts, preflight
+        tuple(sbatch or ()), container_image, container, tuple(mounts or ()), restarts, preflight, spares
     )
     if dry_run:
         print(scheduler.script(job, wanted, Path.cwd()), end="")

@@ -1,0 +1,23 @@
+#!/bin/bash
+#SBATCH --job-name=demo
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --chdir=/work
+#SBATCH --output=/runs/demo/logs/slurm-DIGEST/slurm-%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --no-kill
+#SBATCH --signal=TERM@300
+#SBATCH --gpus-per-node=8
+# Written by `mcore-bundle launch slurm`; what every node executes is job.json beside it.
+srun --cpu-bind=none --kill-on-bad-exit=0 --no-kill -- /venv/bin/python -m bundle train --job=/runs/demo/logs/slurm-DIGEST/job.json --spares=2
+code=$?
+# Told to save, by its time limit or for another job: it goes on from its checkpoint, unless it was to stop.
+if [ $code -eq 75 ] && [ ! -e /runs/demo/logs/slurm-DIGEST/stopped-"$SLURM_JOB_ID" ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+else
+    (echo $code >/runs/demo/logs/slurm-DIGEST/ended-"$SLURM_JOB_ID") 2>/dev/null
+fi
+exit $code
