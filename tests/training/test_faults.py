@@ -1,5 +1,6 @@
 """Real runs that meet what breaks runs: the verdict, the exit code, and what is left of the run."""
 
+import json
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from bundle.environment.image import BuildInfo
+from bundle.launch.outcomes import node_name
 from tests.launch.launched import ROOT, reserved
 from tests.runs.numbers import learned
 from tests.training import command
@@ -151,3 +153,22 @@ def test_nodes_of_different_images_both_end_and_say_so(tmp_path):
             sentence,
         )
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_bad_device_is_found_before_ranks_start_and_no_rank_does(tmp_path, monkeypatch):
+    # The probe of a device that computes wrong: it answers in the place of the real one.
+    found = json.dumps({"wrong": "its product is wrong", "nodes": {}})
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if 'bundle.preflight.device' in sys.orig_argv:\n"
+        f"    print({'preflight found ' + found!r}, flush=True)\n"
+        "    os._exit(0)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    alone = (*TINY, "parallel.ep=1")
+    said = finish(
+        command.train("demo", tmp_path / "run", alone, "--preflight", "--devices-per-node=1"), 3
+    ).splitlines()
+    first = said.index("mcore-bundle: preflight: nodes are not fit to run this job")
+    assert said[first + 1].startswith(f"  - {node_name()}: device 0: its product is wrong")
+    assert not list((tmp_path / "run").rglob("rank-*.json")) and not (tmp_path / "run/metrics.jsonl").exists()
