@@ -26,7 +26,8 @@ ADAPTOR = """
 import logging, sys
 from logging.config import dictConfig
 said = sys.argv[1:]
-dictConfig({"version": 1, "root": {"handlers": [], "level": "ERROR"}})
+quiet = {"handlers": [], "level": "ERROR"}
+dictConfig({"version": 1, "disable_existing_loggers": False, "root": quiet})
 """
 MANAGER = """
 taken_back = []
