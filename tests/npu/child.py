@@ -46,7 +46,7 @@ def child(
     libraries: bool = True,
     autoload: bool = True,
     path: Sequence[str] = (),
-    timeout: float = 300,
+    timeout: float = 1800,
 ) -> Ended:
     """Runs a program text with the stand-in libraries, or without; `path` goes in front of sys.path."""
     environ = {k: v for k, v in os.environ.items() if k != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
@@ -61,7 +61,7 @@ def child(
     return ended(["-c", program, *arguments], environ, timeout)
 
 
-def ended(words: Sequence[str], environ: Mapping[str, str], timeout: float = 300) -> Ended:
+def ended(words: Sequence[str], environ: Mapping[str, str], timeout: float = 1800) -> Ended:
     """How this python ended with these words and variables."""
     command = [sys.executable, "-W", "ignore", *words]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout)

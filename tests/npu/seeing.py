@@ -1,11 +1,12 @@
 """tests.vision.rank on emulated NPUs, with what reached the kernel of attention, and a mask that must not.
 
 python -m tests.npu.seeing DIRECTORY LAYOUT (of tests.vision.rank) prints what that prints, the calls of
-npu_fusion_attention without repetition, and what a model says that is given a mask of valid tokens.
+npu_fusion_attention of layers and of the tower, and what a model says that is given a mask of valid tokens.
 """
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,39 +27,54 @@ def main(directory: Path, layout: str) -> None:
     applying.apply(everything(decide(world.backend())))
     runtime = backends.prepare(world.backend())
     world.join()
-    from bundle.backends.ascend import attention
+    from bundle.backends.ascend import attention, vision
     from bundle.engine import Engine
+    from bundle.models.vision import decoder_input
 
-    reached: list[dict[str, Any]] = []
-    fused, log_probs, said = attention.fused, Engine.log_probs, []
+    said: list[str] = []
+    fused, log_probs = attention.fused, Engine.log_probs
 
-    def noted(query: Any, key: Any, value: Any, inputs: Any, **options: Any) -> Any:
-        call = inputs.keywords()
-        mask = call.pop("atten_mask")
-        call = {name: given for name, given in call.items() if given}
-        call["atten_mask"] = None if mask is None else list(mask.shape)
-        if call not in reached:
-            reached.append(call)
-        return fused(query, key, value, inputs, **options)
+    def noting(calls: list[dict[str, Any]]) -> Callable[..., Any]:
+        """The call of the kernel, and what it is told of what is seen, in `calls` without repetition."""
+
+        def noted(query: Any, key: Any, value: Any, inputs: Any, **options: Any) -> Any:
+            call = {name: given for name, given in inputs.keywords().items() if given is not None}
+            if (mask := call.pop("atten_mask", None)) is not None:
+                call["atten_mask"] = list(mask.shape)
+            if call not in calls:
+                calls.append(call)
+            return fused(query, key, value, inputs, **options)
+
+        return noted
 
     def asked(engine: Any, batches: Any, **options: Any) -> Any:
         """Before the log-probabilities: the same rows, with a mask of valid tokens beside them."""
         (given,) = batches
-        valid = torch.ones_like(given.ids, dtype=torch.bool)
+        model, valid = engine.models[0], torch.ones_like(given.ids, dtype=torch.bool)
         try:
             with torch.no_grad():
-                engine.models[0](
-                    given.ids, given.position_ids, valid, packed_seq_params=given.packed_seq_params
+                model(
+                    given.ids,
+                    given.position_ids,
+                    valid,
+                    packed_seq_params=given.packed,
+                    decoder_input=decoder_input(model, given.ids, given.images),
                 )
         except JobFailed as error:
             said.append(str(error))
         return log_probs(engine, batches, **options)
 
-    with patch.object(attention, "fused", noted), patch.object(Engine, "log_probs", asked):
+    reached: list[dict[str, Any]] = []
+    tower: list[dict[str, Any]] = []
+    with (
+        patch.object(attention, "fused", noting(reached)),
+        patch.object(vision, "fused", noting(tower)),
+        patch.object(Engine, "log_probs", asked),
+    ):
         case = CASES[0]
         with runtime.megatron():
             far = rank.distances(case, directory / case.name, layout, runtime)
-    print(json.dumps({"far": far, "reached": reached, "said": said}))
+    print(json.dumps({"far": far, "reached": reached, "tower": tower, "said": said}))
 
 
 if __name__ == "__main__":

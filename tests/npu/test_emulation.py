@@ -28,7 +28,8 @@ def test_emulated_npus(outcomes, case):
 
 def test_what_is_replaced_is_what_is_listed_and_on_the_cpu_nothing_but_its_own(both):
     npu, cpu = (
-        json.loads(world.run("tests.npu.seams", 1)[0].splitlines()[-1]) for world in (both.npu, both.cpu)
+        json.loads(world.run("tests.npu.seams", 1, timeout=1800)[0].splitlines()[-1])
+        for world in (both.npu, both.cpu)
     )
     assert set(npu) == set(FACADE)
     assert set(cpu) == FACADE.keys() & CPU.keys()

@@ -41,6 +41,11 @@ def test_images_are_seen_as_transformers_sees_them(both, written, layout):
             call["atten_mask"] == [2048, 2048] and call["sparse_mode"] == 3 for call in seen["reached"]
         )
         assert all(("actual_seq_qlen" in call) == layout.startswith("packed") for call in seen["reached"])
+        # The tower's sees whole images, or whole windows of them: no mask, by their ends.
+        assert len(seen["tower"]) > 1
+        for call in seen["tower"]:
+            assert "atten_mask" not in call and call["sparse_mode"] == 0
+            assert call["actual_seq_qlen"] == call["actual_seq_kvlen"]
         # The mask of the founding defect, given to the same model, is refused before it gets there.
         (said,) = seen["said"]
         wanted = (
