@@ -67,7 +67,8 @@ RunsIn = Annotated[
     typer.Option(
         "--image-record",
         metavar="FILE|none",
-        help="What is in --image: what its `doctor --json` said; none: it is none of ours.",
+        help="What is in it: what its `doctor --json` said; none: it is none of ours. Without it, the first"
+        " rank decides.",
     ),
 ]
 Mcore = Annotated[str, typer.Option(metavar="VERSION|PATH", help="Instead of the installed megatron-core.")]

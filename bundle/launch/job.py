@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Final, Literal, NoReturn
 
 from pydantic import (
     BeforeValidator,
@@ -31,7 +31,7 @@ from bundle.files import json_digest
 from bundle.launch import FilePath, Start, outcomes
 from bundle.launch.command import WAIT_SECONDS, Launch
 from bundle.launch.rendezvous import Rendezvous
-from bundle.launch.starters import host_and_port
+from bundle.launch.starters import DEFAULT_PORT, host_and_port
 from bundle.patches import plan, subject
 from bundle.patches.plan import PatchPlan, survey
 from bundle.planning import Plan, to_json
@@ -41,7 +41,7 @@ from bundle.recipe import Recipe, from_mapping
 NAME = "job.json"
 LOCK = ".lock"  # in the run directory; it is held for as long as ranks write there
 FORMAT, VERSION = "mcore-bundle job", 1
-UNDECIDED = "undecided"
+UNDECIDED: Final = "undecided"
 LARGEST = 1 << 24
 _AGAIN = "write it again: mcore-bundle plan RECIPE --job FILE"
 Text = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00]*$")]
@@ -77,7 +77,8 @@ class Job:
     # None: the sources of its megatron-core were not at hand.
     patches: Annotated[PatchPlan | None, BeforeValidator(_read_patches), PlainSerializer(_write_patches)]
     allow_drift: tuple[Text, ...] = ()
-    image: BuildInfo | None  # the record of the image that it runs in; None: in none of ours
+    # The record of the image that it runs in. None: in none of ours; undecided: nobody said what is in it.
+    image: BuildInfo | Literal["undecided"] | None
     directory: FilePath  # where its run lives
     start: Start
     plan: dict[str, Any]  # for people and programs: nothing of it is executed
@@ -98,7 +99,7 @@ class Job:
             "layout": f"{self.nodes} x {self.per_node}",
             "environment": json_digest(dict(self.environment)),
             "attention": self.attention,
-            "image": json_digest(self.image.model_dump()) if self.image else "none",
+            "image": _image(self.image),
             "start": json_digest(self.start.model_dump(mode="json")),
             "planned for megatron-core": self.megatron,
             **(self.patches.fields() if self.patches else {"patches": UNDECIDED}),
@@ -121,6 +122,17 @@ class Job:
 
 
 _FILE = TypeAdapter(Job)
+
+
+def _image(record: BuildInfo | Literal["undecided"] | None) -> str:
+    if isinstance(record, BuildInfo):
+        return json_digest(record.model_dump())
+    return record or "none"
+
+
+def met_at(job: Job, rendezvous: str) -> str:
+    """Where the nodes of a job meet in commands that are printed: a name that is none, where nobody says."""
+    return rendezvous or (f"HOST:{DEFAULT_PORT}" if job.nodes > 1 else "")
 
 
 def unmet(job: Job, rendezvous: str) -> list[str]:
@@ -176,7 +188,13 @@ def launch(job: Job, where: Rendezvous, wait: int = WAIT_SECONDS, python: str = 
     )
 
 
-def of_plan(of: Plan, directory: Path, *, start: Start | None = None, record: BuildInfo | None = None) -> Job:
+def of_plan(
+    of: Plan,
+    directory: Path,
+    *,
+    start: Start | None = None,
+    record: BuildInfo | Literal["undecided"] | None = None,
+) -> Job:
     """The job that a plan without problems comes to. Raises PatchError for patches that cannot be applied."""
     described = to_json(of)
     del described["recipe"]
@@ -189,7 +207,7 @@ def of_plan(of: Plan, directory: Path, *, start: Start | None = None, record: Bu
         environment=of.variables,
         attention=of.attention.value,
         megatron=of.target.version,
-        patches=of.patch_plan if of.patches.subject.root else None,
+        patches=of.patch_plan if of.patches.subject.root and record != UNDECIDED else None,
         allow_drift=of.allow_drift,
         image=record,
         directory=directory,
@@ -199,7 +217,7 @@ def of_plan(of: Plan, directory: Path, *, start: Start | None = None, record: Bu
 
 
 def decided(job: Job) -> Job:
-    """The job with its patches decided, by the megatron-core that is installed here.
+    """The job with its patches decided, by the megatron-core that is installed here, and the image that is.
 
     Raises EnvironmentUnfit for another node than it was planned for, and what the decisions come to.
     """
@@ -208,7 +226,7 @@ def decided(job: Job) -> Job:
     of = subject.installed(here, reviewed)
     features = with_kernel(job.recipe.features, job.attention)
     found = survey(of, reviewed, here, backend=job.backend, features=features, allowed=job.allow_drift)
-    return replace(job, patches=plan.make(found))
+    return replace(job, patches=plan.make(found), image=image.own())
 
 
 def refuse_misfits(job: Job) -> None:
@@ -219,7 +237,7 @@ def refuse_misfits(job: Job) -> None:
 
 def misfits(job: Job, installed: Megatron, record: BuildInfo | None) -> Iterator[str]:
     """Every way in which this node is not what the job was decided for; `record` is that of its image."""
-    if record != job.image:
+    if job.image != UNDECIDED and record != job.image:
         yield from image.differences(job.image, record)
     core = installed.core
     if core is None:

@@ -130,6 +130,7 @@ def command(job: Job, options: Options, workdir: Path, node_rank: int = 0, rende
 
 def dry_run(job: Job, options: Options, workdir: Path, rendezvous: str = "") -> str:
     """What would run, a command for each node."""
+    rendezvous = job_file.met_at(job, rendezvous)
     lines = [f"# executes {placed(job) / NAME}, which `mcore-bundle launch docker` writes"]
     for node in range(job.nodes):
         lines += [f"# node {node} of {job.nodes}", command(job, options, workdir, node, rendezvous).shell()]

@@ -67,7 +67,7 @@ def command(job: Job, options: Options, folder: Path, node_rank: int = 0, rendez
 
 def dry_run(job: Job, options: Options, rendezvous: str = "") -> str:
     """What would run: a command for each node, and the one by which that starts its ranks."""
-    folder = _next(job)
+    folder, rendezvous = _next(job), job_file.met_at(job, rendezvous)
     lines = [f"# executes {folder / NAME}, which `mcore-bundle launch local` writes"]
     for node in range(job.nodes):
         lines += [

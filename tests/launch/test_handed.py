@@ -1,11 +1,13 @@
 """A job is decided once: from the recipe to its file, and from the file to what every rank does."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from bundle.environment import image
 from bundle.environment.image import BuildInfo
-from bundle.launch.job import load
+from bundle.launch.job import UNDECIDED, load
 from bundle.recipe import load as load_recipe
 from tests.launch.handed import SMALL, bundle, ranks, sets, without_torch
 
@@ -44,7 +46,8 @@ def test_planned_where_there_is_no_torch_and_executed_here(tmp_path):
     version = megatron.core.__version__
     asked = ("--hardware=cpu", f"--mcore={version}", "--run-directory=kept", "--job=j.json")
     assert "mcore-bundle train --job=j.json" in without_torch("plan", *RECIPE, *asked, cwd=tmp_path)
-    told = load(tmp_path / "j.json")
+    told = replace(load(tmp_path / "j.json"), image=UNDECIDED)
+    (tmp_path / "j.json").write_text(told.text())
     assert told.patches is None and told.recipe.train.steps == 2
     said = bundle("train", "--job=j.json", cwd=tmp_path)
     assert "step 2/2" in said and "finished: loss" in said
@@ -54,7 +57,7 @@ def test_planned_where_there_is_no_torch_and_executed_here(tmp_path):
     assert (kept / "logs/node-0/1/job.json").read_text() == (tmp_path / "j.json").read_text()
     done = load(kept / "job.json")
     assert done.patches is not None and done.patches.version == version
-    assert done.recipe == told.recipe
+    assert done.recipe == told.recipe and done.image == image.own()
     assert load_recipe(kept / "recipe.yaml") == told.recipe
     assert "this run is finished" in bundle("train", "--job=j.json", cwd=tmp_path, code=2)
 

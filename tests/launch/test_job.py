@@ -83,7 +83,7 @@ def changed(job: Job, **changes: object) -> str:
     | st.builds(Start, origin=NAMES.map(Path), weights_only=st.booleans()),
     directory=NAMES,
     drift=st.lists(NAMES, max_size=3).map(tuple),
-    image=st.sampled_from([None, RECORD]),
+    image=st.sampled_from([None, RECORD, job_file.UNDECIDED]),
     counts=st.tuples(st.integers(1, 9), st.integers(1, 9)),
 )
 def test_a_job_comes_back_as_it_was(anywhere, start, directory, drift, image, counts):
@@ -125,7 +125,7 @@ def test_what_was_asked_for_is_what_it_says():
     [
         {"backend": "cuda"}, {"nodes": 3}, {"per_node": 5}, {"environment": {"X": "1"}}, {"image": RECORD},
         {"start": Start(fresh=True)}, {"start": Start(origin=Path("x"), weights_only=True)},
-        {"megatron": "0.17.0"}, {"attention": "flash"},
+        {"megatron": "0.17.0"}, {"attention": "flash"}, {"image": "undecided"},
     ],
 )  # fmt: skip
 def test_whatever_is_executed_is_in_the_digest(anywhere, other):
@@ -277,3 +277,17 @@ def test_a_job_for_an_image_is_not_decided_outside_of_it(anywhere, monkeypatch):
         job_file.decided(told)
     monkeypatch.setattr(image, "own", lambda: RECORD)
     assert job_file.decided(told).patches == made(mcore="").patches
+
+
+def test_the_image_of_a_job_that_leaves_it_open_is_that_of_the_first_rank(anywhere, monkeypatch):
+    pytest.importorskip("megatron.core")
+    told = replace(anywhere, image=job_file.UNDECIDED)
+    assert told.digest not in (anywhere.digest, replace(anywhere, image=RECORD).digest)
+    here = packages.detect().megatron
+    for record in (None, RECORD):
+        assert list(misfits(told, here, record)) == []  # as whoever starts the ranks of a node looks at it
+        monkeypatch.setattr(image, "own", lambda record=record: record)
+        assert job_file.decided(told).image == record
+    # From then on it is that of every rank.
+    (other,) = misfits(job_file.decided(told), here, None)
+    assert other.startswith("image: cpu in the job, none of ours here")

@@ -14,7 +14,7 @@ from bundle.errors import LaunchUnavailable, UsageError
 from bundle.launch.job import Job, of_plan
 from bundle.planning import plan_for
 from bundle.recipe import load
-from bundle.targets import docker
+from bundle.targets import docker, images
 from bundle.targets.docker import Options
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -92,6 +92,26 @@ def test_all_that_cannot_be_written_is_refused_at_once(job):
         "2 nodes: say where they meet",
     ):
         assert part in text, text
+
+
+def test_a_recipe_alone_is_enough_for_what_would_run(tmp_path):
+    def said(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "bundle", "launch", "docker", "demo", "--backend=cpu", *words]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    done = said("--dry-run", "--nodes=2")
+    assert done.returncode == 0, done.stderr
+    commands = [shlex.split(line) for line in done.stdout.splitlines() if not line.startswith("#")]
+    (of_cpu,) = (each for each in images.built() if each.backend == "cpu")
+    for node, words in enumerate(commands):
+        assert f"{images.REGISTRY}/{of_cpu.tag}" in words
+        assert words[-2:] == [f"--node-rank={node}", "--rendezvous=HOST:29500"]
+    assert len(commands) == 2
+    assert "nobody said what is in the image" in done.stderr
+    done = said("--nodes=2")  # what is run is told where
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "2 nodes: say where they meet, --rendezvous HOST:PORT" in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_container_of_a_job_is_named_after_what_the_job_is(job):

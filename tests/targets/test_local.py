@@ -47,6 +47,12 @@ def test_several_nodes_are_told_where_they_meet():
             local.command(job, Options(), Path("/runs"), 1, wrong)
 
 
+def test_where_nobody_says_where_they_meet_a_dry_run_has_a_place_for_it(tmp_path):
+    text = local.dry_run(replace(decided("cuda", "h200", 2, 8), directory=tmp_path), Options())
+    assert "--node-rank=1 --rendezvous=HOST:29500\n" in text
+    assert "--master-addr HOST" in text or "--master_addr=HOST" in text or "HOST" in text.split("# which")[1]
+
+
 @pytest.mark.parametrize("asked", [True, False])
 def test_preflight_is_asked_of_what_starts_a_node_where_somebody_asks_for_it(asked):
     job = decided("cpu", "cpu", 1, 2)

@@ -1,5 +1,6 @@
 """`mcore-bundle launch kubernetes`: the options that only Kubernetes has."""
 
+import logging
 from typing import Annotated
 
 import typer
@@ -19,7 +20,9 @@ from bundle.errors import UsageError
 from bundle.targets import images
 from bundle.targets import kubernetes as objects
 from bundle.targets.kubernetes import running
-from bundle.targets.kubernetes.options import Options
+from bundle.targets.kubernetes.options import CLAIM, Options
+
+_log = logging.getLogger(__name__)
 
 
 def kubernetes(
@@ -28,7 +31,7 @@ def kubernetes(
     machines: Machines,
     claim: Annotated[
         str, typer.Option(help="The PersistentVolumeClaim of the run directory, which all nodes see.")
-    ],
+    ] = CLAIM,
     container_image: Image = "",
     registry: Registry = images.REGISTRY,
     record: options.RunsIn = "",
@@ -85,6 +88,8 @@ def kubernetes(
     if not container_image and (wrong := objects.image(form)):
         raise UsageError(wrong)
     job = decided(recipe, request, machines, read_record_of_one(container_image, record))
+    if job.backend == "cpu" and job.recipe.backend == "auto" and not (machines.hardware or request.backend):
+        _log.warning("planned for cpu, all that this machine has: say --hardware where nodes have more")
     wanted = Options(
         image=container_image or images.default(job, registry),
         claim=claim,

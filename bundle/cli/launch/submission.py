@@ -1,11 +1,12 @@
 """What every target of `launch` has in common: a job is decided, handed over, and asked about by handle."""
 
+import logging
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, Literal, Protocol
 
 import typer
 
@@ -15,7 +16,8 @@ from bundle.cli.request import Machines, Request
 from bundle.environment import image
 from bundle.environment.image import BuildInfo
 from bundle.errors import UsageError, shown
-from bundle.launch.job import Job, of_plan
+from bundle.launch.job import UNDECIDED, Job, of_plan
+from bundle.patches.subject import DEFAULT
 from bundle.planning import Problem
 from bundle.planning.inputs import input_problems
 from bundle.recipe import Recipe
@@ -23,7 +25,11 @@ from bundle.runs.directory import RunDirectory
 from bundle.targets import docker, images, local, ray, slurm
 from bundle.targets.kubernetes import FORMS, running
 
+_log = logging.getLogger(__name__)
+
 _NOT_OURS = "none"
+# What is in an image: its record; None of one that is none of ours; undecided, where nobody says.
+Record = BuildInfo | Literal["undecided"] | None
 Handle = Annotated[
     str,
     typer.Argument(
@@ -75,36 +81,34 @@ _TARGETS: dict[str, tuple[Target, str]] = {
 }
 
 
-def read_record(runs_in: str, said: str) -> BuildInfo | None:
-    """What is in the image that a job runs in. Raises UsageError where nobody says."""
-    if runs_in and not said:
-        raise UsageError(
-            f"--image {shown(runs_in)}: say what is in it with --image-record FILE, which"
-            " `docker run IMAGE doctor --json > FILE` writes, or with --image-record none"
-        )
+def read_record(runs_in: str, said: str) -> Record:
+    """What is in the image that a job runs in, if in one. Raises UsageError for a record of none."""
     if said and not runs_in:
         raise UsageError(f"--image-record {shown(said)}: say what it is of with --image, or leave it out")
-    return image.named(Path(said)) if said not in ("", _NOT_OURS) else None
+    return read_record_of_one(runs_in, said) if runs_in else None
 
 
-def read_record_of_one(runs_in: str, said: str) -> BuildInfo | None:
+def read_record_of_one(runs_in: str, said: str) -> Record:
     """The same for what runs in an image in any case: in one of ours, where nobody names one."""
-    if not runs_in and said in ("", _NOT_OURS):
+    if not said:
+        return UNDECIDED
+    if said != _NOT_OURS:
+        return image.named(Path(said))
+    if not runs_in:
         raise UsageError(
-            "say what is in the image with --image-record FILE, which `docker run IMAGE doctor --json > FILE`"
-            " writes; one that is none of ours is named by --image. Ours are",
+            "--image-record none: one that is none of ours is named by --image. Ours are",
             [f"REGISTRY/{each.tag}" for each in images.built()],
         )
-    return read_record(runs_in or images.REGISTRY, said)
+    return None
 
 
-def decided(recipe: str, request: Request, machines: Machines, record: BuildInfo | None) -> Job:
+def decided(recipe: str, request: Request, machines: Machines, record: Record) -> Job:
     """The job that a recipe is on such a cluster. Raises with everything that stands against it."""
     return _of(request.load(recipe), request, machines, record)
 
 
 def decided_here(
-    recipe: str, request: Request, machines: Machines, record: BuildInfo | None, *, looks: bool = False
+    recipe: str, request: Request, machines: Machines, record: Record, *, looks: bool = False
 ) -> Job:
     """As above, for whoever sees the paths of this machine: they are of the working directory.
 
@@ -147,9 +151,17 @@ def _of(
     recipe: Recipe,
     request: Request,
     machines: Machines,
-    record: BuildInfo | None,
+    record: Record,
     beside: Sequence[Problem] = (),
 ) -> Job:
-    made = planned(recipe, request, machines, record, beside)
+    if record == UNDECIDED:
+        request = replace(request, mcore=request.mcore or DEFAULT)  # what is here says nothing of it
+    made = planned(recipe, request, machines, None if record == UNDECIDED else record, beside)
     made.refuse()
+    if record == UNDECIDED:
+        _log.warning(
+            "nobody said what is in the image: planned with megatron-core %s, its patches are left to the"
+            " first rank; --image-record FILE says it, which `docker run IMAGE doctor --json > FILE` writes",
+            made.target.version,
+        )
     return of_plan(made, request.directory(recipe), start=request.start(), record=record)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from bundle.errors import shown
 
+CLAIM = "runs"  # what the PersistentVolumeClaim of run directories is called, where nobody says
 _LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _MOUNT = re.compile(rf"{_NAME.pattern}:/[\w@./-]*", re.ASCII)

@@ -1,6 +1,7 @@
 """`mcore-bundle launch kubernetes`: what it prints, in which image, and how long that takes."""
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -10,9 +11,12 @@ from pathlib import Path
 import pytest
 
 from bundle.environment import image
+from bundle.launch.job import UNDECIDED, parse
 from bundle.targets import images
-from bundle.targets.kubernetes import rayjob
-from tests.targets.kubernetes.jobs import read
+from bundle.targets.kubernetes import FORMS, rayjob
+from bundle.targets.kubernetes.options import CLAIM
+from tests.launch.launched import ROOT
+from tests.targets.kubernetes.jobs import pods, read
 
 ASKED = ("demo", "--hardware=h200", "--claim=runs")
 RECORD = {"schema": 1, "stack": "cuda-mcore0.16", "revision": "", "inputs": "", "python": "3.12.3"}
@@ -42,11 +46,10 @@ def test_without_a_name_it_runs_in_the_image_of_ours_for_it(record):
     assert pod["containers"][0]["image"] == f"registry.example/team/{of_cuda.tag}"
 
 
-def test_what_is_in_the_image_must_be_said():
-    for said in ((), ("--image-record=none",)):
-        done = launch(*said)
-        assert done.returncode == 2
-        assert "--image-record FILE" in done.stderr and "REGISTRY/cuda:" in done.stderr
+def test_an_image_that_is_none_of_ours_has_a_name():
+    done = launch("--image-record=none")
+    assert done.returncode == 2
+    assert "none of ours is named by --image" in done.stderr and "REGISTRY/cuda:" in done.stderr
 
 
 def test_a_form_that_no_image_of_ours_can_run_wants_one():
@@ -61,16 +64,76 @@ def test_the_ray_that_kuberay_is_told_of_is_the_least_that_the_extra_takes():
     assert project["project"]["optional-dependencies"]["ray"] == [f"ray[default]>={least}"]
 
 
-def test_a_thousand_nodes_take_less_than_two_seconds(capsys):
+@pytest.fixture
+def recipe(tmp_path) -> str:
+    """That of a user: the demo for any backend, with a batch for thousands of ranks."""
+    text = (ROOT / "launch/recipes/demo.yaml").read_text()
+    for key, old, new in (("global_batch_size", "16", "8192"), ("backend", "cpu", "auto")):
+        assert f"{key}: {old}\n" in text
+        text = text.replace(f"{key}: {old}\n", f"{key}: {new}\n")
+    (tmp_path / "mine.yaml").write_text(text)
+    return "mine.yaml"
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form not in ("ascendjob", "rayjob")])
+def test_a_recipe_and_a_number_of_nodes_are_enough_for_a_thousand_in_two_seconds(
+    recipe, tmp_path, form, capsys
+):
+    words = ("launch", "kubernetes", recipe, "--nodes", "1024", "--dry-run")
+    said = () if form == next(iter(FORMS)) else (f"--form={form}",)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = launch(
-        *("--nodes=1024", "--set=train.global_batch_size=65536", "--image=bundle", "--image-record=none"),
-        "--dry-run",
+    done = subprocess.run(
+        [sys.executable, "-m", "bundle", *words, *said],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
-    assert json.loads(read(done.stdout)[0]["data"]["job.json"])["nodes"] == 1024
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     with capsys.disabled():
         print(f"[{seconds:.2f} s of a processor]", end="")
     assert seconds < 2
+    objects = read(done.stdout)
+    ((count, pod),) = pods(objects)
+    assert count == 1024
+    claims = [volume.get("persistentVolumeClaim") for volume in pod["spec"]["volumes"]]
+    assert {"claimName": CLAIM} in claims
+    of_cpu = next(each for each in images.built() if each.backend == "cpu")
+    if form != "trainjob":  # which has it in its runtime
+        assert pod["spec"]["containers"][0]["image"] == f"{images.REGISTRY}/{of_cpu.tag}"
+    job = parse(objects[0]["data"]["job.json"])
+    assert (job.nodes, job.patches, job.image) == (1024, None, UNDECIDED)
+    unsaid, machine = done.stderr.splitlines()
+    assert "nobody said what is in the image: planned with megatron-core 0.16.1, its patches are" in unsaid
+    assert "--image-record FILE says it" in unsaid
+    assert machine.endswith(
+        "planned for cpu, all that this machine has: say --hardware where nodes have more"
+    )
+
+
+def test_what_is_installed_here_says_nothing_of_an_image(tmp_path):
+    done = launch("--image=elsewhere", "--set=train.global_batch_size=64")
+    job = parse(read(done.stdout)[0]["data"]["job.json"])
+    assert (job.megatron, job.patches, job.image) == ("0.16.1", None, UNDECIDED)
+    assert "--hardware" not in done.stderr
+    done = launch("--mcore=0.19.2", "--set=train.global_batch_size=64")
+    assert "planned with megatron-core 0.19.2" in done.stderr
+    objects = read(done.stdout)
+    assert parse(objects[0]["data"]["job.json"]).megatron == "0.19.2"
+    ((_, pod),) = pods(objects)
+    assert "mcore0.19.2" in pod["spec"]["containers"][0]["image"]
+
+
+def test_a_machine_that_is_not_here_is_asked_for_and_nothing_else_is_said(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "bundle", "launch", "kubernetes", "sft-qwen3-8b-h200", "--dry-run"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 3 and done.stdout == ""
+    assert "to plan for another machine: --hardware a100|h100|h200" in done.stderr
+    assert "nobody said" not in done.stderr
