@@ -22,7 +22,7 @@ class Runtime(Protocol):
     @property
     def packed_attention(self) -> "Callable[..., torch.Tensor] | None":
         """What attends all sequences of a pack at once in layers that are not megatron's, without causality,
-        as `ascend.vision` has it; None where torch attends them one after the other."""
+        as `cuda.vision` has it; None where torch attends them one after the other."""
 
     def device(self, local_rank: int) -> "torch.device":
         """The device of this rank, made current."""

@@ -57,19 +57,14 @@ class Vision(torch.nn.Module):
         merged = self.tower.spatial_merge_size
         found = {"position_ids": vision_utils.get_vision_position_ids(grids, merged)}
         if hasattr(self.tower, "pos_embed"):
-            names = ("interp_indices", "interp_weights")
-            found |= zip(
-                names,
-                vision_utils.get_vision_interpolation_indices_and_weights(
-                    grids,
-                    num_grid_per_side=self.tower.num_grid_per_side,
-                    mode=self.tower.interpolation_mode,
-                    align_corners=self.tower.interpolation_align_corners,
-                    spatial_merge_size=merged,
-                ),
-                strict=True,
+            found |= _interpolation(vision_utils, self.tower, grids)
+        moved = {name: value.to(device, non_blocking=True) for name, value in found.items()}
+        if hasattr(self.tower, "window_size"):
+            order, ends = vision_utils.get_vision_window_index(
+                grids, merged, self.tower.window_size, self.tower.patch_size
             )
-        return {name: value.to(device, non_blocking=True) for name, value in found.items()}
+            moved |= {"window_index": order.to(device, non_blocking=True), "cu_window_seqlens": ends}
+        return moved
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Vision":
         """Moves everything and converts parameters alone: transformers leaves frequencies in fp32, too."""
@@ -117,6 +112,24 @@ def _tower(architecture: Architecture, of: Tower, attention: Callable[..., Tenso
     if attention is not None and hasattr(sys.modules[kind.__module__], "ALL_ATTENTION_FUNCTIONS"):
         tower.config._attn_implementation = _registered(attention)
     return tower
+
+
+def _interpolation(vision_utils: Any, tower: Any, grids: Tensor) -> dict[str, Tensor]:
+    """Where a tower looks positions up, and how much each counts, by its arguments' names."""
+    try:
+        count = vision_utils.get_vision_interpolation_indices_and_weights
+    except AttributeError:  # transformers before 5.17
+        of = (grids, tower.num_grid_per_side, tower.spatial_merge_size)
+        found = vision_utils.get_vision_bilinear_indices_and_weights(*of)
+        return dict(zip(("bilinear_indices", "bilinear_weights"), found, strict=True))
+    found = count(
+        grids,
+        num_grid_per_side=tower.num_grid_per_side,
+        mode=tower.interpolation_mode,
+        align_corners=tower.interpolation_align_corners,
+        spatial_merge_size=tower.spatial_merge_size,
+    )
+    return dict(zip(("interp_indices", "interp_weights"), found, strict=True))
 
 
 def _registered(attention: Callable[..., Tensor]) -> str:

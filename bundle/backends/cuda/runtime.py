@@ -11,6 +11,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bundle.backends import devices
+from bundle.backends.cuda import vision
 from bundle.capabilities.cuda import CUDA
 from bundle.environment.nvidia import VISIBLE
 from bundle.errors import EnvironmentUnfit, UsageError
@@ -23,7 +24,7 @@ class CudaRuntime:
     """Everything that megatron needs to know of an NVIDIA GPU."""
 
     collectives = CUDA.collectives
-    packed_attention = None
+    packed_attention = staticmethod(vision.packed_attention)
 
     def device(self, local_rank: int) -> torch.device:
         """The GPU of this rank, made current."""

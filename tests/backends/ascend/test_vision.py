@@ -9,15 +9,12 @@ from hypothesis import strategies as st
 
 pytest.importorskip("megatron.core")
 
-from bundle.architectures import from_config
 from bundle.backends.ascend import attention, operators, vision
 from bundle.errors import JobFailed
-from bundle.models.vision import Vision
-from bundle.sequences.images import Images
 from tests.backends.ascend.contract import ContractViolation
 from tests.backends.cpu import reference
 from tests.backends.cpu.core import agree, inputs
-from tests.vision.cases import CASES
+from tests.vision import packed
 
 pytestmark = pytest.mark.usefixtures("megatron", "emulated")
 
@@ -80,28 +77,10 @@ def test_what_the_documentation_forbids_is_refused_by_the_emulated_operator(wide
         vision.packed_attention(q, k, v, (0, 4), scale=1.0)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "Hub" in case.name], ids=lambda case: case.family)
+@pytest.mark.parametrize("case", packed.TOWERS, ids=lambda case: case.family)
 def test_a_whole_tower_computes_what_torchs_attention_does_in_one_call_of_each_layer(case, calls):
     pytest.importorskip("transformers")
-    architecture = from_config(case.config)
-    grids, nowhere = torch.tensor([[1, 8, 4], [1, 4, 4], [1, 2, 6]]), torch.zeros(0)
-    torch.manual_seed(2)
-    pixels = torch.randn(int(grids.prod(1).sum()), case.vision.patch_values)
-    plain, ours = (Vision(architecture, torch.float32, of) for of in (None, vision.packed_attention))
-    ours.load_state_dict(plain.state_dict())
-    found = []
-    for tower in (plain, ours):
-        out, behind = tower(Images(pixels, grids, nowhere, nowhere))
-        total = sum((x * x.detach().sin()).sum() for x in (out, *behind))
-        found.append((out, *behind, *torch.autograd.grad(total, list(tower.parameters()))))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    assert len(calls) == case.vision.num_layers
+    packed.agrees(case, vision.packed_attention)
     for call in calls:
         assert call["atten_mask"] is None and call["sparse_mode"] == attention.DEFAULT_MODE
-    images, seen = (32, 48, 60), [call["actual_seq_qlen"] for call in calls]
-    if case.family == "qwen2_5_vl":  # windows of 4 x 4 patches but in the layer that sees whole images
-        windows = (16, 32, 48, 56, 60)
-        assert seen == [images if layer in case.vision.full_layers else windows for layer in range(3)]
-    else:
-        assert set(seen) == {images}
+    assert [call["actual_seq_qlen"] for call in calls] == packed.ends(case)
