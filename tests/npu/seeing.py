@@ -57,6 +57,8 @@ def main(directory: Path, layout: str) -> None:
                     given.ids,
                     given.position_ids,
                     valid,
+                    labels=given.labels,
+                    loss_mask=given.loss_mask,
                     packed_seq_params=given.packed,
                     decoder_input=decoder_input(model, given.ids, given.images),
                 )

@@ -150,8 +150,6 @@ def test_a_job_goes_through_it_by_the_command_line(trees, plugins, tmp_path):
 def seen(request, trees, plugins):
     """Answers to the cases of so many ranks, through MindSpeed and on the cpu."""
     ranks, first = 1 if request.param == "alone" else 2, trees.branch.imports == "megatron.training"
-    if ranks > 1 and trees.branch.branch == "core_r0.16.0":
-        pytest.skip("core_r0.16.0 was not compared on several ranks yet")
     names = [name for name in CASES[request.param] if not (first and name in LATER)]
     ours = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     with World(trees.megatron, megatron=True, environ=ours) as world:

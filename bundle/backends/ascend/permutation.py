@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bundle.backends.ascend.operators import operator
+from bundle.errors import JobFailed
 
 
 def fused_permute(tokens: Tensor, routing_map: Tensor, num_out_tokens: int) -> tuple[Tensor, Tensor]:
@@ -38,9 +39,15 @@ def fused_permute_with_probs(
 def fused_unpermute(
     permuted: Tensor, places: Tensor, *, merging_probs: Tensor | None, restore_shape: Any, **unused: Any
 ) -> Tensor:
-    """Tokens [t, h], each the sum of its experts' rows; the experts have been weighted already."""
+    """Tokens [t, h], each the sum of its experts' rows; the experts have been weighted already.
+
+    Raises JobFailed where weights or padding are asked for.
+    """
     if merging_probs is not None or any(value is not None for value in unused.values()):
-        raise NotImplementedError("tokens are put back without weights and padding on ascend")
+        raise JobFailed(
+            "On ascend npu_moe_token_unpermute_with_routing_map puts tokens back without weights and without"
+            " padding, and this megatron-core asks for more: leave `permute` out of model.operators."
+        )
     unpermute = operator("npu_moe_token_unpermute_with_routing_map")
     whole: Tensor = unpermute(permuted, places, list(restore_shape))
     return whole

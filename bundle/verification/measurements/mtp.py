@@ -61,7 +61,7 @@ def padded_packing(bench: Bench) -> float:
     """
     with bench.layout() as layout:
         # Transformer Engine's unfused attention, on a GPU the only one in fp32, drops rows of padding.
-        model = layout.chunk(DENSE, mtp=_TWO_DEPTHS, attention="fused")
+        model = layout.chunk(DENSE, mtp=_TWO_DEPTHS, attention="flash")
         return layout.packed_gap(model, texts((10, 10, 10)))
 
 

@@ -10,6 +10,7 @@ pytest.importorskip("megatron.core")
 
 from bundle.backends.ascend import facade, permutation
 from bundle.capabilities.ascend import ASCEND
+from bundle.errors import JobFailed
 from tests.backends.cpu.smoke import recipe
 from tests.npu.emulation import experts as references
 from tests.npu.emulation import operators
@@ -131,6 +132,13 @@ def test_tokens_go_and_come_back_as_megatron_sends_them():
     found = permutation.fused_sort_chunks_by_index_with_probs(ours, own, sizes, chunks)
     torch.testing.assert_close(found, tuple(wanted))
     torch.testing.assert_close(permutation.fused_sort_chunks_by_index(ours, sizes, chunks), wanted[0])
+
+
+@pytest.mark.parametrize("more", [{"merging_probs": torch.ones(2, 1)}, {"pad_offsets": [0]}])
+def test_tokens_that_the_operator_cannot_put_back_are_refused_with_a_way_out(more):
+    asked = {"merging_probs": None, "restore_shape": (2, 4)} | more
+    with pytest.raises(JobFailed, match=r"leave `permute` out of model\.operators"):
+        permutation.fused_unpermute(torch.ones(2, 4), torch.arange(2), **asked)
 
 
 def test_which_operations_a_job_has():
