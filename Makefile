@@ -93,7 +93,8 @@ foreign: $(FOREIGN)  ## frameworks and Megatron-LM as they are: audits, training
 	TREE='$(abspath $(TREE))' $(FOREIGN_VENV)/bin/python -m pytest -m releases -rs \
 	  tests/history/test_foreign.py tests/history/test_pretraining.py tests/history/test_imports.py
 
-clusters: $(DEVELOP)  ## a real Slurm of three nodes, a real Ray of two; as root, after apt-get install slurmctld slurmd slurm-client
+# Its API server: tests/targets/kubernetes/apiserver.py says where from; without one, its tests are skipped by name.
+clusters: $(DEVELOP)  ## a real Slurm of three nodes, a real Ray of two, an API server; as root, after apt-get install slurmctld slurmd slurm-client
 	$(PIP) --editable '.[ray]'
 	$(VENV)/bin/python -m pytest -m clusters -rs
 

@@ -58,7 +58,7 @@ def missing() -> str | None:
 @contextmanager
 def cluster(root: Path) -> Iterator[dict[str, str]]:
     """Runs the cluster in the empty directory `root`; gives the variables that Slurm's clients need."""
-    ports = _free_ports(NODES + 1)
+    ports = free_ports(NODES + 1)
     nodes = "\n".join(
         f"NodeName=node{n} NodeHostname=node{n} NodeAddr=127.0.0.1 Port={ports[n]} CPUs=2 RealMemory=4000"
         " State=UNKNOWN"
@@ -128,7 +128,7 @@ def _clear(environment: dict[str, str]) -> None:
         time.sleep(0.1)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     with ExitStack() as held:
         sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [each.getsockname()[1] for each in sockets]
