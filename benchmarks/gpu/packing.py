@@ -44,11 +44,11 @@ WAITS = ("aten::item", "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEv
 class Steps:
     """Steps of one engine on drawn tokens, as rows or as packs."""
 
-    def __init__(self, recipe: Any, runtime: Any, device: torch.device) -> None:
+    def __init__(self, recipe: Any, runtime: Any, state: Any, device: torch.device) -> None:
         from bundle.engine import Engine
 
         self.recipe, self.device = recipe, device
-        self.engine = Engine(recipe, runtime, grouped(recipe, runtime), device)
+        self.engine = Engine(recipe, runtime, state, device)
 
     def micro_batches(self, lengths: Sequence[int], *, packed: bool) -> list[Any]:
         """A step's micro-batches of sequences with these lengths; rows have all the same."""
@@ -140,7 +140,7 @@ def main() -> int:
     recipe = load(RECIPE, (*PACKED, *options.set))
     plan = plan_for(recipe, per_node=1)
     with prepared(plan) as (runtime, device, _):
-        steps, wrong = Steps(recipe, runtime, device), 0
+        steps, wrong = Steps(recipe, runtime, grouped(recipe, runtime), device), 0
         rows = steps.waits([TOKENS // 4] * 4, packed=False)
         print(f"rows: {dict(rows)}", flush=True)
         for count in SEQUENCES:
