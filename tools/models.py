@@ -89,7 +89,7 @@ Any other `model_type` is refused before anything starts, Qwen3-Next and Qwen3.5
 delta nets are not built here. In the families above, windows and biases in o_proj (but for gpt-oss), biases
 in dense feed-forward layers, mrope in families of text, and stretchings other than linear, llama3 and yarn
 are refused by the name of their key. Of models that see images those are left out that come with FP8 or
-multi-token prediction, and videos.
+multi-token prediction.
 """
 
 

@@ -64,7 +64,7 @@ class MoE:
 
 @dataclass(frozen=True, slots=True)
 class Vision:
-    """The tower that makes embeddings of images, and the tokens in whose places these stand."""
+    """The tower that makes embeddings of images and videos, and the tokens in whose places these stand."""
 
     family: str  # qwen2_5_vl: RMS norms, gates, windows | qwen3_vl: layer norms, learned positions, deepstack
     num_layers: int
@@ -80,6 +80,15 @@ class Vision:
     full_layers: tuple[int, ...] = ()
     positions: int = 0  # learned ones, a square that is stretched over each image
     deepstack: tuple[int, ...] = ()  # blocks behind which embeddings are made for the decoder's first layers
+    video_token: int | None = None
+    start_token: int | None = None  # before an image or a video
+    end_token: int | None = None
+    tokens_per_second: int = 0  # by which a video's positions in time count on
+
+    @property
+    def frames_apart(self) -> bool:
+        """Whether a video is one image after the other, each behind its time in words."""
+        return self.family == "qwen3_vl"
 
     @property
     def patch_values(self) -> int:
@@ -192,8 +201,17 @@ def _tower_contradictions(vision: Vision, vocabulary: int) -> list[str]:
             found.append(f"vision_config.{name} {beyond}: there are {vision.num_layers} blocks")
     if len(set(vision.deepstack)) < len(vision.deepstack):
         found.append(f"vision_config.deepstack_visual_indexes {list(vision.deepstack)}: each block once")
-    if vision.image_token >= vocabulary:
-        found.append(f"image_token_id {vision.image_token} is not in the vocabulary of {vocabulary}")
+    tokens = {
+        "image_token_id": vision.image_token,
+        "video_token_id": vision.video_token,
+        "vision_start_token_id": vision.start_token,
+        "vision_end_token_id": vision.end_token,
+    }
+    for name, token in tokens.items():
+        if token is not None and token >= vocabulary:
+            found.append(f"{name} {token} is not in the vocabulary of {vocabulary}")
+    if vision.video_token == vision.image_token:
+        found.append(f"video_token_id {vision.video_token} is image_token_id, too")
     return found
 
 

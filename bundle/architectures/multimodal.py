@@ -11,6 +11,7 @@ from bundle.architectures.config import IRRELEVANT, REQUIRED, Keys, read_rope
 MOST_BLOCKS, MOST_POSITIONS = 1024, 2**20
 _FULL = (7, 15, 23, 31)  # what transformers takes for Qwen2.5-VL's blocks without windows
 Shaped = tuple[str, tuple[int, ...]]  # name, shape
+_TOKENS = {"video": "video", "start": "vision_start", "end": "vision_end"}
 _TEXT, _TOWER, _TIED = "text_config", "vision_config", "tie_word_embeddings"
 
 
@@ -52,12 +53,12 @@ def _seeing(
     if text is not keys:
         keys.absorb(text, _TEXT)
         tied = _tied(keys, either=tower is _windowed, decoders=tied)
-    for token in ("video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id"):
-        keys.optional(token)
-    nested = Keys(keys.mapping(_TOWER))
-    width, image_token = read.hidden_size, keys.integer("image_token_id", least=0)
+    keys.optional("vision_token_id")
+    tokens: dict[str, int | None] = {"image_token": keys.integer("image_token_id", least=0)}
+    tokens |= {f"{of}_token": keys.optional(f"{name}_token_id") for of, name in _TOKENS.items()}
+    nested, width = Keys(keys.mapping(_TOWER)), read.hidden_size
     nested.only("out_hidden_size", width, why=f"must be the decoder's hidden_size, {width}")
-    vision = tower(nested, _patches(nested) | {"image_token": image_token})
+    vision = tower(nested, _patches(nested) | tokens)
     keys.absorb(nested, _TOWER)
     return replace(read, model_type=model_type, tied_embeddings=tied, vision=vision)
 
@@ -117,11 +118,11 @@ def _windowed(keys: Keys, patches: dict[str, Any]) -> Vision:
     channels, patch = patches["channels"], patches["patch_size"]
     keys.only("in_chans", channels, why=f"must be in_channels, {channels}")
     keys.only("spatial_patch_size", patch, why=f"must be patch_size, {patch}")
-    keys.integer("tokens_per_second", 0, least=0)  # of videos
     full = tuple(number for number in _FULL if number < patches["num_layers"])
     if keys.present("fullatt_block_indexes"):
         full = keys.integers("fullatt_block_indexes")
-    return Vision("qwen2_5_vl", window_size=keys.integer("window_size"), full_layers=full, **patches)
+    window, pace = keys.integer("window_size"), keys.integer("tokens_per_second", 4, least=0)
+    return Vision("qwen2_5_vl", window_size=window, full_layers=full, tokens_per_second=pace, **patches)
 
 
 def _deep(keys: Keys, patches: dict[str, Any]) -> Vision:

@@ -71,7 +71,7 @@ def _lines(job: Recipe, counts: dict[str, Any]) -> list[str]:
     return [
         f"documents  {counts['documents']:,}{_apart(counts)}",
         f"tokens     {counts['tokens']:,}; {share:.1f} % are learned",
-        *([f"images     {counts['images']:,}"] if counts["images"] else []),
+        *(f"{kind:<10} {counts[kind]:,}" for kind in ("images", "videos") if counts[kind]),
         f"{kind:<10} {counts['training']:,} to train on{held}; of {job.data.sequence_length:,} tokens,"
         f" filled to {100 * counts['filled']:.1f} %",
         *(

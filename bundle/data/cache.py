@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from bundle import files
 from bundle.data import tokenization
-from bundle.data.images import Processing
+from bundle.data.processing import Processing
 from bundle.data.sources import DataErrors
 from bundle.data.store import Progress, Store, adopt, building, open_store, unwritable, write
 from bundle.data.tokenization import Encoding

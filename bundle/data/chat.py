@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 import numpy as np
 from jinja2 import TemplateSyntaxError  # torch needs it, too
 
-from bundle.data import images
+from bundle.data import media
+from bundle.data.media import Medium
 from bundle.data.sources import Corrupt, Values, text_of
 from bundle.data.store import Document
 from bundle.data.tokenizers import HuggingFace, Tokenizer, Tokens
@@ -36,18 +37,17 @@ CALLS = ("function_call", "tool_call")
 FLAGS = ("weight", "loss", "train")
 SHAREGPT = "conversations"
 INSTRUCTION, INPUT, OUTPUT, HISTORY = ALPACA = ("instruction", "input", "output", "history")
-MEDIA = ("videos", "audios")
-IMAGE_PARTS = ("image", "image_url")  # of a message, in the words of Hugging Face and of OpenAI
+UNREAD = ("audios",)  # of what rows have beside text
 
 
 @dataclass(frozen=True)
 class Conversation:
     """Messages as chat templates take them, and which of them, by number, are learned."""
 
-    messages: list[Message]  # role, content (text, or parts that are text or images), what else one may read
+    messages: list[Message]  # role, content (text, or parts: text, images, videos), what else one may read
     turns: Sequence[int]
     tools: Tools = None
-    images: Sequence[Any] = ()  # what names each, in the order of their places
+    media: Sequence[Medium] = ()  # images and videos, in the order of their places
 
     @property
     def every_turn(self) -> bool:
@@ -56,15 +56,15 @@ class Conversation:
 
 
 def texts(message: Message) -> list[str]:
-    """What a message says, between its images."""
+    """What a message says, between its images and videos."""
     content = message["content"]
     return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
 
 
 def columns(fields: Fields) -> tuple[str, ...]:
     """All fields of a row that `conversation` reads."""
-    named = (fields.messages, fields.prompt, fields.response, fields.system, fields.tools, fields.images)
-    return (*filter(None, named), SHAREGPT, *ALPACA, *MEDIA)
+    named = (fields.messages, fields.prompt, fields.response, fields.system, fields.tools)
+    return (*filter(None, (*named, fields.images, fields.videos)), SHAREGPT, *ALPACA, *UNREAD)
 
 
 def conversation(values: Values, data: Data) -> Conversation:
@@ -74,8 +74,8 @@ def conversation(values: Values, data: Data) -> Conversation:
 
 def of_messages(messages: list[Message], values: Values, data: Data, prompt: int = 0) -> Conversation:
     """A conversation of these messages, with what else its row says; the first `prompt` are not learned."""
-    if media := [name for name in MEDIA if values.get(name)]:
-        raise Corrupt(f"field {media[0]}: only text and images can be trained on yet")
+    if unread := [name for name in UNREAD if values.get(name)]:
+        raise Corrupt(f"field {unread[0]}: only text, images and videos can be trained on")
     answers = len(messages) - prompt
     messages = _with_system(messages, values, data.fields.system)
     weights = [message.pop(FLAGS[0], True) for message in messages]
@@ -85,8 +85,9 @@ def of_messages(messages: list[Message], values: Values, data: Data, prompt: int
         turns = [index for index in turns if index == len(messages) - 1]
     if not turns:
         raise Corrupt("no turn that is learned: the assistant's have no weight")
-    column = values.get(data.fields.images) if data.fields.images else None
-    found = images.placed(messages, column)
+    fields = {media.IMAGE: data.fields.images, media.VIDEO: data.fields.videos}
+    columns = {kind: values.get(name) for kind, name in fields.items() if name}
+    found = media.placed(messages, columns)
     return Conversation(messages, turns, _tools(values, data.fields.tools), found)
 
 
@@ -200,25 +201,25 @@ def _message(given: Any, where: str) -> Message:
         content = "" if content is None else content
     content = _content(content, f"{where}: content")
     if role == "assistant" and not isinstance(content, str):
-        raise Corrupt(f"{where}: the assistant says text, and this has an image")
+        raise Corrupt(f"{where}: the assistant says text, and this has an image or a video")
     return {"role": role, "content": content, **rest}
 
 
 def _content(given: Any, where: str) -> str | list[dict[str, Any]]:
-    """The text of a message, of a list of parts one after the other; with an image among them, the parts."""
+    """The text of a message, of its parts one after the other; the parts where not all of them are text."""
     if isinstance(given, str):
         return given
     if not isinstance(given, list) or not given or not all(isinstance(part, dict) for part in given):
         raise Corrupt(f"{where} must be text, is {shown(given)}")
     parts = []
     for part in given:
-        if part.get("type") in IMAGE_PARTS:
-            parts.append(images.part(part, where))
+        if part.get("type") in media.TYPES:
+            parts.append(media.part(part, where))
         elif part.get("type") == "text" and isinstance(part.get("text"), str):
             parts.append({"type": "text", "text": part["text"]})
         else:
-            raise Corrupt(f"{where} has a part {shown(part)}: only text and images can be trained on yet")
-    if any(part["type"] == "image" for part in parts):
+            raise Corrupt(f"{where} has a part {shown(part)}: only text, images and videos can be trained on")
+    if any(part["type"] in media.KINDS for part in parts):
         return parts
     return "".join(part["text"] for part in parts)
 
@@ -283,8 +284,8 @@ class Headings:
         """Pieces of text: whether the end of text follows each, and whether it is learned."""
         if conversation.tools or any("tool_calls" in message for message in conversation.messages):
             raise Corrupt("data.template: plain does not write tools and their calls; use chat")
-        if conversation.images:
-            raise Corrupt("data.template: plain does not write images; use chat")
+        if conversation.media:
+            raise Corrupt("data.template: plain does not write images and videos; use chat")
         pieces = []
         for index, message in enumerate(conversation.messages):
             pieces.append((_heading(message["role"]), False, False))

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bundle.data.cache import stored
-from bundle.data.images import Processing
+from bundle.data.processing import Processing
 from bundle.data.samples import (
     ORDER,
     Batch,
@@ -298,6 +298,7 @@ class Inspection:
     left_out: LeftOut
     tokens: int
     images: int
+    videos: int
     learned: int  # tokens that have a loss in some sample or would, were all of them trained on
     training: int  # samples
     held_out: int
@@ -316,11 +317,13 @@ def inspect(recipe: Recipe, corpus: Corpus) -> Inspection:
     rows = recipe.rows // train.micro_batch_size
     others = {name: len(samples) for name, samples in corpus.validation.items()}
     held_out = others.pop(HELD_OUT, 0)
+    seen = [store.pictures for store in corpus.stores if store.pictures is not None]
     return Inspection(
         documents=sum(len(store.lengths) for store in corpus.stores),
         left_out=corpus.left_out,
         tokens=corpus.tokens,
-        images=sum(len(store.pictures.grids) for store in corpus.stores if store.pictures is not None),
+        images=sum(len(of.grids) - len(of.videos) for of in seen),
+        videos=sum(len(of.videos) for of in seen),
         learned=sum(map(_learned, corpus.stores)),
         training=count,
         held_out=held_out,

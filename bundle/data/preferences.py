@@ -2,7 +2,7 @@
 
 from itertools import takewhile
 
-from bundle.data.chat import MEDIA, Conversation, Message, answered, listed, of_messages
+from bundle.data.chat import UNREAD, Conversation, Message, answered, listed, of_messages
 from bundle.data.sources import Corrupt, Values, text_of
 from bundle.recipe.sections import Data, Fields
 
@@ -10,7 +10,7 @@ from bundle.recipe.sections import Data, Fields
 def columns(fields: Fields) -> tuple[str, ...]:
     """All fields of a row that `preference` reads."""
     named = (fields.chosen, fields.rejected, fields.prompt, fields.messages, fields.system, fields.tools)
-    return (*filter(None, named), *MEDIA)
+    return (*filter(None, named), *UNREAD)
 
 
 def preference(values: Values, data: Data) -> tuple[Conversation, Conversation]:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bundle.data.images import Processing
+from bundle.data.processing import Processing
 from bundle.data.store import Store
 from bundle.sequences.packing import ramp
 
@@ -121,7 +121,7 @@ def held_out(size: int, fraction: float, seed: int) -> NDArray[np.bool_]:
     return chosen
 
 
-THREADS = 4  # that decode the images of a micro-batch; they compute without Python's lock
+THREADS = 4  # that decode the images and videos of a micro-batch; they compute without Python's lock
 BLANK = -1  # a sample without loss, so that every rank has as many
 
 
@@ -181,9 +181,9 @@ class Batch:
 
     `labels[.., i]` is the token after `ids[.., i]`; `loss_mask` is 1 where it is learned. `lengths` are the
     sequences of a pack in tokens, unpadded; None for rows of equal length. `pixels` [patches, values] and
-    `grids` [images, 3] are those of all its images in their order (`sequences.images`). `documents` are the
-    numbers of its sequences among all documents of the corpus, BLANK for one of a blank sample; pieces that
-    go across documents have none.
+    `grids` [images, 3] are those of all its images and videos in their order, `seconds` [images] those of
+    time (`sequences.images`). `documents` are the numbers of its sequences among all documents of the corpus,
+    BLANK for one of a blank sample; pieces that go across documents have none.
     """
 
     ids: Tensor  # int64
@@ -194,6 +194,7 @@ class Batch:
     pixels: Tensor = field(default_factory=lambda: torch.zeros(0, 0))  # float32
     grids: Ints = field(default_factory=lambda: np.zeros((0, 3), np.int64))
     documents: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    seconds: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
 
 
 class Samples(Protocol):
@@ -314,9 +315,9 @@ class Joined:
         columns = zip(*((b.ids, b.labels, b.loss_mask, b.position_ids) for b in found), strict=True)
         ids, labels, loss_mask, positions = map(torch.cat, columns)
         documents = np.concatenate([batch.documents for batch in found])
-        pixels, grids = torch.cat([b.pixels for b in found]), np.concatenate([b.grids for b in found])
+        grids, seconds = (np.concatenate([getattr(b, of) for b in found]) for of in ("grids", "seconds"))
         made = Batch(ids, labels, loss_mask, positions, found[0].lengths, documents=documents)
-        return replace(made, pixels=pixels, grids=grids)
+        return replace(made, pixels=torch.cat([b.pixels for b in found]), grids=grids, seconds=seconds)
 
 
 def joined(parts: Sequence[Samples]) -> Samples:
@@ -342,7 +343,7 @@ def _learned(store: Store, places: Ints) -> NDArray[np.bool_]:
 
 
 def _with_images(made: Batch, store: Store, spans: Spans, images: Processing | None) -> Batch:
-    """The batch of whole documents with their images, decoded by several threads."""
+    """The batch of whole documents with their images and videos, decoded by several threads."""
     if store.pictures is None or images is None:
         return made
     documents = np.searchsorted(store.starts, spans.starts, side="right") - 1
@@ -350,8 +351,9 @@ def _with_images(made: Batch, store: Store, spans: Spans, images: Processing | N
     if not len(numbers):
         return made
     with ThreadPoolExecutor(min(THREADS, len(numbers))) as threads:
-        patches = list(threads.map(images.patches, map(pictures.content, numbers.tolist())))
-    return replace(made, pixels=torch.from_numpy(np.concatenate(patches)), grids=pictures.grids[numbers])
+        patches = list(threads.map(images.patches, map(pictures.picture, numbers.tolist())))
+    pixels = torch.from_numpy(np.concatenate(patches))
+    return replace(made, pixels=pixels, grids=pictures.grids[numbers], seconds=pictures.seconds[numbers])
 
 
 def _batch(

@@ -2,8 +2,9 @@
 
 A store is a directory with `facts.json`. It holds `tokens.bin` and `tokens.idx`, and, where not every token
 is learned, `learned.bin` and `learned.idx`: the loss mask in the same format, 1 where a token is learned.
-That of a model that sees images has them in `pictures` as they were read, one document each, and in `grids`
-the patches of all that a document has, in time, height and width. The store of files that somebody else wrote
+That of a model that sees images and videos has them in `pictures` as they were read, one document for each
+file, and in `grids` the patches of all that a document has, in time, height and width; `videos` has more of
+those that are videos (`Pictures`). The store of files that somebody else wrote
 holds nothing but their facts. One that is being made has another name; when it is interrupted, whoever makes
 it next goes on after the last chunk that its journal names.
 
@@ -31,11 +32,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bundle import files
-from bundle.data.images import Picture
+from bundle.data.media import Picture
 from bundle.data.sources import DataErrors, Noted
 from bundle.data.tokenizers import Learned, Tokens
 from bundle.errors import JobFailed
-from bundle.sequences.packing import ramp
+from bundle.sequences.packing import ramp, starts
 
 _log = logging.getLogger(__name__)
 
@@ -183,27 +184,59 @@ class Store:
 
 @dataclass(frozen=True)
 class Pictures:
-    """The images of all documents: as their files have them, their grids, and how many each document has."""
+    """The images and videos of all documents: their files, their grids, and how many each document has.
+
+    Of each video `videos` has its number among all of them, the frames that are files of their own (0: one
+    file has all), its `seconds` and its `fps`, both as the bits of float64.
+    """
 
     contents: Indexed
-    grids: Ints  # [images, 3]
+    grids: Ints  # [images and videos, 3]
     counts: Ints  # [documents]
+    videos: Ints  # [videos, 4]
 
     @cached_property
-    def starts(self) -> Ints:
-        """Where the bytes of each image begin: [images]."""
-        starts: Ints = np.cumsum(self.contents.lengths) - self.contents.lengths
-        return starts
+    def seconds(self) -> NDArray[np.float64]:
+        """From one patch of each to the next, 0 of an image: [images and videos]."""
+        return self._of_videos(self.videos[:, 2].view(np.float64), 0.0)
+
+    @cached_property
+    def _fps(self) -> NDArray[np.float64]:
+        return self._of_videos(self.videos[:, 3].view(np.float64), 0.0)
+
+    @cached_property
+    def _listed(self) -> Ints:
+        return self._of_videos(self.videos[:, 1], 0)
+
+    def _of_videos(self, values: NDArray[Any], others: float) -> NDArray[Any]:
+        made = np.full(len(self.grids), others, values.dtype)
+        made[self.videos[:, 0]] = values
+        return made
+
+    @cached_property
+    def files(self) -> Ints:
+        """How many files each has: [images and videos]."""
+        files: Ints = np.maximum(1, self._listed)
+        return files
+
+    @cached_property
+    def _starts(self) -> tuple[Ints, Ints]:
+        """The first file of each image and video; where the bytes of each file begin."""
+        return starts(self.files), starts(self.contents.lengths)
 
     def of(self, documents: Ints) -> Ints:
-        """The numbers of the images of these documents, one after the other."""
-        first = np.cumsum(self.counts) - self.counts
-        return ramp(first[documents], self.counts[documents])
+        """The numbers of the images and videos of these documents, one after the other."""
+        return ramp(starts(self.counts)[documents], self.counts[documents])
 
-    def content(self, number: int) -> bytes:
-        """The file of one image."""
-        start = self.starts[number]
-        return self.contents.values[start : start + self.contents.lengths[number]].tobytes()
+    def picture(self, number: int) -> Picture:
+        """One image or video."""
+        first, begins = self._starts
+        files = range(first[number], first[number] + self.files[number])
+        lengths, values = self.contents.lengths, self.contents.values
+        contents = tuple(values[begins[file] : begins[file] + lengths[file]].tobytes() for file in files)
+        time, height, width = self.grids[number].tolist()
+        seconds, fps, listed = self.seconds[number], self._fps[number], self._listed[number] > 0
+        return Picture(contents, (time, height, width), float(seconds), float(fps), bool(listed))
 
 
 def unwritable(directory: Path, error: OSError) -> JobFailed:
@@ -237,7 +270,7 @@ class _Parts:
     def __init__(self, folder: Path, dtype: str, errors: DataErrors) -> None:
         """Takes what a killed process has left as far as the journal goes; `errors` get what it had found."""
         self._folder, self._journal, self._errors = folder, folder / "journal.json", errors
-        self._types = {"tokens": dtype, "learned": "u1", "grids": "<i4", "pictures": "u1"}
+        self._types = {"tokens": dtype, "learned": "u1", "grids": "<i4", "pictures": "u1", "videos": "<i8"}
         noted = _noted(folder, {name: np.dtype(of).itemsize for name, of in self._types.items()})
         self.chunks = noted["chunks"]
         errors.extend(noted["errors"])
@@ -246,6 +279,7 @@ class _Parts:
             for name, kept in noted["documents"].items()
         }
         self.tokens = sum(self._writer("tokens").lengths)
+        self._seen = sum(self._writers["grids"].lengths) // 3 if "grids" in self._writers else 0
         self._committed = time.monotonic()
 
     def add(self, chunk: Chunk) -> None:
@@ -257,12 +291,21 @@ class _Parts:
                 grids = [picture.grid for picture in document.pictures]
                 self._writer("grids").add(np.asarray(grids, np.int64).flatten())
                 for picture in document.pictures:
-                    self._writer("pictures").add(np.frombuffer(picture.content, np.uint8))
+                    self._add(picture)
             self.tokens += len(document.ids)
         self._errors.extend(chunk.errors)
         self.chunks += 1
         if time.monotonic() - self._committed >= COMMIT_SECONDS:
             self._commit()
+
+    def _add(self, picture: Picture) -> None:
+        for content in picture.contents:
+            self._writer("pictures").add(np.frombuffer(content, np.uint8))
+        if picture.seconds:
+            files = len(picture.contents) if picture.listed else 0
+            bits = np.asarray([picture.seconds, picture.fps]).view(np.int64)
+            self._writer("videos").add(np.asarray([self._seen, files, *bits]))
+        self._seen += 1
 
     def _writer(self, name: str) -> IndexedWriter:
         """What writes one of the store's files; made when there is something for it."""
@@ -291,6 +334,7 @@ class _Parts:
         digest.update(np.asarray(self._writer("tokens").lengths, np.int64).tobytes())
         facts: dict[str, Any] = {"prefix": "tokens", "sha256": digest.hexdigest()}
         facts |= {"masked": "learned" in self._writers, "pictured": "grids" in self._writers}
+        facts |= {"moving": "videos" in self._writers}
         files.write_json(self._folder / "facts.json", facts | found)
         self._journal.unlink(missing_ok=True)
 
@@ -356,18 +400,23 @@ def open_store(directory: Path) -> Store | None:
         learned = read_indexed(directory / "learned") if facts["masked"] else None
         if learned is not None and not np.array_equal(learned.lengths, found.lengths):
             raise ValueError("tokens and loss mask are not of the same documents")
-        pictures = _pictures(directory, len(found.lengths)) if facts["pictured"] else None
+        pictures = _pictures(directory, len(found.lengths), facts["moving"]) if facts["pictured"] else None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise JobFailed(f"{directory}: damaged ({error}); delete it, it will be made again") from error
     mask = None if learned is None else learned.values.view(np.bool_)
     return Store(found.values, mask, found.lengths, facts, pictures)
 
 
-def _pictures(directory: Path, documents: int) -> Pictures:
+def _pictures(directory: Path, documents: int, moving: bool) -> Pictures:
     grids, contents = read_indexed(directory / "grids"), read_indexed(directory / "pictures")
-    if len(grids.lengths) != documents or len(grids.values) != 3 * len(contents.lengths):
+    videos = read_indexed(directory / "videos").values if moving else np.zeros(0, np.int64)
+    if len(grids.lengths) != documents:
         raise ValueError("tokens and images are not of the same documents")
-    return Pictures(contents, grids.values.astype(np.int64).reshape(-1, 3), grids.lengths // 3)
+    of_each = grids.values.astype(np.int64).reshape(-1, 3)
+    made = Pictures(contents, of_each, grids.lengths // 3, np.asarray(videos).reshape(-1, 4))
+    if made.files.sum() != len(contents.lengths):
+        raise ValueError("images and their files are not of the same documents")
+    return made
 
 
 def _refuse_strangers(path: Path) -> None:

@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -19,10 +19,12 @@ import numpy as np
 
 from bundle.data import chat, preferences
 from bundle.data.chat import Conversation, writer
-from bundle.data.images import Picture, Processing
+from bundle.data.media import IMAGE, VIDEO, Picture
+from bundle.data.processing import Processing
 from bundle.data.sources import Corrupt, DataErrors, Noted, Values, rows, texts
-from bundle.data.store import Chunk, Document
-from bundle.data.tokenizers import Tokenizer, tokenizer
+from bundle.data.store import Chunk, Document, Ints
+from bundle.data.tokenizers import Tokenizer, Tokens, tokenizer
+from bundle.data.videos import timed
 from bundle.errors import JobFailed
 from bundle.planning.inputs import Source
 from bundle.recipe.sections import Data
@@ -43,7 +45,7 @@ _Rows = tuple[list[tuple[str, Any]], Noted]
 class Encoding:
     """What makes tokens of rows: `longest` limits conversations, `vocabulary` is the model's.
 
-    `images` is how a model that sees some takes them; None: it sees none.
+    `images` is how a model that sees images and videos takes them; None: it sees none.
     """
 
     data: Data
@@ -117,7 +119,7 @@ def _conversations(
 
     def drafted(row: tuple[str, Values]) -> list[tuple[Any, tuple[Picture, ...] | None]]:
         place, values = row
-        return [(write.draft(each), _pictures(encoding, each, place)) for each in read(values)]
+        return [_drafted(encoding, made, write.draft(each), each, place) for each in read(values)]
 
     rows = list(errors.passed(((row[0], row) for row in given), drafted))
     drafts: list[Any] = [draft for _, each in rows for draft, _ in each]
@@ -128,28 +130,55 @@ def _conversations(
         yield place, [replace(document, pictures=pictures) for (_, pictures), document in of_row]
 
 
-def _pictures(encoding: Encoding, said: Conversation, place: str) -> tuple[Picture, ...] | None:
-    """The images of a conversation, which are found from where its row is: "file:line"."""
-    if encoding.images is not None:
-        folder = Path(place.rpartition(":")[0]).parent
-        return tuple(encoding.images.read(image, folder) for image in said.images)
-    if said.images:
-        raise Corrupt("has images, and the model sees none")
-    return None
+def _drafted(
+    encoding: Encoding, made: Tokenizer, draft: Any, said: Conversation, place: str
+) -> tuple[Any, tuple[Picture, ...] | None]:
+    """The draft of a conversation with its images and videos, which are found from where its row is.
+
+    `place` is that: "file:line". Where frames stand apart, each has its place in the draft.
+    """
+    if (processing := encoding.images) is None:
+        if said.media:
+            raise Corrupt(f"has {said.media[0].kind}s, and the model sees none")
+        return draft, None
+    folder = Path(place.rpartition(":")[0]).parent
+    pictures = tuple(processing.read(medium, folder) for medium in said.media)
+    vision = processing.vision
+    if vision.frames_apart and (videos := [picture for picture in pictures if picture.seconds]):
+        tokens = (vision.start_token, vision.video_token, vision.end_token)
+        start, pad, end = (made.decode([token]) for token in tokens if token is not None)
+        text, parts = draft
+        draft = timed(text, parts, videos, (start, pad, end))
+    return draft, pictures
 
 
 def _with_room(document: Document, images: Processing) -> Document:
-    """The document with as many image tokens as embeddings, where the template has written one an image."""
-    token, unit, pictures = images.vision.image_token, images.vision.patches, document.pictures or ()
-    places = np.flatnonzero(document.ids == token)
-    if len(places) != len(pictures):
-        raise Corrupt(
-            f"has {len(pictures)} images, and its text {len(places)} tokens for one (image_token_id {token})"
-        )
+    """The document with as many tokens as embeddings, where the template has written one an image or video.
+
+    Where frames stand apart, there is one for each of a video's.
+    """
+    v, pictures = images.vision, document.pictures or ()
+    tokens = {IMAGE: v.image_token, VIDEO: v.video_token}
+    kinds = [VIDEO if picture.seconds else IMAGE for picture in pictures]
+    apart = [picture.grid[0] if v.frames_apart else 1 for picture in pictures]
+    wanted = np.repeat([tokens[kind] for kind in kinds], apart)
+    places = np.flatnonzero(np.isin(document.ids, [token for token in tokens.values() if token is not None]))
+    if not np.array_equal(document.ids[places], wanted):
+        raise Corrupt(_misplaced(document.ids[places], wanted, tokens))
+    sizes = [math.prod(picture.grid) // v.patches for picture in pictures]
     counts = np.ones(len(document.ids), np.int64)
-    counts[places] = [math.prod(picture.grid) // unit for picture in pictures]
+    counts[places] = np.repeat(np.asarray(sizes, np.int64) // np.asarray(apart, np.int64), apart)
     learned = None if document.learned is None else np.repeat(document.learned, counts)
     return replace(document, ids=np.repeat(document.ids, counts), learned=learned)
+
+
+def _misplaced(found: Tokens, wanted: Ints, tokens: Mapping[str, int | None]) -> str:
+    """How the tokens of images and videos are others than those `wanted`."""
+    for kind, token in tokens.items():
+        have, need = (np.count_nonzero(of == token) for of in (found, wanted))
+        if have != need:
+            return f"has {need} {kind}s, and its text {have} tokens for one ({kind}_token_id {token})"
+    return "the chat template writes its images and videos in another order"
 
 
 def _by_workers(encoding: Encoding, given: Iterator[_Rows], workers: int) -> Iterator[Chunk]:
@@ -228,7 +257,7 @@ def _fitting(
         elif truncation == "delete":
             errors.deleted.add(place, f"{what}: deleted")
         elif any(document.pictures for document in documents):
-            errors.deleted.add(place, f"{what}, and images are not cut: deleted")
+            errors.deleted.add(place, f"{what}, and images and videos are not cut: deleted")
         elif not all(map(_learns, cut)):
             errors.deleted.add(place, f"{what}, and what is left has nothing to learn: deleted")
         else:

@@ -187,7 +187,7 @@ def _vision(recipe: Recipe) -> Iterator[Violation]:
     if recipe.architecture.mtp_layers:
         yield "model.mtp.layers", "multi-token prediction is not computed in models with a vision tower"
     if recipe.task != "sft" or recipe.data.template != "chat":
-        yield "data.template", "images come in conversations: task sft, data.template: chat"
+        yield "data.template", "images and videos come in conversations: task sft, data.template: chat"
     stages = recipe.parallel.layers_of_stages(recipe.architecture.num_layers)
     deepest = len(recipe.architecture.vision.deepstack)
     if stages and (first := stages[0] // (recipe.parallel.vpp or 1)) < deepest:

@@ -234,6 +234,10 @@ class Fields(Section):
         " messages have for them (<image>, or a part of type image): paths below the rows' folder, base64"
         " (data:image/png;base64,...) or, in parquet, bytes. null: only parts that name theirs.",
     )
+    videos: str | None = Field(
+        default="videos",
+        description="The same for videos (<video>): each as an image is named, or a list of its frames.",
+    )
 
 
 class Images(Section):
@@ -253,6 +257,43 @@ class Images(Section):
     limit_pixels: Count = Field(
         default=2**26, description="An image of more pixels is corrupt; none is decoded to find out."
     )
+
+
+class Videos(Section):
+    """How videos of rows are read, for a model that sees some: lists of frames, which are images; animated
+    GIF, WebP and PNG; and, with the extra `video`, films.
+
+    A list is taken whole, as `fps` frames a second, unless its part of a message says an fps. Of a file `fps`
+    frames a second are taken, whatever its processor says of do_sample_frames.
+    """
+
+    fps: Positive | None = Field(
+        default=None,
+        description="Frames a second; null: what processor_config.json, video_preprocessor_config.json or"
+        " preprocessor_config.json of the model or its tokenizer says, or else 2.",
+    )
+    min_frames: Count | None = Field(
+        default=None,
+        description="Of a file at least so many frames are taken, if it has them; null: what these files"
+        " say, or else 4.",
+    )
+    max_frames: Count | None = Field(
+        default=None, description="And at most so many; null: what these files say, or else 768."
+    )
+    min_pixels: Count | None = Field(
+        default=None,
+        description="A frame is made at least so large [pixels], with Qwen3-VL all of them together; null: as"
+        " with data.images.",
+    )
+    max_pixels: Count | None = Field(
+        default=None, description="And at most so large [pixels]; null: as with min_pixels."
+    )
+    limit_bytes: Count = Field(
+        default=2**29, description="A larger file, or a list of larger ones together, is corrupt."
+    )
+    limit_pixels: Count = Field(default=2**24, description="A video of more pixels in a frame is corrupt.")
+    limit_frames: Count = Field(default=2**16, description="A video of more frames is corrupt.")
+    limit_seconds: Positive = Field(default=3600.0, description="A longer video is corrupt.")
 
 
 Kind = Literal["text", "jsonl", "parquet", "megatron"]
@@ -322,6 +363,7 @@ class Data(Section):
     )
     fields: Fields = optional("Names of the fields of a row.")
     images: Images = optional("How images of rows are read.")
+    videos: Videos = optional("How videos of rows are read.")
     template: Literal["plain", "chat"] = Field(
         default="plain", description="SFT: roles as plain headings, or the tokenizer's own chat template."
     )

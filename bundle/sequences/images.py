@@ -1,12 +1,14 @@
 """Images of a micro-batch: where they stand in its sequences, and what positions they give to all tokens.
 
-Host integers, for all images at once: no step looks at one image at a time.
+Host integers, for all images at once: no step looks at one image at a time. Videos are images of several
+patches in time.
 """
 
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bundle.architectures import Vision
@@ -17,7 +19,7 @@ from bundle.sequences.packing import Ints, Packing, ramp, starts
 
 @dataclass(frozen=True)
 class Images:
-    """All images of a micro-batch, one after the other, at least one: blank, where no token stands for it.
+    """All images and videos of a micro-batch, in order, at least one: blank, where no token stands for it.
 
     `pixels` [patches, values of a patch], in the order of transformers' image processors. `grids` int64
     [images, 3] are the patches of each in time, height and width; they stay on the host, where towers read
@@ -32,12 +34,22 @@ class Images:
     positions: Tensor
 
     @classmethod
-    def of(cls, pixels: Tensor, grids: Ints, ids: Ints, lengths: Ints, vision: Vision) -> "Images":
+    def of(
+        cls,
+        pixels: Tensor,
+        grids: Ints,
+        ids: Ints,
+        lengths: Ints,
+        vision: Vision,
+        seconds: NDArray[np.float64] | None = None,
+    ) -> "Images":
         """Those of concatenated sequences [tokens], in the order in which these name them.
 
+        `seconds` [images] are from one patch of a video to the next, 0 of an image; None: all are images.
         Raises JobFailed where there are more or fewer places for images than images are.
         """
-        places = np.flatnonzero(ids == vision.image_token)
+        tokens = (vision.image_token, vision.video_token)
+        places = np.flatnonzero(np.isin(ids, [token for token in tokens if token is not None]))
         sizes = grids // (1, vision.merge_size, vision.merge_size)
         if (needed := int(sizes.prod(1).sum())) != len(places):
             raise JobFailed(
@@ -46,7 +58,7 @@ class Images:
             )
         index = np.full(len(ids), -1)
         index[places] = np.arange(len(places))
-        counted = positions(lengths, places, sizes)
+        counted = positions(lengths, places, *_apart(sizes, seconds, vision))
         if not len(grids):
             grids = np.asarray([[1, vision.merge_size, vision.merge_size]])
             pixels = torch.zeros(vision.patches, vision.patch_values)
@@ -69,13 +81,27 @@ class Images:
         return replace(self, index=index, positions=packing.pack(self.positions).movedim(-1, 0))
 
 
-def positions(lengths: Ints, places: Ints, sizes: Ints) -> Ints:
+def _apart(
+    sizes: Ints, seconds: NDArray[np.float64] | None, vision: Vision
+) -> tuple[Ints, NDArray[np.float32]]:
+    """What counts positions as one image each, and by how much these count on from one patch to the next."""
+    if vision.frames_apart:
+        frames = sizes[:, 0]
+        sizes = np.repeat(sizes, frames, 0) * (0, 1, 1) + (1, 0, 0)
+    paces = np.ones(len(sizes), np.float32)
+    if seconds is not None and not vision.frames_apart:
+        moving = seconds > 0  # as transformers' tensors have them, in float32
+        paces[moving] = np.float32(vision.tokens_per_second) * seconds[moving].astype(np.float32)
+    return sizes, paces
+
+
+def positions(lengths: Ints, places: Ints, sizes: Ints, paces: NDArray[np.float32] | None = None) -> Ints:
     """The positions [tokens, 3] in time, height and width, as Qwen2-VL counts them.
 
     Of concatenated sequences of `lengths`, whose tokens at `places` are those of images of `sizes`
     [images, 3], in time, height and width after merging. Text counts on in all three. An image begins at the
-    next number and counts up from there in its own three; what follows goes on behind the larger of its
-    height and width.
+    next number and counts up from there in its own three, in time by its pace [images], rounded down, as in
+    Qwen2.5-VL; what follows goes on behind the larger of its height and width.
     """
     begins = starts(lengths)
     alone = ramp(np.zeros_like(lengths), lengths)  # places in the own sequence
@@ -87,6 +113,9 @@ def positions(lengths: Ints, places: Ints, sizes: Ints) -> Ints:
     behind = behind[:-1] - np.repeat(behind[begins], lengths)
     found = np.repeat((alone - behind)[:, None], 3, 1)
     within, (_, height, width) = ramp(np.zeros_like(counts), counts), np.repeat(sizes, counts, 0).T
-    own = np.stack([within // (height * width), within // width % height, within % width], 1)
+    time = within // (height * width)
+    if paces is not None:
+        time = (time.astype(np.float32) * np.repeat(paces, counts)).astype(np.int64)
+    own = np.stack([time, within // width % height, within % width], 1)
     found[places] = np.repeat(found[first], counts, 0) + own
     return found

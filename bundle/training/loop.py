@@ -78,11 +78,12 @@ class Batches:
         return paired(made, torch.from_numpy(known).float().to(self._device))
 
     def _images(self, batch: Batch) -> Images | None:
-        """The images of a batch, for a model that sees some."""
+        """The images and videos of a batch, for a model that sees some."""
         if self._vision is None:
             return None
         lengths, ids = np.asarray(lengths_of(batch), np.int64), batch.ids.flatten().numpy()
-        return Images.of(batch.pixels, batch.grids, ids, lengths, self._vision).to(self._device)
+        made = Images.of(batch.pixels, batch.grids, ids, lengths, self._vision, batch.seconds)
+        return made.to(self._device)
 
 
 def lengths_of(batch: Batch) -> Sequence[int]:

@@ -17,11 +17,13 @@ from typing import Any
 
 QUESTION = "which digit is this?"
 HELD_OUT, SEED, SIZE = 300, 1, 16  # of 1797 images; an image of 8 x 8 is shown twice as large
-SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+_SEEN = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
+SPECIAL = ("<|im_start|>", "<|im_end|>", *_SEEN)
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
     "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -61,7 +63,7 @@ def make(directory: Path) -> None:
 
 
 def write_tokenizer(directory: Path) -> None:
-    """One of bytes and a few special tokens, of 261 ids, and how images are processed."""
+    """One of bytes and a few special tokens, of 262 ids, and how images are processed."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -214,7 +214,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ({"instruction": "x", "output": "y", "history": [["a"]]}, "field history: must be a list of [que"),
         ({"instruction": "x", "output": "y", "history": [["a", ""]]}, "field history: must be a list"),
         ({"instruction": "x", "output": "y", "history": "a"}, "field history: must be a list"),
-        (asked([{"type": "text", "text": "x"}, {"type": "video"}]), "content has a part {'type': 'video'}"),
+        (asked([{"type": "text", "text": "x"}, {"type": "audio"}]), "content has a part {'type': 'audio'}"),
         (asked([{"type": "text", "text": None}]), "content has a part"),
         (asked([]), "content must be text, is []"),
         (answered(content=None), "field messages[1]: content must be text"),

@@ -186,7 +186,7 @@ SEEING: dict[str, Any] = {
     [
         ("model", {"fp8": {"scaling": "delayed"}}, "model.fp8: FP8 products are not computed"),
         ("model", {"mtp": {"layers": 1}}, "model.mtp.layers: multi-token prediction is not computed"),
-        ("data", {"template": "plain"}, "data.template: images come in conversations"),
+        ("data", {"template": "plain"}, "data.template: images and videos come in conversations"),
         (
             "model",
             {"lora": {"rank": 2, "alpha": 4.0, "targets": ["q_proj"]}, "vision": {"tower_lr": 0.1}},

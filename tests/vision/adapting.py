@@ -19,7 +19,7 @@ from bundle.recipe import from_mapping
 from bundle.verification import decide, everything
 from tests import world
 from tests.vision import reference
-from tests.vision.cases import CASES, IMAGE, Case
+from tests.vision.cases import CASES, Case
 from tests.vision.rank import LAYOUTS as EVERY
 from tests.vision.rank import NAMES, batch, recipe, wanted
 from tests.vision.reference import KEPT
@@ -70,9 +70,7 @@ def opened(directory: Path) -> Any:
 
 def of_sequence(model: Any, numbers: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     """The log-probabilities of a sequence's tokens."""
-    ids, grids, pixels = (numbers[f"{name} {what}"] for what in ("ids", "grids", "pixels"))
-    kinds = (ids[:-1] == IMAGE).int()[None]
-    seen = model(input_ids=ids[None, :-1], pixel_values=pixels, image_grid_thw=grids, mm_token_type_ids=kinds)
+    ids, seen = numbers[f"{name} ids"], model(**reference.inputs(numbers, name))
     return seen.logits[0].log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
 
 

@@ -26,13 +26,13 @@ _TOWER = {
     "temporal_patch_size": 2,
     "window_size": 16,
     "fullatt_block_indexes": [1],
-    "tokens_per_second": 2,
+    "tokens_per_second": 3,
     "hidden_act": "silu",
 }
-IMAGE, START, END = 190, 192, 193
+IMAGE, VIDEO, START, END = 190, 191, 192, 193
 _TOKENS = {
     "image_token_id": IMAGE,
-    "video_token_id": 191,
+    "video_token_id": VIDEO,
     "vision_start_token_id": START,
     "vision_end_token_id": END,
 }

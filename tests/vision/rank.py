@@ -135,8 +135,11 @@ def batch(engine, numbers: dict[str, torch.Tensor], names: Sequence[str], *, pac
     ids = torch.cat([numbers[f"{name} ids"][:length] for name, length in each])
     labels = torch.cat([numbers[f"{name} ids"][1 : length + 1] for name, length in each])
     mask = torch.cat([(torch.arange(length) < learned[name]).float() for name, length in each])
-    pixels, grids = (torch.cat([numbers[f"{name} {of}"] for name in names]) for of in ("pixels", "grids"))
-    images = Images.of(pixels, grids.numpy(), ids.numpy(), np.asarray(lengths), architecture.vision)
+    pixels, grids, seconds = (
+        torch.cat([numbers[f"{name} {of}"] for name in names]) for of in ("pixels", "grids", "seconds")
+    )
+    seen = pixels, grids.numpy(), ids.numpy(), np.asarray(lengths), architecture.vision, seconds.numpy()
+    images = Images.of(*seen)
     options: dict[str, Any] = {"mtp_layers": 0, "images": images.to(device)}
     ids, labels, mask = (x.to(device) for x in (ids, labels, mask))
     if packed:

@@ -2,6 +2,7 @@
 
 import copy
 import zlib
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.vision.cases import END, IMAGE, START, Case
+from tests.vision.cases import END, IMAGE, START, VIDEO, Case
 
 NUMBERS, GRADIENTS = "numbers.safetensors", "gradients"
 TEXT_TOKENS = 180
-# A sequence: so many tokens of text, or the patches of an image in height and width. Both are equally long.
-FIRST: tuple[int | tuple[int, int], ...] = (3, (4, 6), 5, (8, 4), (2, 2), 7)
-SECOND: tuple[int | tuple[int, int], ...] = (7, (6, 6), 18)
-KEPT = 23  # tokens of the second one that are learned, and all that a pack has of it
+Pieces = tuple[int | tuple[int, ...], ...]
+# A sequence: so many tokens of text, or the patches of an image in height and width, or those of a video in
+# time, too. Text fills both up to one length.
+FIRST: Pieces = (3, (4, 6), 5, (3, 4, 4), (8, 4), (2, 2))
+SECOND: Pieces = (7, (6, 6), 2, (2, 2, 4), 1, (2, 4, 2))
+LENGTH = 56
+SECONDS = (0.9, 0.7, 1.4)  # from one patch of a video to the next, in turns
+KEPT = 47  # tokens of the second one that are learned, and all that a pack has of it
 
 
 def write(case: Case, directory: Path) -> None:
@@ -36,16 +41,16 @@ def write(case: Case, directory: Path) -> None:
     numbers: dict[str, Tensor] = {}
     losses = []
     for name, pieces in (("first", FIRST), ("second", SECOND)):
-        ids, grids = _sequence(pieces)
+        ids, grids, seconds = _sequence(pieces, case)
         values = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
         pixels = torch.randn(int(grids.prod(1).sum()), values)
-        given = (ids[:-1] == IMAGE).int()[None]
-        seen = model(ids[None, :-1], pixel_values=pixels, image_grid_thw=grids, mm_token_type_ids=given)
+        numbers |= {f"{name} ids": ids, f"{name} grids": grids, f"{name} seconds": seconds}
+        numbers[f"{name} pixels"] = pixels
+        seen = model(**inputs(numbers, name))
         every = seen.logits[0].double().log_softmax(-1)
         log_p = every.gather(-1, ids[1:, None]).squeeze(-1)
         numbers[f"{name} entropies"] = -(every.exp() * every).sum(-1).detach()
         losses.append(-log_p[: KEPT if name == "second" else None])
-        numbers |= {f"{name} ids": ids, f"{name} grids": grids, f"{name} pixels": pixels}
         numbers[f"{name} log-probs"] = log_p.detach()
     loss = torch.cat(losses).mean()
     loss.backward()
@@ -55,6 +60,30 @@ def write(case: Case, directory: Path) -> None:
             parameter.copy_(torch.zeros(()) if parameter.grad is None else parameter.grad)
     model.save_pretrained(directory / GRADIENTS)
     save_file({name: value.contiguous() for name, value in numbers.items()}, directory / NUMBERS)
+
+
+def inputs(numbers: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    """What transformers' model takes of a sequence."""
+    ids, grids, seconds, pixels = (numbers[f"{name} {of}"] for of in ("ids", "grids", "seconds", "pixels"))
+    moving, each = seconds > 0, pixels.split(grids.prod(1).tolist())
+    images, videos = (
+        [of for of, is_video in zip(each, moving, strict=True) if is_video == wanted]
+        for wanted in (False, True)
+    )
+    return {
+        "input_ids": ids[None, :-1],
+        "mm_token_type_ids": kinds(ids[:-1])[None],
+        "pixel_values": torch.cat(images),
+        "image_grid_thw": grids[~moving],
+        "pixel_values_videos": torch.cat(videos),
+        "video_grid_thw": grids[moving],
+        "second_per_grid_ts": seconds[moving].float(),
+    }
+
+
+def kinds(ids: Tensor) -> Tensor:
+    """1 where an image stands, 2 where a video does."""
+    return (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
 
 
 def read(directory: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -83,26 +112,34 @@ def opened(case: Case, directory: Path, numbers: dict[str, Tensor]) -> tuple[set
     model, report = kind.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
-    ids, grids, pixels = (numbers[f"first {what}"] for what in ("ids", "grids", "pixels"))
+    ids = numbers["first ids"]
     with torch.no_grad():
-        given = (ids[:-1] == IMAGE).int()[None]
-        seen = model.eval()(
-            ids[None, :-1], pixel_values=pixels, image_grid_thw=grids, mm_token_type_ids=given
-        )
+        seen = model.eval()(**inputs(numbers, "first"))
     wrong = {
         str(each) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for each in report[kind]
     }
     return wrong, seen.logits[0].double().log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
 
 
-def positions(case: Case, ids: Tensor, grids: Tensor) -> Tensor:
-    """transformers' own positions [tokens, 3]."""
+def built(case: Case) -> Any:
+    """transformers' model without values."""
     from transformers import AutoModelForImageTextToText
 
     kind: Any = AutoModelForImageTextToText
     with torch.device("meta"):
-        model = kind.from_config(_config(case))
-    found, _ = model.model.get_rope_index(ids[None], (ids == IMAGE).int()[None], image_grid_thw=grids)
+        return kind.from_config(_config(case))
+
+
+def positions(model: Any, ids: Tensor, grids: Tensor, seconds: Tensor) -> Tensor:
+    """transformers' own positions [tokens, 3]."""
+    moving = seconds > 0
+    found, _ = model.model.get_rope_index(
+        ids[None],
+        kinds(ids)[None],
+        image_grid_thw=grids[~moving],
+        video_grid_thw=grids[moving],
+        second_per_grid_ts=seconds[moving].float(),
+    )
     positions: Tensor = found[:, 0].T
     return positions
 
@@ -113,15 +150,22 @@ def _config(case: Case) -> Any:
     return AutoConfig.for_model(**copy.deepcopy(dict(case.config)))  # it writes into what it is given
 
 
-def _sequence(pieces: tuple[int | tuple[int, int], ...]) -> tuple[Tensor, Tensor]:
-    """Token ids, one more than are predicted, and the grids of the images among them."""
+def _sequence(pieces: Pieces, case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids, one more than are predicted, and the grids and seconds of what is seen among them."""
     ids: list[int] = []
-    grids = []
+    grids, seconds, turns = [], [], cycle(SECONDS)
     for piece in pieces:
         if isinstance(piece, int):
             ids += torch.randint(0, TEXT_TOKENS, (piece,)).tolist()
-        else:
-            height, width = piece
-            ids += [START, *[IMAGE] * (height * width // 4), END]
-            grids.append((1, height, width))
-    return torch.tensor([*ids, 7]), torch.tensor(grids)
+            continue
+        *times, height, width = piece
+        grids.append((*(times or [1]), height, width))
+        seconds.append(next(turns) if times else 0.0)
+        frames, token = [height * width // 4] * grids[-1][0], VIDEO if times else IMAGE
+        if not case.vision.frames_apart:
+            frames = [sum(frames)]
+        for tokens in frames:  # between those that stand apart is what a time would be
+            text = torch.randint(0, TEXT_TOKENS, (len(frames) - 1,)).tolist()
+            ids += [*text, START, *[token] * tokens, END]
+    ids += torch.randint(0, TEXT_TOKENS, (LENGTH - len(ids),)).tolist()
+    return torch.tensor([*ids, 7]), torch.tensor(grids), torch.tensor(seconds, dtype=torch.float64)

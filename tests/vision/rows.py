@@ -1,4 +1,4 @@
-"""Rows with images, a tokenizer of bytes with their tokens, and the settings of a job that reads them."""
+"""Rows with images and videos, a tokenizer of bytes with their tokens, and a job that reads them."""
 
 import importlib.util
 import io
@@ -28,6 +28,27 @@ def content(of: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     """What a file of it holds."""
     file = io.BytesIO()
     of.save(file, kind, **options)
+    return file.getvalue()
+
+
+def clip(frames: list[Image.Image], kind: str = "WEBP", milliseconds: int = 100) -> bytes:
+    """What an animated file of them holds; of WEBP and PNG without loss."""
+    options: dict[str, Any] = {"append_images": frames[1:], "duration": milliseconds, "lossless": True}
+    return content(frames[0], kind, save_all=True, **options)
+
+
+def film(frames: list[Image.Image], fps: int, kind: str = "matroska") -> bytes:
+    """What a film of them holds, without loss."""
+    import av
+
+    file = io.BytesIO()
+    with av.open(file, "w", format=kind) as container:
+        stream = container.add_stream("libx264rgb", rate=fps, options={"qp": "0"})
+        stream.width, stream.height = frames[0].size
+        stream.pix_fmt = "rgb24"
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_image(frame).reformat(format="rgb24")))
+        container.mux(stream.encode(None))
     return file.getvalue()
 
 

@@ -17,10 +17,8 @@ from tools.models import EVERY
 
 FLAT = CASES[0].config
 DEEP = next(case.config for case in CASES if case.family == "qwen3_vl")
-# What no number of a training step follows from, of videos, and of a window that none of these has.
-WITHOUT_EFFECT = {"max_position_embeddings", "initializer_range", "tokens_per_second", "attention_dropout"}
-WITHOUT_EFFECT |= {"video_token_id", "vision_start_token_id", "vision_end_token_id"}
-WITHOUT_EFFECT |= {"use_sliding_window"}
+# What no number of a training step follows from, and of a window that none of these has.
+WITHOUT_EFFECT = {"max_position_embeddings", "initializer_range", "attention_dropout", "use_sliding_window"}
 # Whom transformers 5 asks whether embeddings are tied.
 OF_THE_CONFIG_ALONE = {(family, "text_config.tie_word_embeddings") for family in ("qwen3_vl", "qwen3_vl_moe")}
 OLD = ("rope_theta", "rope_scaling", "hidden_size", "num_hidden_layers", "rms_norm_eps", "vocab_size")
@@ -48,6 +46,8 @@ def test_the_numbers_of_an_architecture():
     assert (read.model_type, read.rotary_sections, read.rotary_base) == ("qwen2_5_vl", (2, 3, 1), 700.0)
     assert read.vision and (read.vision.patch_values, read.vision.patches) == (3 * 2 * 16, 4)
     assert (read.vision.full_layers, read.vision.image_token, read.qkv_bias) == ((1,), 190, True)
+    tokens = (read.vision.video_token, read.vision.start_token, read.vision.end_token)
+    assert (tokens, read.vision.tokens_per_second) == ((191, 192, 193), 3)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +87,14 @@ def test_blocks_that_see_all_where_none_are_named_are_those_of_transformers(dept
     assert vision and vision.full_layers == tuple(number for number in theirs if number < depth)
 
 
+def test_a_pace_that_is_not_said_is_that_of_transformers():
+    pytest.importorskip("transformers")
+    config = copy.deepcopy(FLAT)
+    del config["vision_config"]["tokens_per_second"]
+    vision, theirs = from_config(config).vision, reference._config(Case("", config)).vision_config
+    assert vision and vision.tokens_per_second == theirs.tokens_per_second == 4
+
+
 def test_a_table_names_what_transformers_saves(seen):
     for case in CASES:
         table = Tensors(from_config(case.config))
@@ -113,6 +121,10 @@ def test_a_table_names_what_transformers_saves(seen):
         ("rope_scaling", {"type": "sometimes"}, "rope_type"),
         (None, {"image_token_id": 203}, "image_token_id 203 is not in the vocabulary"),
         (None, {"image_token_id": None}, "image_token_id"),
+        (None, {"video_token_id": 203}, "video_token_id 203 is not in the vocabulary"),
+        (None, {"video_token_id": 190}, "video_token_id 190 is image_token_id, too"),
+        (None, {"vision_start_token_id": "<"}, "vision_start_token_id: must be an integer"),
+        ("vision_config", {"tokens_per_second": 0.5}, "vision_config.tokens_per_second: must be an integer"),
         (None, {"vision_config": None}, "vision_config.depth: missing"),
         (None, {"vision_config": 3}, "vision_config: must be a mapping"),
         (None, {"text_config": [1]}, "text_config: must be a mapping"),

@@ -9,7 +9,8 @@ import torch
 
 from bundle.architectures.multimodal import FAMILIES as OF_IMAGES
 from bundle.data import prepare
-from bundle.data.images import Processing, placed
+from bundle.data.media import Picture, placed
+from bundle.data.processing import Processing
 from bundle.data.sources import Corrupt
 from bundle.data.tokenizers import HuggingFace
 from bundle.errors import JobFailed, UsageError
@@ -38,7 +39,7 @@ def job(directory, *more):
 def processing(tmp_path, *more):
     found = Processing.of(job(rows.write(tmp_path / "of", [], {}), *more))
     assert found is not None
-    return found
+    return found.images
 
 
 def corpus(directory, *more):
@@ -58,7 +59,7 @@ def test_patches_are_those_of_transformers(tmp_path, size, mode):
     theirs = kind(**known, **limits)(images=[of.convert("RGB")], return_tensors="np")
     picture = ours.read(content(of), tmp_path)
     assert [list(picture.grid)] == theirs["image_grid_thw"].tolist()
-    assert np.abs(ours.patches(picture.content) - theirs["pixel_values"]).max() < 1e-6
+    assert np.abs(ours.patches(*picture.contents) - theirs["pixel_values"]).max() < 1e-6
 
 
 def test_an_image_is_read_upright(tmp_path):
@@ -141,7 +142,7 @@ NAMED = [
 def test_ways_to_name_an_image(tmp_path, part):
     directory = rows.write(tmp_path / "data", [asking([part])], {"images/a.png": PLAIN})
     (store,) = corpus(directory).stores
-    assert store.pictures.content(0) == PLAIN
+    assert store.pictures.picture(0).contents == (PLAIN,)
 
 
 def test_parquet_holds_bytes(tmp_path):
@@ -152,7 +153,7 @@ def test_parquet_holds_bytes(tmp_path):
     parquet.write_table(pyarrow.Table.from_pylist([row]), directory / "rows.parquet")
     given = f"data.path=[{directory / 'rows.parquet'}]"
     (store,) = corpus(directory, "data.source=parquet", given).stores
-    assert store.pictures.content(0) == PLAIN
+    assert store.pictures.picture(0).contents == (PLAIN,)
 
 
 HUGE = content(image(300, 300))
@@ -217,8 +218,8 @@ def test_a_file_larger_than_the_limit_is_not_read(tmp_path):
         (asking("<image>?", images=["images/a.png"] * 3), "2 images of the row have no place"),
         (asking("?", images=["images/a.png"]), "1 images of the row have no place"),
         (asking("<|image_pad|>?"), "has 0 images, and its text 1 tokens for one"),
-        (asking([{"type": "video", "video": "a.mp4"}]), "only text and images can be trained on yet"),
-        (asking("?", videos=["a.mp4"]), "field videos: only text and images"),
+        (asking([{"type": "audio", "audio": "a.wav"}]), "only text, images and videos can be trained on"),
+        (asking("?", audios=["a.wav"]), "field audios: only text, images and videos"),
         (asking("?", [{"type": "image", "image": "images/a.png"}]), "the assistant says text"),
         (asking([{"type": "image", "image": "a", "path": "b"}]), "names an image more than once"),
     ],
@@ -247,7 +248,7 @@ def test_images_are_not_cut(tmp_path, cut):
     directory = rows.write(tmp_path / "data", given, {"images/a.png": PLAIN})
     made = corpus(directory, f"data.truncation={cut}", "data.sequence_length=48")
     assert (made.left_out.deleted, made.left_out.cut, len(made.training)) == (1, 0, 1)
-    assert cut == "delete" or "images are not cut" in made.left_out.long_rows[0]
+    assert cut == "delete" or "images and videos are not cut" in made.left_out.long_rows[0]
 
 
 def test_settings_of_an_image_processor(tmp_path):
@@ -260,7 +261,8 @@ def test_settings_of_an_image_processor(tmp_path):
     )
     settings.with_name("processor_config.json").write_text(nested)
     found = Processing.of(job(directory))
-    assert found and (found.min_pixels, found.max_pixels, found.std) == (64, 4096, (1, 2, 3))
+    assert found and (found.images.min_pixels, found.images.max_pixels) == (64, 4096)
+    assert found.images.std == (1, 2, 3)
     with pytest.raises(UsageError, match="min_pixels 5000 exceeds max_pixels 4096"):
         Processing.of(job(directory, "data.images.min_pixels=5000"))
     for wrong, why in (
@@ -272,7 +274,7 @@ def test_settings_of_an_image_processor(tmp_path):
             Processing.of(job(directory))
     settings.with_name("processor_config.json").write_text('{"processor_class": "Qwen2_5_VLProcessor"}')
     found = Processing.of(job(directory))
-    assert found and (found.min_pixels, found.std) == (256, (0.5, 0.5, 0.5))
+    assert found and (found.images.min_pixels, found.images.std) == (256, (0.5, 0.5, 0.5))
 
 
 @pytest.mark.parametrize("family", sorted(OF_IMAGES))
@@ -286,7 +288,8 @@ def test_settings_that_no_file_says_are_those_of_transformers(tmp_path, family):
     config = next(case.config for case in CASES if case.family == family)
     limits = ("data.images.min_pixels=null", "data.images.max_pixels=null")
     given = job(directory, *limits).dump() | {"model": {"config": config}}
-    ours = Processing.of(from_mapping(given))
+    of_all = Processing.of(from_mapping(given))
+    ours = of_all and of_all.images
     assert ours and (ours.mean, ours.std) == (tuple(theirs.image_mean), tuple(theirs.image_std))
     assert (ours.min_pixels, ours.max_pixels) == (theirs.size["shortest_edge"], theirs.size["longest_edge"])
 
@@ -299,13 +302,19 @@ def test_tokens_are_made_anew_for_other_patches(tmp_path):
 
 
 def test_a_store_that_was_begun_goes_on_with_its_images(tmp_path):
-    from bundle.data.images import Picture
     from bundle.data.sources import DataErrors
     from bundle.data.store import Chunk, Document, open_store, write
 
     def document(number):
-        of = tuple(Picture(bytes([number] * (number + 1)), (1, 2, 2 + 2 * i)) for i in range(number % 3))
+        of = tuple(picture(number, at) for at in range(number % 3))
         return Document(np.arange(number + 1, dtype=np.uint32), np.ones(number + 1, np.bool_), of)
+
+    def picture(number, at):
+        """An image, or a video that is a list, or one that is a file."""
+        grid, files = (1, 2, 2 + 2 * at), tuple(bytes([number] * (number + of)) for of in (1, 2))
+        if number % 5 == 1:
+            return Picture(files, grid, 0.1 * number, 2.5, listed=True)
+        return Picture(files[:1], grid, *((0.1 * number, 2.5) if number % 5 == 2 and at else ()))
 
     def chunks(first, until=8):
         for number in range(first, 8):
@@ -333,16 +342,18 @@ def test_a_store_that_was_begun_goes_on_with_its_images(tmp_path):
     one, other = open_store(whole), open_store(begun)
     assert one and other and one.facts == other.facts and one.pictures and other.pictures
     assert one.pictures.grids.tolist() == other.pictures.grids.tolist()
-    assert [other.pictures.content(i) for i in range(7)] == [one.pictures.content(i) for i in range(7)]
+    wanted = [picture(number, at) for number in range(8) for at in range(number % 3)]
+    for of in (one.pictures, other.pictures):
+        assert [of.picture(number) for number in range(len(wanted))] == wanted
     assert other.pictures.of(np.asarray([4, 2])).tolist() == [3, 1, 2]
     assert {path.name for path in begun.iterdir()} == {path.name for path in whole.iterdir()}
 
 
 def test_marks_are_text_where_a_row_has_no_images():
     messages = [{"role": "user", "content": "what is <image>?"}]
-    assert placed(messages, None) == [] and messages[0]["content"] == "what is <image>?"
+    assert placed(messages, {}) == [] and messages[0]["content"] == "what is <image>?"
     with pytest.raises(Corrupt):
-        placed([{"role": "user", "content": "<image> and <image>"}], ["a"])
+        placed([{"role": "user", "content": "<image> and <image>"}], {"image": ["a"]})
 
 
 def test_a_batch_becomes_images_of_the_model(tmp_path):

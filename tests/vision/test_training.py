@@ -34,6 +34,7 @@ def trained(tmp_path_factory):
     names = [f"images/{number}.png" for number in range(8)]
     given = [asking(f"<image>{'?' * number}", str(number), images=[names[number]]) for number in range(8)]
     given[3] = asking("no image", "at all")
+    given[5] = asking("<video> or <image>", "5", images=names[4:5], videos=[names[2:5]])
     files = {name: content(image(16, 16, seed)) for seed, name in enumerate(names)}
     data = rows.write(directory / "data", given, files)
 

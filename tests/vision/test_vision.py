@@ -14,7 +14,7 @@ from tests.families.loaded import LAYOUTS as OF_THE_RECORD
 from tests.families.record import note
 from tests.vision import reference, stepping
 from tests.vision.cases import CASES
-from tests.vision.rank import ALONE, EXPORTED, LAYOUTS, cases_of, recipe
+from tests.vision.rank import ALONE, EXPORTED, LAYOUTS, NAMES, cases_of, recipe
 
 AGREES = 1e-5  # of the largest log-probability
 OF_GRADIENTS = 2e-5  # of the largest in a tensor; both sides are float32
@@ -82,13 +82,12 @@ def test_positions_are_those_of_transformers(seen):
 
     for case in CASES:
         _, numbers = reference.read(seen / case.name)
-        vision = case.vision
-        ids = [numbers[f"{name} ids"] for name in ("first", "second")]
-        grids = [numbers[f"{name} grids"] for name in ("first", "second")]
-        lengths = np.asarray([len(one) for one in ids])
-        whole, together = torch.cat(ids).numpy(), torch.cat(grids).numpy()
-        images = Images.of(torch.zeros(0), together, whole, lengths, vision)
-        theirs = torch.cat([reference.positions(case, *one) for one in zip(ids, grids, strict=True)])
+        each = [[numbers[f"{name} {of}"] for of in ("ids", "grids", "seconds")] for name in NAMES]
+        lengths = np.asarray([len(ids) for ids, _, _ in each])
+        ids, grids, seconds = (torch.cat(of).numpy() for of in zip(*each, strict=True))
+        images = Images.of(torch.zeros(0), grids, ids, lengths, case.vision, seconds)
+        model = reference.built(case)
+        theirs = torch.cat([reference.positions(model, *of) for of in each])
         assert torch.equal(images.positions, theirs)
 
 
@@ -160,7 +159,7 @@ def test_a_tower_is_built_of_all_that_its_config_says(case):
 
     built = Vision(from_config(case.config), torch.float32).tower.config.to_dict()
     theirs = reference._config(case).vision_config.to_dict()
-    # Of videos; another word for in_channels; the tower of a model with experts is that of one without.
+    # Of positions; another word for in_channels; the tower of a model with experts is that of one without.
     without_effect = {"tokens_per_second", "in_chans", "dtype", "model_type"}
     assert {name for name in theirs if built.get(name) != theirs[name]} <= without_effect
 

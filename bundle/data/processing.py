@@ -1,0 +1,172 @@
+"""How a job's images and videos become patches: what the recipe says, and its model's own files.
+
+As in transformers, of both directories that a job has: the section of a processor in the file of all
+processors, or else its own file, for videos also that of images.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bundle import files
+from bundle.architectures import Vision
+from bundle.data.images import Images, Patches
+from bundle.data.media import IMAGE, VIDEO, Medium, Picture
+from bundle.data.sources import Corrupt
+from bundle.data.videos import Videos
+from bundle.errors import UsageError, shown
+from bundle.recipe import Recipe
+
+_NESTED = "processor_config.json"
+_OWN = {
+    IMAGE: ("preprocessor_config.json",),
+    VIDEO: ("video_preprocessor_config.json", "preprocessor_config.json"),
+}
+# Of transformers' classes, where no file says otherwise: of images Qwen2VLImageProcessor, which all families
+# have, of videos one for each way to take them, by whether frames stand apart.
+_CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+_HALVES = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
+_OF_IMAGES = (56 * 56, 28 * 28 * 1280), _CLIP
+_OF_VIDEOS = {
+    False: ((128 * 28 * 28, 28 * 28 * 768), _CLIP),
+    True: ((128 * 32 * 32, 32 * 32 * 768), _HALVES),
+}
+_FPS, _FRAMES = 2.0, (4, 768)
+
+
+@dataclass(frozen=True)
+class Processing:
+    """How a model is given images and videos; plain values, which worker processes are handed."""
+
+    images: Images
+    videos: Videos
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> "Processing | None":
+        """That of a recipe; None where its model sees nothing. Raises UsageError for unusable settings."""
+        if recipe.architecture.vision is None:
+            return None
+        kind, _, tokenizer = recipe.data.tokenizer.partition(":")
+        places = [recipe.model.path, tokenizer if kind == "hf" else None]
+        directories = [Path(place) for place in places if place]
+        vision, data = recipe.architecture.vision, recipe.data
+        return cls(_images(vision, directories, data.images), _videos(vision, directories, data.videos))
+
+    @property
+    def vision(self) -> Vision:
+        """The tower."""
+        return self.images.vision
+
+    def read(self, medium: Medium, folder: Path) -> Picture:
+        """The image or video that a row names, decoded once. Raises Corrupt."""
+        if medium.kind == IMAGE:
+            return self.images.read(medium.named, folder)
+        v = self.vision
+        if v.video_token is None or (v.frames_apart and None in (v.start_token, v.end_token)):
+            raise Corrupt("has videos, and the model's config names no video_token_id, or none around it")
+        return self.videos.read(medium, folder)
+
+    def patches(self, picture: Picture) -> Patches:
+        """The patches [n, values] of what `read` has accepted."""
+        return self.videos.patches(picture) if picture.seconds else self.images.patches(picture.contents[0])
+
+
+def _images(vision: Vision, directories: Sequence[Path], limits: Any) -> Images:
+    where, said = _settings(directories, IMAGE, vision)
+    pixels, colours = _OF_IMAGES
+    least, most = _pixels(said, limits, pixels, "data.images", where)
+    return Images(vision, limits.limit_bytes, limits.limit_pixels, least, most, *_colours(said, colours))
+
+
+def _videos(vision: Vision, directories: Sequence[Path], limits: Any) -> Videos:
+    where, said = _settings(directories, VIDEO, vision)
+    pixels, colours = _OF_VIDEOS[vision.frames_apart]
+    if vision.frames_apart:  # its class knows no other words
+        said = {name: value for name, value in said.items() if name not in ("min_pixels", "max_pixels")}
+    least, most = _pixels(said, limits, pixels, "data.videos", where)
+    fewest, many = (
+        getattr(limits, name) or said.get(name) or own
+        for name, own in zip(("min_frames", "max_frames"), _FRAMES, strict=True)
+    )
+    fps = limits.fps or said.get("fps") or _FPS
+    if not (all(isinstance(of, int) for of in (fewest, many)) and 0 < fewest <= many and _is_number(fps)):
+        raise UsageError(
+            f"data.videos: fps {shown(fps)}, min_frames {shown(fewest)}, max_frames {shown(many)}: must be a"
+            f" number above 0 and two that are in order{where}"
+        )
+    return Videos(
+        vision,
+        limits.limit_bytes,
+        limits.limit_pixels,
+        limits.limit_frames,
+        limits.limit_seconds,
+        fps,
+        fewest,
+        many,
+        least,
+        most,
+        *_colours(said, colours),
+    )
+
+
+def _pixels(
+    said: Mapping[str, Any], limits: Any, own: tuple[int, int], section: str, where: str
+) -> tuple[int, int]:
+    """The least and the most pixels: what the recipe says, or the files, or transformers' class."""
+    size = said.get("size") or {}
+    least = limits.min_pixels or said.get("min_pixels") or size.get("shortest_edge") or own[0]
+    most = limits.max_pixels or said.get("max_pixels") or size.get("longest_edge") or own[1]
+    if not 0 < least <= most:
+        raise UsageError(f"{section}: min_pixels {least} exceeds max_pixels {most}{where}")
+    return least, most
+
+
+def _colours(said: Mapping[str, Any], own: tuple[Sequence[float], Sequence[float]]) -> Iterator[tuple]:
+    return (tuple(said.get(f"image_{of}") or value) for of, value in zip(("mean", "std"), own, strict=True))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _settings(directories: Sequence[Path], kind: str, vision: Vision) -> tuple[str, dict[str, Any]]:
+    """What the first directory says of its processor, and where, for messages; ("", {}) where none does.
+
+    Raises UsageError for what is not computed, by name.
+    """
+    for at in directories:
+        nested = _object(at / _NESTED).get(f"{kind}_processor") or {}
+        for name, said in ((_NESTED, nested), *((own, _object(at / own)) for own in _OWN[kind])):
+            if not isinstance(said, dict):
+                raise UsageError(f"{at / name}: {kind}_processor must be a JSON object")
+            if said:
+                if others := list(_others(said, vision)):
+                    raise UsageError(f"{at / name}: {kind}s are not processed in this way", others)
+                return f" ({at / name})", said
+    return "", {}
+
+
+def _others(said: Mapping[str, Any], vision: Vision) -> Iterator[str]:
+    """What a processor is told to do in another way than is done here."""
+    done: dict[str, Any] = dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), True)
+    done |= dict.fromkeys(("do_center_crop", "do_pad", "cap_pixels_per_frame", "num_frames"))
+    done |= {"resample": 3, "rescale_factor": 1 / 255, "patch_size": vision.patch_size}
+    done |= {"temporal_patch_size": vision.temporal_patch_size, "merge_size": vision.merge_size}
+    for name, own in done.items():
+        value = said.get(name)
+        if value is not None and value != own and (value or own is not None):
+            yield f"{name} {shown(value)}" + ("" if own is None else f": must be {own:g}")
+
+
+def _object(path: Path) -> dict[str, Any]:
+    if not files.is_file(path):
+        return {}
+    try:
+        said = json.loads(files.content(path, 2**20))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(said, dict):
+        raise UsageError(f"{path}: must hold a JSON object")
+    return said
