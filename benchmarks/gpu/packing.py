@@ -93,15 +93,15 @@ class Steps:
             totals[event.key] += event.self_device_time_total / 1000
         return totals
 
-    def milliseconds(self, lengths: Sequence[int], *, packed: bool) -> float:
+    def milliseconds(self, lengths: Sequence[int], *, packed: bool, steps: int = STEPS) -> float:
         """The time of a step, on average of a few."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        for _ in range(STEPS):
+        for _ in range(steps):
             self.run(lengths, packed=packed)
         end.record()
         torch.cuda.synchronize()
-        return float(begin.elapsed_time(end)) / STEPS
+        return float(begin.elapsed_time(end)) / steps
 
 
 def uneven(count: int) -> list[int]:

@@ -1,6 +1,6 @@
 """Whether models that see images train on a GPU as on the cpu, and read digits in the end.
 
-python -m benchmarks.gpu.vision [--backends cpu cuda] [--steps 600]
+python -m benchmarks.gpu.vision [--backends cpu cuda] [--only SHAPE...] [--steps 600]
 
 Needs scikit-learn and transformers. Two shapes of models, Qwen2.5-VL's and Qwen3-VL's, in rows and in packs,
 in fp32 and in bf16: a few steps on the cpu, the same on the GPU. Then the digits of the demo in bf16 on the
@@ -80,6 +80,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--backends", nargs="+", default=["cpu", "cuda"])
+    parser.add_argument("--only", nargs="+", default=tuple(SHAPES), choices=tuple(SHAPES))
     parser.add_argument("--steps", type=int, default=600, help="of the digits; 0: none")
     given = parser.parse_args()
     digits = _digits()
@@ -88,7 +89,7 @@ def main() -> int:
         digits.make(shown)
         wrong = [
             compared(shape, layout, dtype, given.backends, shown)
-            for shape in SHAPES
+            for shape in given.only
             for layout in LAYOUTS
             for dtype in NATS
         ]
