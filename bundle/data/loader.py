@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from bundle.data import corpus
 from bundle.data.corpus import Corpus, LeftOut
-from bundle.data.samples import BLANK, Batch, Ints, Samples, permutation
+from bundle.data.samples import BLANK, Batch, Ints, Samples, dealt, permutation
 from bundle.distributed import world
 from bundle.distributed.watchdog import PATIENCE_SECONDS, Watchdog
 from bundle.distributed.world import disagreements, on_all_ranks
@@ -173,6 +173,21 @@ class Loader:
 
     def _batches(self, samples: Samples, numbers: Ints) -> Iterator[Batch]:
         """This rank's share of `numbers`, a whole number of global batches."""
-        portions = numbers.reshape(-1, self._dp, self._recipe.train.micro_batch_size)
-        for portion in portions[:, self._rank]:
-            yield samples.batch(portion)
+        for whole in numbers.reshape(-1, self._recipe.train.global_batch_size):
+            for portion in self._share(whole, samples.patches(whole)):
+                yield samples.batch(portion)
+
+    def _share(self, whole: Ints, patches: Ints) -> Ints:
+        """This rank's part of a global batch: [micro-batches, samples of one].
+
+        Where samples have unequally many `patches`, the micro-batches and then the ranks share them out, so
+        that no tower has much more to do than others. Micro-batches are the same for any number of ranks.
+        """
+        size = self._recipe.train.micro_batch_size
+        micro_batches = np.arange(len(whole)).reshape(-1, size)
+        shared = np.arange(len(micro_batches)).reshape(-1, self._dp).T
+        if len(np.unique(patches)) > 1:
+            micro_batches = dealt(patches, len(micro_batches))
+            shared = dealt(patches[micro_batches].sum(1), self._dp)
+        share: Ints = whole[micro_batches[shared[self._rank]]]
+        return share

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from heapq import heappop, heappush
 from typing import Any, Protocol
 
 import numpy as np
@@ -206,6 +207,10 @@ class Samples(Protocol):
         """The samples `numbers` [b] as one micro-batch."""
         ...
 
+    def patches(self, numbers: Ints) -> Ints:
+        """The patches [b] of the images and videos of each; all else in samples is padded to one size."""
+        ...
+
 
 class Windows:
     """Windows of `length` tokens, one after the other through all pieces, across documents.
@@ -228,6 +233,10 @@ class Windows:
         piece = np.searchsorted(self._before, places, side="right") - 1
         in_store = self._starts[piece] + places - self._before[piece]
         return _batch(numbers, self._ids[in_store], np.diff(in_store) == 1, np.arange(self._length))
+
+    def patches(self, numbers: Ints) -> Ints:
+        """None."""
+        return np.zeros_like(numbers)
 
 
 class Rows:
@@ -262,6 +271,12 @@ class Rows:
         made = replace(made, documents=_documents(self._store, rows, self._first, numbers))
         return _with_images(made, self._store, rows, self._images)
 
+    def patches(self, numbers: Ints) -> Ints:
+        """Those of the sequences that are a sample; a blank one is the first without loss."""
+        rows = self._spans.where(members(np.maximum(numbers, 0), self._together))
+        patches: Ints = _patches(self._store, rows).reshape(-1, self._together).sum(1)
+        return patches
+
 
 class Packs:
     """Several whole sequences per sample; one sample is a micro-batch."""
@@ -294,6 +309,11 @@ class Packs:
         made = replace(made, documents=_documents(self._store, spans, self._first, numbers))
         return _with_images(made, self._store, spans, self._images)
 
+    def patches(self, numbers: Ints) -> Ints:
+        """Those of the sequences of each pack."""
+        packs = [self._spans.where(self._packs[number]) for number in np.maximum(numbers, 0).tolist()]
+        return np.asarray([_patches(self._store, spans).sum() for spans in packs], np.int64)
+
 
 class Joined:
     """Samples of several data sets, numbered one after the other."""
@@ -319,10 +339,35 @@ class Joined:
         made = Batch(ids, labels, loss_mask, positions, found[0].lengths, documents=documents)
         return replace(made, pixels=torch.cat([b.pixels for b in found]), grids=grids, seconds=seconds)
 
+    def patches(self, numbers: Ints) -> Ints:
+        """Those of each, as its data set has them."""
+        owners = np.searchsorted(self._ends, np.maximum(numbers, 0), side="right")
+        found = np.zeros_like(numbers)
+        for owner in np.unique(owners).tolist():
+            part, here = self._parts[owner], owners == owner
+            found[here] = part.patches(np.maximum(numbers[here], 0) - (int(self._ends[owner]) - len(part)))
+        return found
+
 
 def joined(parts: Sequence[Samples]) -> Samples:
     """The samples of all parts as one."""
     return parts[0] if len(parts) == 1 else Joined(parts)
+
+
+def dealt(costs: Ints, groups: int) -> Ints:
+    """Which of the pieces of these costs each of `groups` has, all of them as many: [groups, pieces].
+
+    The most costly ones first, each to the group that has the least so far and room for one.
+    """
+    size = len(costs) // groups
+    found: list[list[int]] = [[] for _ in range(groups)]
+    least = [(0, group) for group in range(groups)]  # a heap
+    for piece in np.argsort(-costs, kind="stable").tolist():
+        cost, group = heappop(least)
+        found[group].append(piece)
+        if len(found[group]) < size:
+            heappush(least, (cost + int(costs[piece]), group))
+    return np.asarray(found, np.int64)
 
 
 def members(numbers: Ints, together: int) -> Ints:
@@ -333,8 +378,22 @@ def members(numbers: Ints, together: int) -> Ints:
 
 def _documents(store: Store, spans: Spans, first: int, numbers: Ints) -> Ints:
     """The numbers of the documents that hold these pieces; BLANK where the sample is."""
-    within = np.searchsorted(store.starts, spans.starts, side="right") - 1
-    return np.where(numbers == BLANK, BLANK, first + within)
+    return np.where(numbers == BLANK, BLANK, first + _owners(store, spans))
+
+
+def _owners(store: Store, spans: Spans) -> Ints:
+    """Which of the store's documents hold these pieces: [pieces]."""
+    owners: Ints = np.searchsorted(store.starts, spans.starts, side="right") - 1
+    return owners
+
+
+def _patches(store: Store, spans: Spans) -> Ints:
+    """The patches of the documents that hold these pieces: [pieces]."""
+    return (
+        np.zeros(len(spans), np.int64)
+        if store.pictures is None
+        else store.pictures.patches[_owners(store, spans)]
+    )
 
 
 def _learned(store: Store, places: Ints) -> NDArray[np.bool_]:
@@ -346,8 +405,7 @@ def _with_images(made: Batch, store: Store, spans: Spans, images: Processing | N
     """The batch of whole documents with their images and videos, decoded by several threads."""
     if store.pictures is None or images is None:
         return made
-    documents = np.searchsorted(store.starts, spans.starts, side="right") - 1
-    pictures, numbers = store.pictures, store.pictures.of(documents)
+    pictures, numbers = store.pictures, store.pictures.of(_owners(store, spans))
     if not len(numbers):
         return made
     with ThreadPoolExecutor(min(THREADS, len(numbers))) as threads:

@@ -224,6 +224,13 @@ class Pictures:
         """The first file of each image and video; where the bytes of each file begin."""
         return starts(self.files), starts(self.contents.lengths)
 
+    @cached_property
+    def patches(self) -> Ints:
+        """How many patches each document has: [documents]."""
+        whole, ends = np.append(0, np.cumsum(self.grids.prod(1))), np.cumsum(self.counts)
+        patches: Ints = whole[ends] - whole[ends - self.counts]
+        return patches
+
     def of(self, documents: Ints) -> Ints:
         """The numbers of the images and videos of these documents, one after the other."""
         return ramp(starts(self.counts)[documents], self.counts[documents])
