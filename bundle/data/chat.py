@@ -17,7 +17,7 @@ from bundle.data import media
 from bundle.data.media import Medium
 from bundle.data.sources import Corrupt, Values, text_of
 from bundle.data.store import Document
-from bundle.data.tokenizers import HuggingFace, Tokenizer, Tokens
+from bundle.data.tokenizers import HuggingFace, Tokenizer
 from bundle.errors import UsageError, shown
 from bundle.recipe.sections import Data, Fields
 
@@ -293,10 +293,9 @@ class Headings:
             pieces.append((f"{message['content']}\n", answers, learned))
         return pieces
 
-    def prompt(self, messages: list[Message]) -> Tokens:
-        """The tokens after which the assistant speaks."""
-        pieces = [*self.draft(Conversation(messages, ())), (_heading("assistant"), False, False)]
-        return next(self.encode([pieces])).ids
+    def prompt(self, messages: list[Message]) -> list[tuple[str, bool, bool]]:
+        """What the assistant speaks after, as a draft of which nothing is learned."""
+        return [*self.draft(Conversation(messages, ())), (_heading("assistant"), False, False)]
 
     def encode(self, drafts: Sequence[list[tuple[str, bool, bool]]]) -> Iterator[Document]:
         """The tokens of each draft."""
@@ -336,10 +335,13 @@ class ChatTemplate:
             _refuse_left_out(conversation.messages[index], learned)
         return text, parts
 
-    def prompt(self, messages: list[Message]) -> Tokens:
-        """The tokens after which the assistant speaks. Raises Corrupt where the template refuses."""
+    def prompt(self, messages: list[Message]) -> tuple[str, list[Part]]:
+        """What the assistant speaks after, as a draft of which nothing is learned.
+
+        Raises Corrupt where the template refuses.
+        """
         with self._understood():
-            return self._tokenizer.encode([self._render(messages, None, prompt=True)])[0]
+            return self._render(messages, None, prompt=True), []
 
     def encode(self, drafts: Sequence[tuple[str, list[Part]]]) -> Iterator[Document]:
         """The tokens of each draft: one is learned when it begins in a part that is."""

@@ -4,20 +4,19 @@ As in transformers, of both directories that a job has: the section of a process
 processors, or else its own file, for videos also that of images.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bundle import files
-from bundle.architectures import Vision
+from bundle.architectures import Vision, from_config
 from bundle.data.images import Images, Patches
 from bundle.data.media import IMAGE, VIDEO, Medium, Picture
 from bundle.data.sources import Corrupt
 from bundle.data.videos import Videos
 from bundle.errors import UsageError, shown
-from bundle.recipe import Recipe
+from bundle.recipe import Recipe, sections
 
 _NESTED = "processor_config.json"
 _OWN = {
@@ -51,8 +50,26 @@ class Processing:
         kind, _, tokenizer = recipe.data.tokenizer.partition(":")
         places = [recipe.model.path, tokenizer if kind == "hf" else None]
         directories = [Path(place) for place in places if place]
-        vision, data = recipe.architecture.vision, recipe.data
-        return cls(_images(vision, directories, data.images), _videos(vision, directories, data.videos))
+        return cls._made(recipe.architecture.vision, directories, recipe.data.images, recipe.data.videos)
+
+    @classmethod
+    def of_directory(cls, directory: Path) -> "Processing | None":
+        """That of a Hugging Face directory, where no recipe says more; None where its model sees nothing."""
+        config = directory / "config.json"
+        vision = from_config(files.json_object(config), str(config)).vision
+        if vision is None:
+            return None
+        return cls._made(vision, [directory], sections.Images(), sections.Videos())
+
+    @classmethod
+    def _made(
+        cls,
+        vision: Vision,
+        directories: Sequence[Path],
+        of_images: sections.Images,
+        of_videos: sections.Videos,
+    ) -> "Processing":
+        return cls(_images(vision, directories, of_images), _videos(vision, directories, of_videos))
 
     @property
     def vision(self) -> Vision:
@@ -73,14 +90,14 @@ class Processing:
         return self.videos.patches(picture) if picture.seconds else self.images.patches(picture.contents[0])
 
 
-def _images(vision: Vision, directories: Sequence[Path], limits: Any) -> Images:
+def _images(vision: Vision, directories: Sequence[Path], limits: sections.Images) -> Images:
     where, said = _settings(directories, IMAGE, vision)
     pixels, colours = _OF_IMAGES
     least, most = _pixels(said, limits, pixels, "data.images", where)
     return Images(vision, limits.limit_bytes, limits.limit_pixels, least, most, *_colours(said, colours))
 
 
-def _videos(vision: Vision, directories: Sequence[Path], limits: Any) -> Videos:
+def _videos(vision: Vision, directories: Sequence[Path], limits: sections.Videos) -> Videos:
     where, said = _settings(directories, VIDEO, vision)
     pixels, colours = _OF_VIDEOS[vision.frames_apart]
     if vision.frames_apart:  # its class knows no other words
@@ -112,7 +129,11 @@ def _videos(vision: Vision, directories: Sequence[Path], limits: Any) -> Videos:
 
 
 def _pixels(
-    said: Mapping[str, Any], limits: Any, own: tuple[int, int], section: str, where: str
+    said: Mapping[str, Any],
+    limits: sections.Images | sections.Videos,
+    own: tuple[int, int],
+    section: str,
+    where: str,
 ) -> tuple[int, int]:
     """The least and the most pixels: what the recipe says, or the files, or transformers' class."""
     size = said.get("size") or {}
@@ -137,8 +158,11 @@ def _settings(directories: Sequence[Path], kind: str, vision: Vision) -> tuple[s
     Raises UsageError for what is not computed, by name.
     """
     for at in directories:
-        nested = _object(at / _NESTED).get(f"{kind}_processor") or {}
-        for name, said in ((_NESTED, nested), *((own, _object(at / own)) for own in _OWN[kind])):
+        there = {
+            name: files.json_object(at / name) for name in (_NESTED, *_OWN[kind]) if files.is_file(at / name)
+        }
+        there[_NESTED] = there.get(_NESTED, {}).get(f"{kind}_processor") or {}
+        for name, said in there.items():
             if not isinstance(said, dict):
                 raise UsageError(f"{at / name}: {kind}_processor must be a JSON object")
             if said:
@@ -158,15 +182,3 @@ def _others(said: Mapping[str, Any], vision: Vision) -> Iterator[str]:
         value = said.get(name)
         if value is not None and value != own and (value or own is not None):
             yield f"{name} {shown(value)}" + ("" if own is None else f": must be {own:g}")
-
-
-def _object(path: Path) -> dict[str, Any]:
-    if not files.is_file(path):
-        return {}
-    try:
-        said = json.loads(files.content(path, 2**20))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(said, dict):
-        raise UsageError(f"{path}: must hold a JSON object")
-    return said

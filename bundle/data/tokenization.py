@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from bundle.architectures import Vision
 from bundle.data import chat, preferences
 from bundle.data.chat import Conversation, writer
-from bundle.data.media import IMAGE, VIDEO, Picture
+from bundle.data.media import IMAGE, VIDEO, Medium, Picture
 from bundle.data.processing import Processing
 from bundle.data.sources import Corrupt, DataErrors, Noted, Values, rows, texts
 from bundle.data.store import Chunk, Document, Ints
@@ -99,7 +100,9 @@ def _encoded(encoding: Encoding, made: Tokenizer, given: _Rows) -> Chunk:
     else:
         placed = _conversations(encoding, made, chunk, errors)
     if (images := encoding.images) is not None:
-        placed = errors.passed(placed, lambda documents: [_with_room(one, images) for one in documents])
+        placed = errors.passed(
+            placed, lambda documents: [with_room(one, one.pictures or (), images.vision) for one in documents]
+        )
     found = errors.passed(placed, lambda documents: [_checked(one, made.vocab_size) for one in documents])
     if encoding.task != "pretrain":
         found = _fitting(found, data.truncation, encoding.longest, errors)
@@ -118,8 +121,10 @@ def _conversations(
         return (chat.conversation(values, data),)
 
     def drafted(row: tuple[str, Values]) -> list[tuple[Any, tuple[Picture, ...] | None]]:
-        place, values = row
-        return [_drafted(encoding, made, write.draft(each), each, place) for each in read(values)]
+        place, values = row  # "file:line"
+        folder = Path(place.rpartition(":")[0]).parent
+        each = [(write.draft(said), said.media) for said in read(values)]
+        return [seen(encoding.images, made, draft, media, folder) for draft, media in each]
 
     rows = list(errors.passed(((row[0], row) for row in given), drafted))
     drafts: list[Any] = [draft for _, each in rows for draft, _ in each]
@@ -130,19 +135,18 @@ def _conversations(
         yield place, [replace(document, pictures=pictures) for (_, pictures), document in of_row]
 
 
-def _drafted(
-    encoding: Encoding, made: Tokenizer, draft: Any, said: Conversation, place: str
+def seen(
+    processing: Processing | None, made: Tokenizer, draft: Any, media: Sequence[Medium], folder: Path
 ) -> tuple[Any, tuple[Picture, ...] | None]:
-    """The draft of a conversation with its images and videos, which are found from where its row is.
+    """A draft with its images and videos, whose files lie in `folder`; None: the model sees none.
 
-    `place` is that: "file:line". Where frames stand apart, each has its place in the draft.
+    Where frames stand apart, each has its place in the draft. Raises Corrupt.
     """
-    if (processing := encoding.images) is None:
-        if said.media:
-            raise Corrupt(f"has {said.media[0].kind}s, and the model sees none")
+    if processing is None:
+        if media:
+            raise Corrupt(f"has {media[0].kind}s, and the model sees none")
         return draft, None
-    folder = Path(place.rpartition(":")[0]).parent
-    pictures = tuple(processing.read(medium, folder) for medium in said.media)
+    pictures = tuple(processing.read(medium, folder) for medium in media)
     vision = processing.vision
     if vision.frames_apart and (videos := [picture for picture in pictures if picture.seconds]):
         tokens = (vision.start_token, vision.video_token, vision.end_token)
@@ -152,12 +156,11 @@ def _drafted(
     return draft, pictures
 
 
-def _with_room(document: Document, images: Processing) -> Document:
+def with_room(document: Document, pictures: Sequence[Picture], v: Vision) -> Document:
     """The document with as many tokens as embeddings, where the template has written one an image or video.
 
-    Where frames stand apart, there is one for each of a video's.
+    Where frames stand apart, there is one for each of a video's. Raises Corrupt where there is not.
     """
-    v, pictures = images.vision, document.pictures or ()
     tokens = {IMAGE: v.image_token, VIDEO: v.video_token}
     kinds = [VIDEO if picture.seconds else IMAGE for picture in pictures]
     apart = [picture.grid[0] if v.frames_apart else 1 for picture in pictures]

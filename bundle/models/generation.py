@@ -1,11 +1,13 @@
-"""What a model answers, by transformers' own class: token ids in, token ids out."""
+"""What a model answers, by transformers' own class: token ids and what they show in, token ids out."""
 
+import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bundle.errors import EnvironmentUnfit, UsageError
 
@@ -20,9 +22,27 @@ class Sampling:
     seed: int = 0
 
 
-def answers(
-    directory: Path, prompts: Iterable[Sequence[int]], end: int, sampling: Sampling
-) -> Iterator[list[int]]:
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """The images and videos of a prompt, in order: `patches` [n, values] of all of them, `grids` [images, 3].
+
+    `seconds` [images] are from one patch of a video to the next; 0 of an image.
+    """
+
+    patches: Tensor
+    grids: Tensor
+    seconds: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids, those of images and videos as many as their embeddings, and what these show."""
+
+    ids: Sequence[int]
+    shown: Shown | None = None
+
+
+def answers(directory: Path, prompts: Iterable[Prompt], end: int, sampling: Sampling) -> Iterator[list[int]]:
     """The ids that follow each prompt in the model of a Hugging Face directory, one prompt after the other.
 
     An answer ends with `end`, with what the directory's generation config ends it with, or is cut at
@@ -41,10 +61,32 @@ def answers(
     )
     torch.manual_seed(sampling.seed)
     for prompt in prompts:
-        ids = torch.tensor([list(prompt)], device=model.device)
+        ids = torch.tensor([list(prompt.ids)], device=model.device)
         model.generation_config = settings
-        found = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+        given = {"attention_mask": torch.ones_like(ids), **_shown(model, ids, prompt.shown)}
+        found = model.generate(ids, **given, generation_config=settings)
         yield found[0, ids.shape[1] :].tolist()
+
+
+def _shown(model: Any, ids: Tensor, shown: Shown | None) -> dict[str, Tensor]:
+    """What is shown with token ids [1, t], in the words of transformers' model, as far as it knows them."""
+    if shown is None:
+        return {}
+    kinds = (ids == model.config.image_token_id).int() + 2 * (ids == model.config.video_token_id).int()
+    found = {"mm_token_type_ids": kinds}
+    each = shown.patches.split(shown.grids.prod(1).tolist())
+    for moving, pixels, grids in (
+        (False, "pixel_values", "image_grid_thw"),
+        (True, "pixel_values_videos", "video_grid_thw"),
+    ):
+        here = (shown.seconds > 0) == moving
+        if here.any():
+            found[pixels] = torch.cat([each[number] for number in here.nonzero().flatten().tolist()])
+            found[grids] = shown.grids[here]
+    if (shown.seconds > 0).any():
+        found["second_per_grid_ts"] = shown.seconds[shown.seconds > 0].float()
+    known = inspect.signature(model.forward).parameters
+    return {name: of.to(model.device) for name, of in found.items() if name in known}
 
 
 def _opened(directory: Path) -> Any:
