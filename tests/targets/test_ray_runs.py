@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,6 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from bundle.launch import job as job_file
+from bundle.targets import kubernetes
+from bundle.targets.kubernetes.options import Options
+from bundle.targets.kubernetes.pod import HOME, JOB
 from tests.launch.launched import ROOT
 from tests.targets import raycluster
 from tests.targets.raycluster import Cluster
@@ -127,3 +132,33 @@ def test_where_the_driver_is_killed_its_ranks_end_and_the_same_command_goes_on(b
     until(free)
     assert "goes on after step" in ended(bundle(*words), 0)[0]
     assert sorted(losses(run)) == list(range(1, 61))
+
+
+def test_where_the_head_is_lost_a_rayjob_goes_on_with_the_losses_of_a_run_that_lost_none(
+    bundle, cluster, tmp_path
+):
+    sets = ("--set=train.steps=40", "--set=checkpoint.interval=4")
+    ended(bundle("launch", "ray", *RECIPE, *sets, *TWO, "--run-directory=whole"), 0)
+    ended(bundle("plan", *RECIPE, *sets, *TWO, "--job=job.json"), 0)
+    job = job_file.load(tmp_path / "job.json")
+    rayjob = kubernetes.objects(job, Options(image="bundle", claim="runs", form="rayjob"))[-1]
+    # What KubeRay runs on the head that it makes, and on the next one that it makes where that is lost.
+    entrypoint = rayjob["spec"]["entrypoint"].replace(HOME, str(tmp_path)).replace(JOB, str(tmp_path))
+    words = shlex.split(entrypoint)
+    words, run = words[words.index("launch") :], tmp_path / "runs/demo"
+    driver = bundle(*words)
+    until(lambda: list((run / "checkpoints").glob("step-*")))
+    cluster.lose_head()
+    ended(driver, -signal.SIGKILL)
+    before = max(losses(run))
+    assert before < 40
+    cluster.begin_again()
+    for _ in range(rayjob["spec"]["backoffLimit"]):  # the other machine's ranks may still end
+        driver = bundle(*words)
+        said, _ = driver.communicate(timeout=900)
+        if driver.returncode == 0:
+            break
+    assert driver.returncode == 0, said
+    assert re.search(r"goes on after step (4|8|12|16|20|24|28|32|36)\b", said), said
+    assert losses(run) == losses(tmp_path / "whole")
+    assert sorted(losses(run)) == list(range(1, 41))
