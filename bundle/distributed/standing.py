@@ -11,12 +11,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import typing_extensions
 
 from bundle.launch.hang import Collective, Standing
 from bundle.launch.outcomes import node_name
 
 # Where a rank stands is told by what calls these, megatron or us; the last is what torch calls for a facade.
-_LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(torch.__file__).parent), "<")
+# typing_extensions wraps what torch has marked as deprecated, of its collectives too.
+_LIBRARIES = (
+    sysconfig.get_path("stdlib"),
+    str(Path(torch.__file__).parent),
+    str(typing_extensions.__file__),
+    "<",
+)
 _BETWEEN = "__torch_function__"
 
 

@@ -119,6 +119,7 @@ def test_a_node_that_was_killed_with_all_that_belongs_to_it_is_lost(job, node, t
     group = int(Path(name, "group").read_text().split()[0])
     os.killpg(group, signal.SIGKILL)
     until(lambda: local.state(name).name == "LOST")
+    assert local.state(name) == local.State("LOST", "killed, or its machine was", 5)
     assert local.wait(name) == 5
 
 

@@ -13,7 +13,11 @@ from pathlib import Path
 import pytest
 
 from bundle.environment.image import BuildInfo
+from bundle.launch.job import UNDECIDED, of_plan
 from bundle.launch.outcomes import node_name
+from bundle.patches.subject import DEFAULT
+from bundle.planning import plan_for
+from bundle.recipe import load
 from tests.launch.launched import ROOT, reserved
 from tests.runs.numbers import learned
 from tests.training import command
@@ -81,7 +85,11 @@ def test_sigterm_inside_a_checkpoint_completes_it_and_ends_with_75(whole, tmp_pa
     while not list((directory / "checkpoints").glob(".writing-*")):
         assert process.poll() is None and time.monotonic() < deadline
     process.send_signal(signal.SIGTERM)
-    step = stopped_at(finish(process, 75))
+    said = finish(process, 75)
+    step = stopped_at(said)
+    assert said.splitlines()[-1] == (
+        f"mcore-bundle: stopped at step {step} as told; a checkpoint is written, start it again"
+    )
     left = sorted(path.name for path in (directory / "checkpoints").iterdir())
     assert left[-1] == f"step-{step:08d}" and not [name for name in left if name.startswith(".")]
     assert f"goes on after step {step}" in finish(command.train("demo", directory, TINY, *each))
@@ -116,8 +124,15 @@ def test_nodes_that_were_told_of_different_jobs_both_end_and_say_in_what_they_di
 
 
 @pytest.mark.skipif(not HAS_NAMESPACES, reason="needs root, and unshare")
-def test_nodes_of_different_images_both_end_and_say_so(tmp_path):
+@pytest.mark.parametrize("decided", [True, False], ids=["each has its own", "nobody said which"])
+def test_nodes_of_different_images_both_end_and_say_so(tmp_path, decided):
     pytest.importorskip("megatron.core")
+    recipe = "demo"
+    if not decided:
+        plan = plan_for(load("demo", TINY), backend="cpu", named="cpu", mcore=DEFAULT, nodes=2, per_node=1)
+        job = of_plan(plan, tmp_path / "run", record=UNDECIDED)
+        (tmp_path / "job.json").write_text(job.text())
+        recipe = f"--job={tmp_path / 'job.json'}"
     # What is in the image, in a mount namespace of each node: the machine's own /opt stays as it is.
     script = 'mount -t tmpfs none /opt; mkdir /opt/bundle; cp "$0" /opt/bundle/build-info.json; exec "$@"'
     started = []
@@ -130,9 +145,10 @@ def test_nodes_of_different_images_both_end_and_say_so(tmp_path):
                     packages={"torch": torch},
                 ).text()
             )  # fmt: skip
-            words = ["train", "demo", "--nodes=2", f"--node-rank={node}", "--devices-per-node=1"]
-            words += [f"--rendezvous=127.0.0.1:{port}", f"--run-directory={tmp_path / 'run'}"]
-            words += [f"--set={override}" for override in TINY]
+            words = ["train", recipe, "--nodes=2", f"--node-rank={node}", f"--rendezvous=127.0.0.1:{port}"]
+            if decided:
+                words += ["--devices-per-node=1", f"--run-directory={tmp_path / 'run'}"]
+                words += [f"--set={override}" for override in TINY]
             inside = ["unshare", "--mount", "sh", "-ec", script, str(record)]
             started.append(
                 subprocess.Popen(
@@ -146,10 +162,15 @@ def test_nodes_of_different_images_both_end_and_say_so(tmp_path):
             )
         said = [finish(process, 3).splitlines()[-1] for process in started]
     digest = r"[0-9a-f]{16}"
+    differs = (
+        rf"image \(rank 0: {digest}; rank 1: {digest}\), and 1 more"
+        if decided
+        else r"rank 1: image, torch: 2\.13\.0 in the job, 2\.12\.0 here"
+    )
     for node, sentence in enumerate(said):
         assert re.fullmatch(
-            rf"rank {node} on \S+: the ranks are not about to do what was decided, all the same: image \(rank"
-            rf" 0: {digest}; rank 1: {digest}\), and 1 more; a restart does not mend this",
+            rf"rank {node} on \S+: the ranks are not about to do what was decided, all the same: {differs};"
+            " a restart does not mend this",
             sentence,
         )
     assert not (tmp_path / "run" / "checkpoints").exists()
