@@ -3,13 +3,16 @@
 Anything that cannot be true is refused.
 """
 
+import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 from bundle.errors import UsageError
 from bundle.launch.starters import STARTERS, Claim, Fact, Variables, claim, host_and_port
 
 LOOPBACK = "127.0.0.1"
+_DISCARD = 9  # a port; nothing is sent there
 ALONE = "nobody set a rank or a node in the environment: one node, this machine"
 
 
@@ -129,3 +132,13 @@ def _gaps(answer: Claim, environment: Mapping[str, str]) -> list[str]:
         named = f"MASTER_ADDR={environment['MASTER_ADDR']!r} " if environment.get("MASTER_ADDR") else ""
         found.append(f"{said['nodes']}, but where they meet is not said {named}: say --rendezvous HOST:PORT")
     return found
+
+
+def own_address(other: str) -> str:
+    """The address of this machine by which it would speak to another; its name where that is not known."""
+    with suppress(OSError):
+        for family, kind, _, _, where in socket.getaddrinfo(other, _DISCARD, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind) as out:
+                out.connect(where)  # sends nothing
+                return str(out.getsockname()[0])
+    return socket.gethostname()

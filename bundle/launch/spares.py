@@ -6,10 +6,8 @@ lost or bad, or the end.
 
 import logging
 import signal
-import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from bundle.errors import ExitCode
 from bundle.launch import nodes, outcomes
 from bundle.launch.causes import Action, Kind
 from bundle.launch.process import Ended, hearing
-from bundle.launch.rendezvous import Rendezvous
+from bundle.launch.rendezvous import Rendezvous, own_address
 from bundle.launch.restarts import mends
 from bundle.launch.roster import LOST_SECONDS, Entry, Roster, Round, resolved, upcoming
 from bundle.launch.verdict import Verdict
@@ -25,7 +23,6 @@ from bundle.launch.verdict import Verdict
 _log = logging.getLogger(__name__)
 
 FOLDER = "roster"
-_DISCARD = 9  # a port; nothing is sent there
 _SLEEP_SECONDS = 0.1
 
 
@@ -39,7 +36,7 @@ class Spares:
     def __init__(self, where: Rendezvous, spares: int, logs: Path, *, wait: float, most: int) -> None:
         self._where, self._nodes = where, where.nodes - spares
         self._wait, self._most = wait, most
-        address = where.address if where.node_rank == 0 else _reached_from(where.address)
+        address = where.address if where.node_rank == 0 else own_address(where.address)
         self._roster = Roster(logs / FOLDER, where.node_rank, outcomes.node_name(), address)
         self._stopped: int | None = None
 
@@ -167,13 +164,3 @@ class Spares:
 
     def _hear(self, number: int, _: Any) -> None:
         self._stopped = number
-
-
-def _reached_from(address: str) -> str:
-    """The address of this machine by which it would speak to another; its name where that is not known."""
-    with suppress(OSError):
-        for family, kind, _, _, where in socket.getaddrinfo(address, _DISCARD, type=socket.SOCK_DGRAM):
-            with suppress(OSError), socket.socket(family, kind) as out:
-                out.connect(where)  # sends nothing
-                return str(out.getsockname()[0])
-    return socket.gethostname()

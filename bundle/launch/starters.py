@@ -318,6 +318,17 @@ STARTERS: tuple[Callable[[Variables], Claim | None], ...] = (
 )
 
 
+# What the readers above read, and what beside it is of the same starters.
+_SAID = re.compile(
+    r"(SLURM|PET|GROUP)_.*|(LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|JOB_COMPLETION_INDEX", re.ASCII
+)
+
+
+def unstarted(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what starters say in it, for a process whose place is another."""
+    return {name: value for name, value in environment.items() if not _SAID.fullmatch(name)}
+
+
 def _quotient(env: Variables, world: Fact[int], per_node: Fact[int]) -> Fact[int] | None:
     nodes, rest = divmod(world.value, per_node.value)
     if rest:

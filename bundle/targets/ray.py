@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -23,7 +23,8 @@ from bundle.launch.job import NAME, Job
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-STOP = "stop"
+STOP, TOKEN = "stop", "token"  # beside a job's file: it is to save and end; that of a cluster of its own
+_OBJECTS = 10**8  # bytes: what is handed around are lines of text; the rest of /dev/shm is the ranks'
 # How often a job is looked at, and for how long its cluster may not answer meanwhile.
 LOOK_SECONDS, PATIENCE_SECONDS = 2.0, 600
 
@@ -66,6 +67,15 @@ def bundles(job: Job) -> list[dict[str, float]]:
     resource = capabilities.of(job.backend).resource(job.generation)
     devices = {resource.ray: float(job.per_node)} if resource else {}
     return [{"CPU": 1.0} | devices for _ in range(job.nodes)]
+
+
+def started_with(bundle: Mapping[str, float]) -> dict[str, str]:
+    """What `ray start` is told of a machine that has just what a bundle asks for."""
+    counted = {"CPU": "num-cpus", "GPU": "num-gpus"}
+    said = {counted[name]: f"{count:g}" for name, count in bundle.items() if name in counted}
+    if others := {name: count for name, count in bundle.items() if name not in counted}:
+        said["resources"] = json.dumps(others)
+    return said | {"object-store-memory": str(_OBJECTS)}
 
 
 def request(job: Job, options: Options, workdir: Path) -> dict[str, Any]:

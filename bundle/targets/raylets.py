@@ -5,6 +5,7 @@ same job once more, goes on from the last checkpoint in the run directory.
 """
 
 import logging
+import os
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from bundle.launch.causes import Action, Kind
 from bundle.launch.job import Job
 from bundle.launch.process import Ended, death_signal
 from bundle.launch.restarts import repeated
+from bundle.launch.starters import unstarted
 from bundle.launch.verdict import Verdict
 from bundle.targets.ray import STOP, Options, bundles, imported, why
 
@@ -45,6 +47,8 @@ class Node:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "bundle", *words],
             cwd=workdir,
+            # Whoever started Ray's machines has numbered them, and the job's nodes are numbered otherwise.
+            env=unstarted(os.environ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -22,6 +22,7 @@ from bundle.files import json_digest
 from bundle.launch import grace
 from bundle.launch import job as job_file
 from bundle.launch.job import NAME, Job
+from bundle.targets import ray
 from bundle.targets.client import asked
 from bundle.targets.growing import grown
 
@@ -52,7 +53,8 @@ class Options:
     `sbatch`: further options of sbatch, "partition=gpu" or "exclusive", which win over ours; `mounts`: what a
     container sees of the host, "SRC" or "SRC:DST", beside the working and the run directory; `restarts`: how
     often ranks are started again in place, without a new checkpoint between; `preflight`: first every node
-    does what the job will ask of it; `spares`: nodes beyond those of the job, which take the place of others.
+    does what the job will ask of it; `spares`: nodes beyond those of the job, which take the place of others;
+    `ray`: its nodes are started through a Ray cluster of their own.
     """
 
     sbatch: tuple[str, ...] = ()
@@ -62,6 +64,7 @@ class Options:
     restarts: int = 0
     preflight: bool = False
     spares: int = 0
+    ray: bool = False
     python: str = sys.executable
 
     def violations(self) -> Iterator[str]:
@@ -76,6 +79,8 @@ class Options:
         if self.mounts and not self.image:
             yield "--mount: only a container has mounts: say --image as well"
         yield from (f"--mount {shown(text)}: holds a comma" for text in self.mounts if "," in text)
+        if self.ray and (self.preflight or self.spares):
+            yield "--ray: leave out --preflight and --spares, which nodes do that Slurm starts by itself"
 
 
 class State(NamedTuple):
@@ -123,7 +128,7 @@ def script(job: Job, options: Options, workdir: Path) -> str:
         "requeue": "",
         # A node that is lost ends all of them otherwise; only the first, where the script runs, still does.
         **({"no-kill": ""} if options.spares else {}),
-        "signal": f"TERM@{min(grace.seconds(job), _LONGEST_GRACE)}",
+        "signal": f"{'B:' if options.ray else ''}TERM@{min(grace.seconds(job), _LONGEST_GRACE)}",
     }
     if resource := capabilities.of(job.backend).resource(job.generation):
         ours |= dict([_named(resource.slurm.format(job.per_node))])
@@ -132,19 +137,12 @@ def script(job: Job, options: Options, workdir: Path) -> str:
     # Tasks that are left alone end by themselves, with a code that says why; ended by Slurm, with none.
     step = ["srun", "--cpu-bind=none", "--kill-on-bad-exit=0", *(["--no-kill"] if options.spares else [])]
     step += _inside(job, options, workdir)
-    words = job_file.words(
-        job,
-        where / NAME,
-        restarts=options.restarts,
-        preflight=options.preflight,
-        spares=options.spares,
-    )
+    run = _through_ray(step, where, options) if options.ray else _ranks(step, job, where, options)
     stopped, ended = (shlex.quote(f"{where}/{what}-") for what in ("stopped", "ended"))
     return f"""#!/bin/bash
 {directives}
 # Written by `mcore-bundle launch slurm`; what every node executes is {NAME} beside it.
-{shlex.join((*step, *words))}
-code=$?
+{run}
 # Told to save, by its time limit or for another job: it goes on from its checkpoint, unless it was to stop.
 if [ $code -eq {ExitCode.PREEMPTED.value} ] && [ ! -e {stopped}"$SLURM_JOB_ID" ]; then
     scontrol requeue "$SLURM_JOB_ID"
@@ -153,6 +151,33 @@ else
 fi
 exit $code
 """
+
+
+def _ranks(step: Sequence[str], job: Job, where: Path, options: Options) -> str:
+    """The lines that start the ranks of all nodes, and keep what they come to."""
+    words = job_file.words(
+        job,
+        where / NAME,
+        restarts=options.restarts,
+        preflight=options.preflight,
+        spares=options.spares,
+    )
+    return f"{shlex.join((*step, *words))}\ncode=$?"
+
+
+def _through_ray(step: Sequence[str], where: Path, options: Options) -> str:
+    """The lines that start a Ray cluster on all nodes, and the job in there.
+
+    Slurm's signal would reach Ray's processes as well, of some clusters: to save is asked for by a file.
+    """
+    words = ("launch", "ray", f"--job={where / NAME}", f"--restarts={options.restarts}", "--start")
+    stop = shlex.quote(str(where / ray.STOP))
+    return f"""rm -f {stop}
+save() {{ touch {stop}; }}
+trap save TERM
+{shlex.join((*step, *words))} &
+# A signal ends the wait, and not the step.
+while wait $!; code=$?; kill -0 $! 2>/dev/null; do :; done"""
 
 
 def submit(job: Job, options: Options, workdir: Path) -> str:
@@ -195,7 +220,9 @@ def stop(number: str) -> None:
         return
     if now.name == "RUNNING" and now.output is not None:
         (now.output.parent / f"stopped-{number}").touch()
-        asked("scancel", "--signal=TERM", number)  # the step alone: its batch script says how it ended
+        # The step alone, whose batch script says how it ended; of Ray's, the script, which has it save.
+        batch = ["--batch"] if files.is_file(now.output.parent / ray.TOKEN) else []
+        asked("scancel", *batch, "--signal=TERM", number)
     else:
         asked("scancel", number)
 

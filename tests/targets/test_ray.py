@@ -1,5 +1,6 @@
 """What Ray is asked for a job, and what its answers mean. What it does with that: test_ray_runs.py."""
 
+import re
 import shlex
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 
 from bundle.errors import UsageError
 from bundle.launch.job import Job
-from bundle.targets import ray
+from bundle.launch.rendezvous import Rendezvous
+from bundle.targets import ray, raycluster
 from bundle.targets.ray import Options
 from bundle.targets.raylets import Node
 from tests.targets.test_docker import decided
@@ -94,6 +96,50 @@ def test_what_ray_sends_into_a_node_that_is_read_does_not_end_it(tmp_path):
     assert lines[-1] == 2
 
 
+def test_who_started_rays_machines_says_nothing_of_the_nodes_of_a_job(tmp_path, monkeypatch):
+    slurm = {"JOB_ID": "1", "STEP_ID": "0", "NNODES": "2", "NODEID": "1", "JOB_NODELIST": "gpu[1-2]"}
+    for name, value in slurm.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    words = ("train", "demo", "--backend=cpu", "--nodes=2", "--node-rank=0", "--rendezvous=h:1", "--dry-run")
+    *lines, code = Node().run(words, str(tmp_path))
+    assert code == 0, lines
+
+
+@pytest.mark.parametrize(
+    ("machine", "asked"),
+    [
+        (("cuda", "h200", 2, 8), {"--num-cpus=1", "--num-gpus=8"}),
+        (("ascend", "a3", 2, 4), {"--num-cpus=1", '--resources={"NPU": 4.0}'}),
+    ],
+)
+def test_a_cluster_of_its_own_has_the_devices_of_the_job_and_a_dashboard_that_is_not_public(machine, asked):
+    job = decided(*machine)
+    head = raycluster.words(job, "10.0.0.1:20001", "10.0.0.1", Path("/tmp/ray-0123"))
+    other = raycluster.words(job, "10.0.0.1:20001", "10.0.0.2", None)
+    alike = {"start", "--block", "--disable-usage-stats", "--object-store-memory=100000000", *asked}
+    for words, own, where in (
+        (head, "10.0.0.1", {"--head", "--port=20001", "--temp-dir=/tmp/ray-0123"}),
+        (other, "10.0.0.2", {"--address=10.0.0.1:20001"}),
+    ):
+        assert alike | where | {f"--node-ip-address={own}"} <= set(words)
+    assert "--dashboard-host=127.0.0.1" in head
+    assert not {each for each in other if each.startswith(("--head", "--dashboard-host", "--temp-dir"))}
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ({"nodes": 3}, "the job has 2 nodes, with one process on each; slurm says 3"),
+        ({"rank": 1, "local_rank": 1, "world_size": 4}, "one process on each; slurm says 2 (two tasks)"),
+    ],
+)
+def test_other_machines_than_those_of_the_job_are_no_cluster_of_it(job, tmp_path, place, said):
+    where = Rendezvous(2, 0, "h", 1, "slurm", "two tasks")._replace(**place)
+    with pytest.raises(UsageError, match=re.escape(said)):
+        raycluster.run(job, tmp_path / "job.json", where, lambda: 0, 1)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [
@@ -115,6 +161,8 @@ def test_what_contradicts_itself_is_refused(tmp_path):
     for words, said in (
         (("ray",), "say what to run"),
         (("ray", "demo", "--detach"), "name the cluster"),
+        (("ray", "demo", "--start"), "--start: say --job FILE with it"),
+        (("ray", "--job=j.json", "--start", "--address=http://h:1"), "--start: say --job FILE with it"),
         (("status", "ray:raysubmit_1"), "no handle of a job"),
     ):
         done = launched(*words, folder=tmp_path)

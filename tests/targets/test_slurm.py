@@ -14,7 +14,7 @@ from bundle.errors import LaunchUnavailable, UsageError
 from bundle.launch.job import Job, of_plan
 from bundle.planning import plan_for
 from bundle.recipe import load
-from bundle.targets import slurm
+from bundle.targets import ray, slurm
 from bundle.targets.slurm import Options
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -50,6 +50,7 @@ def in_bash(script: str, srun: str = "exit 0") -> list[str]:
     [
         ("bare", Options(python="/venv/bin/python")),
         ("spares", Options(python="/venv/bin/python", spares=2)),
+        ("ray", Options(python="/venv/bin/python", ray=True, restarts=2)),
         ("pyxis", Options(image="registry.example:5000/us/bundle:1", mounts=("/data", "/models:/m:ro"))),
         ("apptainer", Options(image="/images/bundle.sif", container="apptainer", sbatch=("time=4:00:00",))),
     ],
@@ -104,6 +105,27 @@ def test_all_that_cannot_be_written_is_refused_at_once(job):
     ):
         assert part in text, text
     assert "'x=1'" not in text
+
+
+def test_through_ray_no_signal_reaches_it_and_the_step_is_waited_for_to_its_end(job, tmp_path):
+    job = replace(job, directory=tmp_path / "it's $HOME")
+    where = slurm.placed(job)
+    where.mkdir(parents=True)
+    (where / ray.STOP).touch()  # of a start before this one
+    text = slurm.script(job, Options(ray=True), Path("/work"))
+    assert "#SBATCH --signal=B:TERM@" in text
+    # A step that tells its script to save, is told so by a file, and says that it has done so.
+    stop = shlex.quote(str(where / ray.STOP))
+    step = f"[ -e {stop} ] && exit 9; kill -TERM $$; until [ -e {stop} ]; do sleep 0.05; done; exit 75"
+    words = in_bash(text, step)
+    assert words[-2:] == ["requeue", "7"]
+    assert words[-5:-2] == [f"--job={where / 'job.json'}", "--restarts=0", "--start"]
+    for code in (0, 6, 143):
+        in_bash(text, f"exit {code}")
+        assert (where / "ended-7").read_text() == f"{code}\n"
+    options = Options(ray=True, spares=1)
+    with pytest.raises(UsageError, match="--ray: leave out --preflight and --spares"):
+        slurm.script(job, options, Path("/work"))
 
 
 def test_an_own_option_wins_and_no_option_is_said_twice(job):

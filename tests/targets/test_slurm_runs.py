@@ -4,8 +4,10 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ RECIPE = (
     "--set=optimizer.warmup_steps=0",
     "--set=data.validation=0",
 )
+OWN_RAY = r"/ray-[0-9a-f]{16}"  # where one writes that a job has started for itself
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +54,16 @@ def losses(run: Path) -> dict[int, float]:
     return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
 
 
+def left(pattern: str) -> list[str]:
+    """The command lines of processes in which there is such a thing."""
+    found = []
+    for path in Path("/proc").iterdir():
+        with suppress(OSError):  # no process, or it has ended
+            line = (path / "cmdline").read_text()
+            found += [line] if re.search(pattern, line) else []
+    return found
+
+
 def until(condition: Callable[[], object], seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -75,18 +88,23 @@ def test_two_nodes_train_what_one_trains_and_the_launch_ends_as_they_do(bundle, 
     assert losses(tmp_path / "runs/demo") == pytest.approx(losses(tmp_path / "alone"), rel=1e-6)
 
 
-def test_told_to_save_it_is_queued_again_and_goes_on_and_stop_ends_it(bundle, environment, tmp_path):
-    long = (*RECIPE, "--set=train.steps=5000", "--nodes=2", "--devices-per-node=1", "--detach")
+@pytest.mark.parametrize("through", [(), ("--ray",)], ids=["by itself", "through Ray"])
+def test_told_to_save_it_is_queued_again_and_goes_on_and_stop_ends_it(bundle, environment, tmp_path, through):
+    if through:
+        pytest.importorskip("ray")
+    long = (*RECIPE, "--set=train.steps=5000", "--nodes=2", "--devices-per-node=1", "--detach", *through)
     submitted = bundle("launch", "slurm", *long)
     handle = submitted.stdout.strip()
     number, run = handle.removeprefix("slurm:"), tmp_path / "runs/demo"
     assert re.fullmatch(r"slurm:\d+", handle), submitted.stderr
     until(lambda: (run / "metrics.jsonl").exists() and len(losses(run)) > 2)
     slurm = {"env": environment, "check": True, "timeout": 60}
-    subprocess.run(["scancel", "--signal=TERM", number], **slurm)  # as its time limit does
+    whom = ["--batch"] if through else []
+    subprocess.run(["scancel", *whom, "--signal=TERM", number], **slurm)  # as its time limit does
     until(lambda: "PENDING" in bundle("launch", "status", handle).stdout)
     first = max(losses(run))
     assert list((run / "checkpoints").iterdir())
+    time.sleep(2)  # a job that starts in the second in which it ended has its credential revoked
 
     def goes_on() -> bool:
         # Slurm has what it requeues wait for two minutes, and says so a while after it is pending.
@@ -97,8 +115,24 @@ def test_told_to_save_it_is_queued_again_and_goes_on_and_stop_ends_it(bundle, en
     assert bundle("launch", "stop", handle).returncode == 0
     assert bundle("launch", "wait", handle).returncode == 75
     assert sorted(losses(run)) == list(range(1, max(losses(run)) + 1))
+    until(lambda: not left(rf"{re.escape(str(run))}|{OWN_RAY}"), 60)
     assert "FAILED" in bundle("launch", "status", handle).stdout  # ended, and not queued again
     assert bundle("launch", "stop", handle).returncode == 0  # of what has ended: nothing
+
+
+def test_through_a_ray_cluster_of_its_own_two_nodes_train_what_one_trains(bundle, tmp_path):
+    pytest.importorskip("ray")
+    before = set(Path(tempfile.gettempdir()).glob("ray-*"))
+    ended = bundle("launch", "slurm", *RECIPE, "--nodes=2", "--devices-per-node=1", "--ray")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert re.search(r"^\[0/0\] .*step 6/6", ended.stdout, re.MULTILINE), ended.stdout
+    (token,) = (tmp_path / "runs/demo/logs").glob("slurm-*/token")
+    assert (token.stat().st_mode & 0o777, len(token.read_text())) == (0o600, 64)
+    assert token.read_text() not in ended.stdout
+    assert set(Path(tempfile.gettempdir()).glob("ray-*")) == before and not left(OWN_RAY)
+    alone = bundle("train", *RECIPE, "--run-directory=alone")
+    assert alone.returncode == 0, alone.stderr
+    assert losses(tmp_path / "runs/demo") == pytest.approx(losses(tmp_path / "alone"), rel=1e-6)
 
 
 def test_a_job_that_its_nodes_refuse_ends_with_their_code(bundle):

@@ -1,5 +1,6 @@
 """`mcore-bundle launch ray`: the options that only Ray has."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -13,9 +14,10 @@ from bundle.environment import image
 from bundle.errors import UsageError
 from bundle.launch import job as job_file
 from bundle.launch.command import WAIT_SECONDS
+from bundle.launch.rendezvous import discover
 from bundle.runs.directory import newest_checkpoint
 from bundle.targets import ray as cluster
-from bundle.targets import raylets
+from bundle.targets import raycluster, raylets
 
 
 def ray(
@@ -33,6 +35,13 @@ def ray(
             help="Of a cluster's dashboard, which takes the job; without it, the cluster of this machine.",
         ),
     ] = "",
+    start: Annotated[
+        bool,
+        typer.Option(
+            "--start",
+            help="With --job, where Slurm starts this on every machine: first make them a cluster.",
+        ),
+    ] = False,
     restarts: options.Restarts = 0,
     wait: Annotated[
         int, typer.Option(min=1, metavar="SECONDS", help="How long to wait for machines that are free.")
@@ -45,6 +54,8 @@ def ray(
         raise UsageError("say what to run: a recipe, or --job FILE, and not both")
     if detach and not address:
         raise UsageError("--detach: name the cluster that takes the job with --address")
+    if start and (job is None or address):
+        raise UsageError("--start: say --job FILE with it, and no --address")
     wanted = cluster.Options(address, restarts, wait)
     if job is None:
         built = image.named(record) if record else None
@@ -59,4 +70,12 @@ def ray(
         job = cluster.write(decided)
     told = job_file.load(job)
     may_fail()  # the run directory has it all
-    raise typer.Exit(raylets.run(told, job.absolute(), wanted, lambda: newest_checkpoint(told.directory)))
+    file = job.absolute()
+
+    def drive() -> int:
+        return raylets.run(told, file, wanted, lambda: newest_checkpoint(told.directory))
+
+    if start:
+        where = discover(os.environ, planned=told.nodes)
+        raise typer.Exit(raycluster.run(told, file, where, drive, wait))
+    raise typer.Exit(drive())

@@ -38,13 +38,16 @@ def slurm(
     restarts: options.Restarts = 0,
     preflight: options.Preflight = False,
     spares: options.Spares = 0,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Start the nodes through a Ray cluster of this job's own.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch script, and stop.")] = False,
     detach: Detach = False,
 ) -> None:
     """Run a job under Slurm, one task a node; shows what it writes and ends as it does."""
     job = decided_here(recipe, request, machines, read_record(container_image, record))
     wanted = scheduler.Options(
-        tuple(sbatch or ()), container_image, container, tuple(mounts or ()), restarts, preflight, spares
+        tuple(sbatch or ()), container_image, container, tuple(mounts or ()), restarts, preflight, spares, ray
     )
     if dry_run:
         print(scheduler.script(job, wanted, Path.cwd()), end="")

@@ -4,7 +4,6 @@ The driver is `launch ray`; a pod beside the cluster submits it, and writes what
 CRDs; what becomes of them: its ray-operator/controllers/ray/{rayjob_controller,common/job,common/pod}.go.
 """
 
-import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,12 @@ RAY = "2.60.0"  # the least that the extra `ray` takes; KubeRay asks, since olde
 # Of a head that runs nothing but Ray's own services and the driver: 1.6 GB with its dashboard, measured.
 _HEAD = {"cpu": "4", "memory": "8Gi"}
 _SUBMITTER = {"cpu": "1", "memory": "1Gi"}
-_OBJECTS = str(10**8)  # bytes: what is handed around are lines of text; the rest of /dev/shm is the ranks'
 
 
 def rayjob(of: Workload) -> list[dict[str, Any]]:
     """A RayJob, whose cluster is made again when its driver or its head is lost, at most `restarts` times."""
     bundle, *_ = ray.bundles(of.job)
-    counted = {"CPU": "num-cpus", "GPU": "num-gpus"}
-    start = {counted[name]: f"{count:g}" for name, count in bundle.items() if name in counted}
-    if others := {name: count for name, count in bundle.items() if name not in counted}:
-        start["resources"] = shlex.quote(json.dumps(others))  # a shell reads it
+    start = {name: shlex.quote(value) for name, value in ray.started_with(bundle).items()}  # a shell reads it
     worker, head, submitter = of.template([]), of.template([], "head"), of.template([], "submitter")
     for template in (worker, head):
         _of_ray(of, template)
@@ -59,7 +54,7 @@ def rayjob(of: Workload) -> list[dict[str, Any]]:
             "headGroupSpec": {
                 "serviceType": "ClusterIP",
                 "enableIngress": False,
-                "rayStartParams": {"num-cpus": "0", "num-gpus": "0", "object-store-memory": _OBJECTS},
+                "rayStartParams": ray.started_with({"CPU": 0.0, "GPU": 0.0}),
                 "template": head,
             },
             "workerGroupSpecs": [
@@ -68,7 +63,7 @@ def rayjob(of: Workload) -> list[dict[str, Any]]:
                     "replicas": of.job.nodes,
                     "minReplicas": of.job.nodes,
                     "maxReplicas": of.job.nodes,
-                    "rayStartParams": start | {"object-store-memory": _OBJECTS},
+                    "rayStartParams": start,
                     "template": worker,
                 }
             ],
