@@ -27,9 +27,9 @@ OF_VIDEOS |= {"min_frames": 2, "max_frames": 6, "image_mean": [0.1, 0.2, 0.3], "
 OF_IMAGES |= {"min_pixels": 256, "max_pixels": 1024, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 STILL = image(16, 24)
 # Height, width and frames: of lists, which have an fps, and of animated files of ten frames a second.
-LISTS = {"list of 5": (20, 28, 5), "list of 2": (9, 40, 2)}
-RATES = {"list of 5": 1.5, "list of 2": 2.0}
-FILES = {"file of 11": (33, 21, 11), "file of 4": (6, 15, 4), "file of 30": (16, 16, 30)}
+LISTS = {"list of 5": (20, 28, 5), "list of 2": (9, 40, 2), "wide list of 5": (16, 40, 5)}
+RATES = {"list of 5": 1.5, "list of 2": 2.0, "wide list of 5": 1.0}
+FILES = {"file of 11": (33, 21, 11), "file of 4": (4, 15, 4), "file of 30": (16, 16, 30)}
 EVERY = (*LISTS, *FILES)
 _LONGEST = 512
 _STEP = 61  # every so many numbers of the patches are kept

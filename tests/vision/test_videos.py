@@ -290,10 +290,19 @@ def test_a_broken_video_is_named_or_skipped(tmp_path, named, why):
 
 def test_a_film_needs_pyav_and_is_named_where_it_is_none(tmp_path):
     pytest.importorskip("av")
-    playlist = b"#EXTM3U\n#EXTINF:9,\nfile:///etc/passwd\n"
-    for of in (playlist, b"nothing", rows.film([image(16, 32)] * 3, 5)[:200]):
+    for of in (b"nothing", rows.film([image(16, 32)] * 3, 5)[:200]):
         directory = data(tmp_path / str(len(of)), [asking("<video>", videos=["v.mkv"])], {"v.mkv": of})
         assert "rows.jsonl:1: no video in" in failure(directory)
+
+
+def test_a_film_cannot_name_another_file(tmp_path, monkeypatch):
+    pytest.importorskip("av")
+    (tmp_path / "a.ts").write_bytes(rows.film([image(16, 32)] * 3, 5, "mpegts"))
+    monkeypatch.chdir(tmp_path)
+    directory = data(
+        tmp_path, [asking("<video>", videos=["v.mkv"])], {"v.mkv": b"ffconcat version 1.0\nfile a.ts\n"}
+    )
+    assert "rows.jsonl:1: no video in" in failure(directory)
 
 
 @pytest.mark.parametrize(
