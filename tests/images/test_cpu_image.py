@@ -1,11 +1,13 @@
 """The CPU image does its work under the rules of a strict cluster, and ends as the documentation says."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from tests.images import containers
 from tests.launch.handed import without_torch
+from tests.vision import rows
 
 pytestmark = pytest.mark.images
 
@@ -65,6 +67,23 @@ def test_the_demo_trains_twenty_steps(engine, cpu):
     losses = [float(line.split("train/loss ")[1].split()[0]) for line in lines]
     assert len(losses) == 20
     assert losses[-1] < losses[0] - 1
+
+
+def test_a_model_that_sees_images_takes_its_first_steps(engine, cpu, tmp_path):
+    names = [f"images/{number}.png" for number in range(8)]
+    given = [rows.asking(f"<image>which is this? {n}", str(n), images=[name]) for n, name in enumerate(names)]
+    files = {name: rows.content(rows.image(16, 16, seed)) for seed, name in enumerate(names)}
+    rows.write(tmp_path / "shown", given, files)
+    tmp_path.chmod(0o755)
+    (tmp_path / "digits.yaml").write_text(rows.RECIPE.read_text())
+    sets = [f"--set={one}" for one in rows.overrides(Path("/data/shown"), "train.global_batch_size=8")]
+    short = ("--set=train.steps=5", "--set=train.micro_batch_size=8", "--set=train.log_interval=1")
+    mount = f"--volume={tmp_path}:/data:ro"
+    result = containers.run(engine, cpu, "train", "/data/digits.yaml", *sets, *short, options=(mount,))
+    assert result.code == 0, result.err
+    lines = [line for line in result.out.splitlines() if "train/loss" in line]
+    losses = [float(line.split("train/loss ")[1].split()[0]) for line in lines]
+    assert len(losses) == 5 and losses[-1] < losses[0]
 
 
 def test_an_unknown_user_trains_too(engine, cpu):
