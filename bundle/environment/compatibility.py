@@ -34,7 +34,7 @@ Line = Annotated[str, Field(min_length=1, max_length=4000, pattern=r"^[^\n\r]+$"
 
 
 class _Entry(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
 
     backend: Literal["cuda", "ascend", "cpu"]
     packages: dict[str, Number]  # distribution, or "python" -> version
@@ -78,7 +78,7 @@ class Pinned(_Entry):
 class Table(BaseModel):
     """All that is recorded."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
 
     schema_: Literal[1] = Field(alias="schema")
     combinations: Annotated[tuple[Combination, ...], Field(strict=False)]

@@ -23,7 +23,7 @@ class Start(BaseModel):
     Of that checkpoint all is taken, which needs the data that it was trained on, or its weights alone.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, defer_build=True)
 
     fresh: bool = False
     resume: bool = False

@@ -45,7 +45,7 @@ UNDECIDED: Final = "undecided"
 LARGEST = 1 << 24
 _AGAIN = "write it again: mcore-bundle plan RECIPE --job FILE"
 Text = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00]*$")]
-_UNDERSTOOD = ConfigDict(extra="forbid", strict=True)
+_UNDERSTOOD = ConfigDict(extra="forbid", strict=True, defer_build=True)
 
 
 def _read_recipe(value: Any) -> Recipe:
