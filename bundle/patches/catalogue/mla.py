@@ -169,6 +169,7 @@ PATCHES = (
         silent=False,
         upstream="NVIDIA/Megatron-LM#3003 (5dcda195), released in 0.18.0; NVIDIA/TransformerEngine#2629",
         range="<0.18",
+        backends=("cpu", "cuda"),  # npu_fusion_attention takes packed values that are narrower than keys
         when=frozenset({"mla", "packed", "unequal-head-dims", "attention-flash"}),
         assumes=NOTHING,
         defect=_value_width,
