@@ -10,7 +10,7 @@ from bundle.recipe.sections import Data, Fields
 def columns(fields: Fields) -> tuple[str, ...]:
     """All fields of a row that `preference` reads."""
     named = (fields.chosen, fields.rejected, fields.prompt, fields.messages, fields.system, fields.tools)
-    return (*filter(None, named), *UNREAD)
+    return (*filter(None, (*named, fields.images, fields.videos)), *UNREAD)
 
 
 def preference(values: Values, data: Data) -> tuple[Conversation, Conversation]:

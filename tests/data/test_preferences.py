@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bundle.data import Loader, prepare
-from bundle.data.preferences import preference
+from bundle.data.preferences import columns, preference
 from bundle.data.samples import BLANK
 from bundle.data.sources import Corrupt
 from bundle.errors import JobFailed, UsageError
@@ -72,9 +72,14 @@ def test_earlier_turns_are_the_prompt_and_are_not_learned():
         ({"prompt": [QUESTION, says("a")], "chosen": "a", "rejected": "b"}, "ends with what the assistant"),
         ({"prompt": "q", "chosen": [QUESTION], "rejected": [QUESTION]}, "must end with"),
         ({"prompt": "q", "chosen": "a", "rejected": "b", "images": ["x"]}, "have no place in a message"),
+        (
+            {"prompt": "q", "chosen": "a", "rejected": "b", "videos": ["x"]},
+            "1 videos of the row have no place",
+        ),
     ],
 )
 def test_rows_that_are_no_pair(row, why):
+    assert row.keys() <= set(columns(DATA.fields))  # which are read of a table
     with pytest.raises(Corrupt, match=why):
         preference(row, DATA)
 

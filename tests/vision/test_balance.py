@@ -7,7 +7,7 @@ import pytest
 
 from bundle.data import prepare
 from bundle.data.loader import Loader
-from bundle.data.samples import dealt
+from bundle.data.samples import BLANK, dealt
 from bundle.recipe import load
 from tests.vision import rows
 from tests.vision.rows import asking, content, image
@@ -62,6 +62,20 @@ def test_ranks_have_as_many_patches_but_for_those_of_one_sample(skewed, how, dp)
         # The same micro-batches for any number of ranks.
         assert sorted(map(str, (of for share in step for of in share))) == sorted(map(str, alone))
         assert how == "packs" or sum(len(documents) for documents, _ in alone) == BATCH
+
+
+def test_samples_of_a_blend_have_the_patches_of_their_data_sets(skewed):
+    given = [asking("?" * 32, str(number)) for number in range(ROWS - 7)]
+    other = rows.write(skewed.parent / "of text", given, {})
+    paths = ", ".join(str(directory / "rows.jsonl") for directory in (other, skewed))
+    longest = ("model.config.max_position_embeddings=96", "data.sequence_length=96")
+    sizes = (*longest, f"train.global_batch_size={BATCH}", f"train.micro_batch_size={SIZE}")
+    blend = (f"data.path=[{paths}]", "data.weights=[0.5, 0.5]", *sizes)
+    job = load(str(rows.RECIPE), rows.overrides(skewed, *blend))
+    corpus = prepare(job, skewed / "cache")
+    numbers = np.append(corpus.order.drawn(0, BATCH), BLANK)
+    each = [int(corpus.training.batch(number).grids.prod(1).sum()) for number in numbers[:, None]]
+    assert corpus.training.patches(numbers).tolist() == each and len(set(each)) == 3
 
 
 def test_rows_as_they_are_drawn_are_not_balanced(skewed, monkeypatch):
