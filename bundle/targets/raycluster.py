@@ -30,6 +30,7 @@ from bundle.targets.ray import TOKEN, bundles, imported, started_with, why
 
 _LOOK_SECONDS = 1.0
 _END_SECONDS = 30  # that Ray's processes may take to end
+_ELSEWHERE = "192.0.2.1"  # an address of nobody (RFC 5737); nothing is sent there
 _SILENT = 5  # looks in a row at which nobody answers where the head was
 
 
@@ -63,7 +64,7 @@ def run(job: Job, file: Path, where: Rendezvous, drive: Callable[[], int], wait:
             f" {where.nodes} ({where.reason})"
         )
     imported()  # where it is not installed, nothing is begun
-    address = socket.gethostbyname(where.address)
+    address = _reached_at(where.address)
     head, token = f"{address}:{where.port or _free_port()}", file.parent / TOKEN
     log = file.parent / f"ray-{where.node_rank}.log"
     os.environ |= {"RAY_AUTH_TOKEN_PATH": str(token), "RAY_ADDRESS": head}
@@ -141,6 +142,13 @@ def _write_token(path: Path) -> None:
     path.unlink(missing_ok=True)
     with open(path, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         file.write(secrets.token_hex(32))
+
+
+def _reached_at(name: str) -> str:
+    """The address of the first machine, as the others reach it."""
+    found = socket.gethostbyname(name)
+    # Debian has a machine's own name mean 127.0.1.1 there.
+    return own_address(_ELSEWHERE) if found.startswith("127.") and found != LOOPBACK else found
 
 
 def _answers(head: str) -> bool:

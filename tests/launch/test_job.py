@@ -279,6 +279,14 @@ def test_a_job_for_an_image_is_not_decided_outside_of_it(anywhere, monkeypatch):
     assert job_file.decided(told).patches == made(mcore="").patches
 
 
+def test_patches_for_an_image_that_nobody_describes_are_not_those_for_what_is_here():
+    pytest.importorskip("megatron.core")
+    plan = plan_for(load_recipe("demo"), backend="cpu")
+    assert of_plan(plan, Path("runs/x")).patches is not None
+    told = of_plan(plan, Path("runs/x"), record=job_file.UNDECIDED)
+    assert (told.patches, told.image) == (None, job_file.UNDECIDED)
+
+
 def test_the_image_of_a_job_that_leaves_it_open_is_that_of_the_first_rank(anywhere, monkeypatch):
     pytest.importorskip("megatron.core")
     told = replace(anywhere, image=job_file.UNDECIDED)

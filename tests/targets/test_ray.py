@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -124,6 +125,17 @@ def test_a_cluster_of_its_own_has_the_devices_of_the_job_and_a_dashboard_that_is
         assert alike | where | {f"--node-ip-address={own}"} <= set(words)
     assert "--dashboard-host=127.0.0.1" in head
     assert not {each for each in other if each.startswith(("--head", "--dashboard-host", "--temp-dir"))}
+
+
+def test_others_reach_the_head_where_its_own_name_means_a_loopback_address(monkeypatch):
+    for resolved, reached in (
+        ("10.0.0.1", "10.0.0.1"),
+        ("127.0.0.1", "127.0.0.1"),
+        ("127.0.1.1", "10.9.9.9"),
+    ):
+        monkeypatch.setattr(socket, "gethostbyname", {"gpu1": resolved}.__getitem__)
+        monkeypatch.setattr(raycluster, "own_address", lambda other: "10.9.9.9")
+        assert raycluster._reached_at("gpu1") == reached
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,22 @@ def test_through_ray_no_signal_reaches_it_and_the_step_is_waited_for_to_its_end(
         slurm.script(job, options, Path("/work"))
 
 
+@pytest.mark.parametrize("through", [False, True])
+def test_to_save_is_said_to_the_step_and_of_rays_to_its_script(tmp_path, monkeypatch, through):
+    if through:
+        (tmp_path / ray.TOKEN).touch()
+    for name, does in (
+        ("scontrol", f"echo 'JobId=7 JobState=RUNNING ExitCode=0:0 StdOut={tmp_path}/slurm-7.log'"),
+        ("scancel", f'echo "$@" >{tmp_path}/asked'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    slurm.stop("7")
+    assert (tmp_path / "asked").read_text() == f"{'--batch ' if through else ''}--signal=TERM 7\n"
+    assert (tmp_path / "stopped-7").exists()
+
+
 def test_an_own_option_wins_and_no_option_is_said_twice(job):
     text = slurm.script(job, Options(sbatch=("gpus-per-node=4", "exclusive=user")), Path("/w"))
     lines = [line for line in text.splitlines() if line.startswith("#SBATCH")]

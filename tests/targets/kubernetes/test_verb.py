@@ -114,7 +114,12 @@ def test_a_recipe_and_a_number_of_nodes_are_enough_for_a_thousand_in_two_seconds
     )
 
 
-def test_what_is_installed_here_says_nothing_of_an_image(tmp_path):
+def test_what_is_installed_here_says_nothing_of_an_image(tmp_path, monkeypatch):
+    here = tmp_path / "megatron/core"
+    here.mkdir(parents=True)
+    (here / "__init__.py").touch()
+    (here / "package_info.py").write_text("MAJOR, MINOR, PATCH, PRE_RELEASE = 0, 15, 0, ''\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
     done = launch("--image=elsewhere", "--set=train.global_batch_size=64")
     job = parse(read(done.stdout)[0]["data"]["job.json"])
     assert (job.megatron, job.patches, job.image) == ("0.16.1", None, UNDECIDED)
