@@ -418,7 +418,8 @@ class Recipe(Section):
         if train.global_batch_size % portion:
             return [
                 f"train.global_batch_size: {train.global_batch_size} is not a multiple of "
-                f"micro_batch_size x dp = {train.micro_batch_size} x {parallel.dp(world)}"
+                f"micro_batch_size x dp = {train.micro_batch_size} x {parallel.dp(world)};"
+                f" the next is {-(-train.global_batch_size // portion) * portion}"
             ]
         microbatches = train.global_batch_size // portion
         if parallel.vpp is not None and microbatches % parallel.pp:

@@ -107,7 +107,7 @@ BROKEN = [
     ("demo", ["distributed.overlap_param_gather=true"], "overlap_grad_reduce"),
     ("demo", ["train.global_batch_size=12"], "not a multiple of micro_batch_size 8"),
     ("demo", ["devices.per_node=3"], "multiple of 2 ranks"),
-    ("demo", ["devices.per_node=4"], "micro_batch_size x dp = 8 x 4"),
+    ("demo", ["devices.per_node=4"], "micro_batch_size x dp = 8 x 4; the next is 32"),
     ("demo", ["model.recompute={granularity: selective, layers: 2}"], "belongs to granularity full"),
     ("demo", ["model.recompute={granularity: selective, modules: [attn]}"], "unknown: attn"),
     ("demo", ["model.recompute={granularity: full, modules: [mlp]}"], "knows no modules"),

@@ -63,12 +63,19 @@ def test_the_scripts_are_the_golden_ones(job, name, options):
 
 
 @settings(max_examples=40)
-@given(image=WORDS, mount=WORDS, workdir=WORDS, directory=WORDS, container=st.sampled_from(slurm.CONTAINERS))
-def test_hostile_names_reach_srun_as_they_are(job, image, mount, workdir, directory, container):
+@given(
+    image=WORDS,
+    mount=WORDS,
+    workdir=WORDS,
+    directory=WORDS,
+    container=st.sampled_from(slurm.CONTAINERS),
+    through=st.booleans(),
+)
+def test_hostile_names_reach_srun_as_they_are(job, image, mount, workdir, directory, container, through):
     job = replace(job, directory=Path("/runs") / directory)
-    options = Options(image=f"/images/{image}", container=container, mounts=(f"/data/{mount}",))
+    options = Options(image=f"/images/{image}", container=container, mounts=(f"/data/{mount}",), ray=through)
     words = in_bash(slurm.script(job, options, Path("/w") / workdir))
-    assert words[-1] == f"--job={slurm.placed(job) / 'job.json'}"
+    assert f"--job={slurm.placed(job) / 'job.json'}" in words[-3:]
     assert any(word.endswith(f"/images/{image}") for word in words)
     both = f"/data/{mount}" if ":" in mount else f"/data/{mount}:/data/{mount}"
     assert any(both in word for word in words)

@@ -114,6 +114,20 @@ def test_a_recipe_and_a_number_of_nodes_are_enough_for_a_thousand_in_two_seconds
     )
 
 
+@pytest.mark.parametrize("said", ["--hardware=cpu", "--backend=cpu"])
+def test_who_asks_for_cpu_is_not_told_of_it(recipe, tmp_path, said):
+    words = ("launch", "kubernetes", recipe, "--image=x", "--image-record=none", said, "--dry-run")
+    done = subprocess.run(
+        [sys.executable, "-m", "bundle", *words],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_what_is_installed_here_says_nothing_of_an_image(tmp_path, monkeypatch):
     here = tmp_path / "megatron/core"
     here.mkdir(parents=True)
