@@ -123,7 +123,8 @@ def test_through_ray_no_signal_reaches_it_and_the_step_is_waited_for_to_its_end(
     assert "#SBATCH --signal=B:TERM@" in text
     # A step that tells its script to save, is told so by a file, and says that it has done so.
     stop = shlex.quote(str(where / ray.STOP))
-    step = f"[ -e {stop} ] && exit 9; kill -TERM $$; until [ -e {stop} ]; do sleep 0.05; done; exit 75"
+    waits = f"for _ in $(seq 200); do [ -e {stop} ] && exit 75; sleep 0.05; done; exit 8"
+    step = f"[ -e {stop} ] && exit 9; kill -TERM $$; {waits}"
     words = in_bash(text, step)
     assert words[-2:] == ["requeue", "7"]
     assert words[-5:-2] == [f"--job={where / 'job.json'}", "--restarts=0", "--start"]
