@@ -176,8 +176,10 @@ def _through_ray(step: Sequence[str], where: Path, options: Options) -> str:
 save() {{ touch {stop}; }}
 trap save TERM
 {shlex.join((*step, *words))} &
-# A signal ends the wait, and not the step.
-while wait $!; code=$?; kill -0 $! 2>/dev/null; do :; done"""
+# A signal ends the wait, and not the step; one that has ended says its code as often as it is asked.
+while kill -0 $! 2>/dev/null; do wait $!; done
+wait $!
+code=$?"""
 
 
 def submit(job: Job, options: Options, workdir: Path) -> str:

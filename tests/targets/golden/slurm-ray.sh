@@ -15,8 +15,10 @@ rm -f /runs/demo/logs/slurm-DIGEST/stop
 save() { touch /runs/demo/logs/slurm-DIGEST/stop; }
 trap save TERM
 srun --cpu-bind=none --kill-on-bad-exit=0 -- /venv/bin/python -m bundle launch ray --job=/runs/demo/logs/slurm-DIGEST/job.json --restarts=2 --start &
-# A signal ends the wait, and not the step.
-while wait $!; code=$?; kill -0 $! 2>/dev/null; do :; done
+# A signal ends the wait, and not the step; one that has ended says its code as often as it is asked.
+while kill -0 $! 2>/dev/null; do wait $!; done
+wait $!
+code=$?
 # Told to save, by its time limit or for another job: it goes on from its checkpoint, unless it was to stop.
 if [ $code -eq 75 ] && [ ! -e /runs/demo/logs/slurm-DIGEST/stopped-"$SLURM_JOB_ID" ]; then
     scontrol requeue "$SLURM_JOB_ID"
