@@ -27,7 +27,7 @@ from bundle.launch.starters import unstarted
 from bundle.launch.verdict import Verdict
 from bundle.targets.ray import STOP, Options, bundles, imported, why
 
-_LOOK_SECONDS = 0.5
+_LOOK_SECONDS, _WAIT_SECONDS = 0.5, 2
 
 
 class Node:
@@ -77,15 +77,21 @@ class Run:
         self.lost: dict[int, str] = {}
 
     def go(self) -> None:
-        """Returns when all nodes have ended. Raises LaunchUnavailable where machines are not free in time."""
+        """Returns when all nodes have ended. Raises LaunchUnavailable where machines are not free in time,
+        and Ended where the job is told to stop before they are.
+        """
         ray = imported()
         from ray.util.placement_group import placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         group = placement_group(bundles(self._job), strategy="STRICT_SPREAD")
         try:
-            if not group.wait(self._options.wait):
-                raise LaunchUnavailable(self._not_free(ray))
+            deadline = time.monotonic() + self._options.wait
+            while not group.wait(_WAIT_SECONDS):
+                if self._stopped():
+                    raise Ended(_stopped(self._job))
+                if time.monotonic() > deadline:
+                    raise LaunchUnavailable(self._not_free(ray))
             actor = ray.remote(Node)
             nodes = [
                 actor.options(
@@ -171,6 +177,11 @@ def run(job: Job, file: Path, options: Options, kept: Callable[[], object]) -> i
 
     repeated(start, options.restarts, kept)
     return max(codes)
+
+
+def _stopped(job: Job) -> Verdict:
+    cause = "told to stop before its machines were free"
+    return Verdict(ExitCode.TERMINATED, Kind.STOPPED, cause, Action.RESTART, nodes=job.nodes)
 
 
 def _lost(job: Job, lost: dict[int, str]) -> Verdict:

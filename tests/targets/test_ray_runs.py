@@ -18,6 +18,7 @@ from bundle.launch import job as job_file
 from bundle.targets import kubernetes
 from bundle.targets.kubernetes.options import Options
 from bundle.targets.kubernetes.pod import HOME, JOB
+from bundle.targets.ray import STOP
 from tests.launch.launched import ROOT
 from tests.targets import raycluster
 from tests.targets.raycluster import Cluster
@@ -92,10 +93,18 @@ def test_a_job_is_submitted_stopped_and_goes_on(bundle, cluster, tmp_path):
     assert sorted(losses(run)) == list(range(1, max(losses(run)) + 1))
 
 
-def test_machines_that_are_not_there_are_said_and_nothing_is_left(bundle):
+def test_machines_that_are_not_there_are_said_and_a_job_that_waits_for_them_is_stopped(bundle, tmp_path):
     four = (*RECIPE, "--set=train.global_batch_size=16", "--nodes=4", "--devices-per-node=1")
     _, err = ended(bundle("launch", "ray", *four, "--wait=3"), 5)
     assert "4 machines with 1 CPU each were not free within 3 s; the cluster has 1 CPU; 1 CPU" in err
+    (folder,) = (tmp_path / "runs/demo/logs").glob("ray-*")
+    (folder / job_file.NAME).unlink()
+    driver = bundle("launch", "ray", *four, "--restarts=2")
+    until(lambda: (folder / job_file.NAME).exists())
+    (folder / STOP).touch()  # as `launch stop` does
+    assert ended(driver, 143)[1].splitlines()[-1] == (
+        "mcore-bundle: told to stop before its machines were free"
+    )
 
 
 def test_without_its_token_a_cluster_takes_nobody(cluster, tmp_path):
