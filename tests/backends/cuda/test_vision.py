@@ -59,6 +59,7 @@ def transformer_engine(monkeypatch):
 def test_every_row_sees_its_own_sequence_and_all_of_it(lengths, wide):
     q, k, v = inputs(sum(lengths), None, heads=2, groups=2, qk=wide, v=wide, dtype=torch.float32)
     out = vision.packed_attention(q, k, v, (0, *accumulate(lengths)), scale=0.3)
+    assert out.shape == q.shape
     want = reference.packed(q.double(), k.double(), v.double(), lengths, lengths, scale=0.3, causal=False)
     agree(out, want, (q, k, v), tolerance=1e-4)
 
