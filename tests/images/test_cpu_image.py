@@ -77,7 +77,8 @@ def test_a_model_that_sees_images_takes_its_first_steps(engine, cpu, tmp_path):
     tmp_path.chmod(0o755)
     (tmp_path / "digits.yaml").write_text(rows.RECIPE.read_text())
     sets = [f"--set={one}" for one in rows.overrides(Path("/data/shown"), "train.global_batch_size=8")]
-    short = ("--set=train.steps=5", "--set=train.micro_batch_size=8", "--set=train.log_interval=1")
+    quiet = ("--set=train.log_interval=1", "--set=train.eval_interval=0", "--set=optimizer.warmup_steps=0")
+    short = ("--set=train.steps=5", "--set=train.micro_batch_size=8", *quiet)
     mount = f"--volume={tmp_path}:/data:ro"
     result = containers.run(engine, cpu, "train", "/data/digits.yaml", *sets, *short, options=(mount,))
     assert result.code == 0, result.err
