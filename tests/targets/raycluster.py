@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 SECONDS = 600  # for a start on a busy machine
 _RAY = str(Path(sys.executable).with_name("ray"))
@@ -27,7 +28,7 @@ _MACHINES = """ports() {
     echo --dashboard-agent-grpc-port=$(($1 + 2)) --runtime-env-agent-port=$(($1 + 3))
     echo --node-ip-address=127.0.0.1 --num-cpus=1 --object-store-memory=100000000 --disable-usage-stats
 }
-"$1" start --head --port=$3 --dashboard-port=8299 --temp-dir="$2/ray" $(ports 8301)
+"$1" start --head --port=$3 --dashboard-port=8299 --temp-dir="$4" $(ports 8301)
 first=8311
 until "$1" start --address=127.0.0.1:$3 $(ports $first); do first=$((first + 10)); done
 """
@@ -55,6 +56,7 @@ class Cluster:
     root: Path
     holder: subprocess.Popen[bytes]
     environment: dict[str, str]
+    session: str  # where Ray writes; short, since a name of a socket has 107 bytes at most
     address: str = "http://127.0.0.1:8299"
 
     def command(self, folder: Path, *words: str) -> list[str]:
@@ -82,7 +84,9 @@ class Cluster:
         """Starts another head, and another machine beside it, as whoever made the first ones does."""
         environment = {name: value for name, value in self.environment.items() if name != "RAY_ADDRESS"}
         # At another address: what is left of the first cluster still looks for its head.
-        script = self.command(self.root, "sh", "-ec", _MACHINES, "sh", _RAY, str(self.root), _PORTS[1])
+        script = self.command(
+            self.root, "sh", "-ec", _MACHINES, "sh", _RAY, str(self.root), _PORTS[1], self.session
+        )
         with (self.root / "daemons.log").open("ab") as log:
             subprocess.run(script, env=environment, stdout=log, stderr=log, timeout=SECONDS, check=True)
         self.environment["RAY_ADDRESS"] = f"127.0.0.1:{_PORTS[1]}"
@@ -118,9 +122,9 @@ def cluster(root: Path) -> Iterator[Cluster]:
         "RAY_DASHBOARD_STARTUP_TIMEOUT_S": str(SECONDS),
         "RAY_worker_niceness": "0",  # not behind all else, as Ray has its workers by default: 15
     }
-    with (root / "daemons.log").open("wb") as log:
+    with (root / "daemons.log").open("wb") as log, TemporaryDirectory(dir="/tmp") as session:
         holder = subprocess.Popen(
-            [*_INSIDE, "sh", "-ec", _START, "sh", _RAY, str(root), _PORTS[0]],
+            [*_INSIDE, "sh", "-ec", _START, "sh", _RAY, str(root), _PORTS[0], session],
             env={name: value for name, value in environment.items() if name != "RAY_ADDRESS"},
             stdout=log,
             stderr=log,
@@ -132,7 +136,7 @@ def cluster(root: Path) -> Iterator[Cluster]:
                     root / "daemons.log"
                 ).read_text()[-3000:]
                 time.sleep(0.2)
-            yield Cluster(root, holder, environment)
+            yield Cluster(root, holder, environment, session)
         finally:
             holder.kill()
             holder.wait()
