@@ -1,6 +1,7 @@
 """docs/architecture.md: its picture is what the contracts check, and what it names is there."""
 
 import re
+import statistics
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -48,3 +49,15 @@ def test_what_a_newcomer_asks_for_is_in_the_folders_that_the_page_names():
     folders = re.findall(r"^\| \S.* \| `(bundle/\w+)` \|$", table, re.MULTILINE)
     assert len(set(folders)) == 10
     assert [folder for folder in folders if not (ROOT / folder / "__init__.py").is_file()] == []
+
+
+def test_no_file_is_longer_than_a_reader_can_hold():
+    folders = ("bundle", "tests", "tools", "benchmarks")
+    lines = {
+        str(path.relative_to(ROOT)): path.read_text().count("\n")
+        for folder in folders
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    assert {name: count for name, count in lines.items() if count > 600} == {}
+    own = [n for name, n in lines.items() if name.startswith("bundle/") and not name.endswith("/__init__.py")]
+    assert 100 <= statistics.median(own) <= 250

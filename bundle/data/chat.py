@@ -19,7 +19,7 @@ from bundle.data.sources import Corrupt, Values, text_of
 from bundle.data.store import Document
 from bundle.data.tokenizers import HuggingFace, Tokenizer
 from bundle.errors import UsageError, shown
-from bundle.recipe.sections import Data, Fields
+from bundle.recipe.data import Data, Fields
 
 Message = dict[str, Any]
 Tools = list[dict[str, Any]] | None  # JSON schemas of the functions that may be called

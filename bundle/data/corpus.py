@@ -34,7 +34,7 @@ from bundle.errors import JobFailed
 from bundle.files import json_digest
 from bundle.planning.inputs import MEGATRON, STDLIB, expand, interpreter
 from bundle.recipe import Recipe, with_steps
-from bundle.recipe.sections import BYTE_VOCABULARY
+from bundle.recipe.data import BYTE_VOCABULARY
 
 # Running text is held out in pieces of this many sequences: small enough for an even sample.
 SEQUENCES_PER_PIECE = 16

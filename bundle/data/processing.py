@@ -16,7 +16,8 @@ from bundle.data.media import IMAGE, VIDEO, Medium, Picture
 from bundle.data.sources import Corrupt
 from bundle.data.videos import Videos
 from bundle.errors import UsageError, shown
-from bundle.recipe import Recipe, sections
+from bundle.recipe import Recipe
+from bundle.recipe import data as asked
 
 _NESTED = "processor_config.json"
 _OWN = {
@@ -59,15 +60,15 @@ class Processing:
         vision = from_config(files.json_object(config), str(config)).vision
         if vision is None:
             return None
-        return cls._made(vision, [directory], sections.Images(), sections.Videos())
+        return cls._made(vision, [directory], asked.Images(), asked.Videos())
 
     @classmethod
     def _made(
         cls,
         vision: Vision,
         directories: Sequence[Path],
-        of_images: sections.Images,
-        of_videos: sections.Videos,
+        of_images: asked.Images,
+        of_videos: asked.Videos,
     ) -> "Processing":
         return cls(_images(vision, directories, of_images), _videos(vision, directories, of_videos))
 
@@ -90,14 +91,14 @@ class Processing:
         return self.videos.patches(picture) if picture.seconds else self.images.patches(picture.contents[0])
 
 
-def _images(vision: Vision, directories: Sequence[Path], limits: sections.Images) -> Images:
+def _images(vision: Vision, directories: Sequence[Path], limits: asked.Images) -> Images:
     where, said = _settings(directories, IMAGE, vision)
     pixels, colours = _OF_IMAGES
     least, most = _pixels(said, limits, pixels, "data.images", where)
     return Images(vision, limits.limit_bytes, limits.limit_pixels, least, most, *_colours(said, colours))
 
 
-def _videos(vision: Vision, directories: Sequence[Path], limits: sections.Videos) -> Videos:
+def _videos(vision: Vision, directories: Sequence[Path], limits: asked.Videos) -> Videos:
     where, said = _settings(directories, VIDEO, vision)
     pixels, colours = _OF_VIDEOS[vision.frames_apart]
     if vision.frames_apart:  # its class knows no other words
@@ -130,7 +131,7 @@ def _videos(vision: Vision, directories: Sequence[Path], limits: sections.Videos
 
 def _pixels(
     said: Mapping[str, Any],
-    limits: sections.Images | sections.Videos,
+    limits: asked.Images | asked.Videos,
     own: tuple[int, int],
     section: str,
     where: str,

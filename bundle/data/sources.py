@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from bundle.errors import EnvironmentUnfit, JobFailed, shown
 from bundle.planning.inputs import Source
-from bundle.recipe.sections import Data
+from bundle.recipe.data import Data
 
 # Enough to see the pattern; data that is wrong in every row would otherwise print a line for each.
 SHOWN = 20  # reasons

@@ -28,7 +28,7 @@ from bundle.data.tokenizers import Tokenizer, Tokens, tokenizer
 from bundle.data.videos import timed
 from bundle.errors import JobFailed
 from bundle.planning.inputs import Source
-from bundle.recipe.sections import Data
+from bundle.recipe.data import Data
 
 # What ends a chunk: enough to occupy a fast tokenizer, little enough that those under way stay small.
 # Journals count chunks, so both are part of the name of what is begun.

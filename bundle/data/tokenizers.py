@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bundle.errors import EnvironmentUnfit, UsageError
-from bundle.recipe.sections import BYTE_VOCABULARY
+from bundle.recipe.data import BYTE_VOCABULARY
 
 Tokens = NDArray[np.uint32]
 Learned = NDArray[np.bool_]  # which tokens are

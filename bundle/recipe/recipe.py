@@ -13,25 +13,27 @@ from bundle.architectures.tensors import TOWER, is_projector
 from bundle.environment import MOST_RANKS
 from bundle.fp8 import SCALINGS, Format, Scaling
 from bundle.recipe.alignment import Alignment
-from bundle.recipe.sections import (
-    Checkpoint,
+from bundle.recipe.data import Data
+from bundle.recipe.section import (
     Count,
-    Data,
-    Devices,
-    Distributed,
-    Metrics,
     Names,
     NotNegative,
-    Optimizer,
-    Parallel,
     Positive,
-    Profile,
     Section,
-    Train,
     Value,
     Variable,
     optional,
     or_null,
+)
+from bundle.recipe.sections import (
+    Checkpoint,
+    Devices,
+    Distributed,
+    Metrics,
+    Optimizer,
+    Parallel,
+    Profile,
+    Train,
 )
 
 # Keys that decide where, how fast and until when a run computes, not what; of samples, steps tell.

@@ -6,8 +6,9 @@ from bundle.architectures import from_config
 from bundle.architectures.adapters import projections, unmatched
 from bundle.architectures.published import NAMES
 from bundle.architectures.tensors import Tensors
+from bundle.recipe.data import BYTE_VOCABULARY
 from bundle.recipe.recipe import Recipe
-from bundle.recipe.sections import BYTE_VOCABULARY, Parallel
+from bundle.recipe.sections import Parallel
 
 # Experts of all layers, undivided: above any model known, and planned in a second or two.
 MOST_EXPERTS = 2**16

@@ -1,116 +1,22 @@
-"""The sections of a recipe but the model's: what each key means, takes, and is where nobody says."""
+"""The sections of a recipe but its model's and its data's: what each key means, takes, and is by default."""
 
 import math
-import re
-from collections.abc import Iterator
 from fractions import Fraction
-from typing import Annotated, Any, Literal, Self, get_args, get_origin
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from bundle.environment import MOST_PER_NODE
-
-# 256 bytes, end of text, padding.
-BYTE_VOCABULARY = 258
-
-
-def optional(description: str) -> Any:
-    """A section that the recipe's own validator makes where it is left out, its keys at their defaults."""
-    return Field(default={}, validate_default=True, description=description)
-
-
-class Section(BaseModel):
-    """A part of a recipe: it never changes, takes no unknown key, and converts no value of another type."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        allow_inf_nan=False,
-        ser_json_inf_nan="constants",
-        defer_build=True,  # of all sections one validator is made, the recipe's
-    )
-
-    @classmethod
-    def key_paths(cls, prefix: str = "") -> Iterator[str]:
-        """Every dotted key, sections included."""
-        for name, of in cls.model_fields.items():
-            key = prefix + (of.alias or name)
-            yield key
-            for kind in (of.annotation, *get_args(of.annotation)):
-                if isinstance(kind, type) and issubclass(kind, Section):
-                    named = "NAME." if get_origin(of.annotation) is dict else ""
-                    yield from kind.key_paths(f"{key}.{named}")
-
-    @classmethod
-    def followers(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """What keys that were left out, or are null, are by what was given for others."""
-        return {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _complete(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        return given | {key: value for key, value in cls.followers(given).items() if given.get(key) is None}
-
-    def dump(self) -> dict[str, Any]:
-        """The section as plain JSON values, every key present."""
-        return self.model_dump(mode="json", by_alias=True)
-
-
-def or_null(schema: dict[str, Any]) -> None:
-    """Adds null to the JSON schema of a key that `_complete` fills in."""
-    kind = {
-        word: schema.pop(word) for word in list(schema) if word not in ("default", "description", "title")
-    }
-    schema["anyOf"] = [kind, {"type": "null"}]
-
-
-def _listed(given: Any) -> Any:
-    return tuple(given) if isinstance(given, list) else given
-
-
-def _named(given: Any) -> Any:
-    """One string means a list of one: `--set data.path=train.jsonl` needs no brackets."""
-    return (given,) if isinstance(given, str) else _listed(given)
-
-
-def _written(value: Any) -> Any:
-    """A number as a variable holds it."""
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
-# What is a job's to set: variables of communication, allocators, kernels and threads.
-_FAMILIES = "NCCL HCCL GLOO UCX FI OMP MKL KMP CUDA CUDNN CUBLAS TORCH PYTORCH NVTE ASCEND TASK CPU MALLOC"
-_VARIABLE = re.compile(rf"({_FAMILIES.replace(' ', '|')})_[A-Z0-9_]{{1,80}}")
-_NAMES_A_FILE = re.compile(r"PLUGIN|LIB|PATH|DIR|FILE|HOME|VISIBLE_DEVICES")
-
-
-def _of_ranks(name: str) -> str:
-    """A variable that a job may set."""
-    if not _VARIABLE.fullmatch(name):
-        raise ValueError(
-            f"begins with none of {', '.join(_FAMILIES.split())}: set it where ranks are started"
-        )
-    if _NAMES_A_FILE.search(name):
-        raise ValueError(
-            "names a file, of which code may be loaded, or devices: set it where ranks are started"
-        )
-    return name
-
-
-Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
-CountOrZero = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Variable = Annotated[str, AfterValidator(_of_ranks)]
-Value = Annotated[
-    str, BeforeValidator(_written, json_schema_input_type=str | int), Field(pattern=r"^[ -~]{0,1000}$")
-]
-Names = Annotated[tuple[str, ...], BeforeValidator(_named, json_schema_input_type=str | tuple[str, ...])]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$")]
-Pair = Annotated[tuple[float, float], BeforeValidator(_listed)]
+from bundle.recipe.section import (
+    LISTED,
+    Count,
+    CountOrZero,
+    NotNegative,
+    Pair,
+    Positive,
+    Section,
+    or_null,
+)
 
 
 class Devices(Section):
@@ -199,179 +105,6 @@ class Parallel(Section):
     def expert_dp(self, world: int) -> int:
         """How many copies of each expert `world` ranks hold; the caller has asked `fits`."""
         return world // (self.pp * self.etp * self.ep)
-
-
-class Fields(Section):
-    """Names of the fields of a JSONL or parquet row.
-
-    SFT takes the first of these that a row has: messages; prompt and response; ShareGPT's `conversations`;
-    Alpaca's `instruction`, `input`, `output` and `history`. DPO takes chosen and rejected, texts or messages,
-    after prompt (text or messages) or messages; where both are whole conversations, the turns that they begin
-    with alike are the prompt.
-    """
-
-    text: str = Field(default="text", description="Pre-training: the document.")
-    prompt: str = Field(default="prompt", description="SFT: what the model is given.")
-    response: str = Field(default="response", description="SFT: what it should answer; only this has a loss.")
-    messages: str = Field(
-        default="messages",
-        description="SFT: a list of {role, content}, or of ShareGPT's {from, value}; a message may have"
-        " tool_calls, and a weight (0: not learned).",
-    )
-    chosen: str = Field(default="chosen", description="DPO: the better answer.")
-    rejected: str = Field(default="rejected", description="DPO: the worse answer.")
-    system: str | None = Field(
-        default="system", description="SFT: the system message, where a row has one; null: none is read."
-    )
-    tools: str | None = Field(
-        default="tools",
-        description="SFT: functions that may be called, for the chat template, where a row has any: a list of"
-        " JSON schemas, or JSON of one; null: none are read.",
-    )
-    images: str | None = Field(
-        default="images",
-        description="SFT, for a model that sees images: those of a row, in the order of the places that its"
-        " messages have for them (<image>, or a part of type image): paths below the rows' folder, base64"
-        " (data:image/png;base64,...) or, in parquet, bytes. null: only parts that name theirs.",
-    )
-    videos: str | None = Field(
-        default="videos",
-        description="The same for videos (<video>): each as an image is named, or a list of its frames.",
-    )
-
-
-class Images(Section):
-    """How images of rows are read, for a model that sees some: JPEG, PNG and WebP."""
-
-    min_pixels: Count | None = Field(
-        default=None,
-        description="An image is made at least so large [pixels]; null: what processor_config.json or"
-        " preprocessor_config.json of the model or its tokenizer says, or else transformers' class.",
-    )
-    max_pixels: Count | None = Field(
-        default=None, description="And at most so large [pixels]; null: as with min_pixels."
-    )
-    limit_bytes: Count = Field(
-        default=2**25, description="A larger file, or base64 of more bytes, is corrupt."
-    )
-    limit_pixels: Count = Field(
-        default=2**26, description="An image of more pixels is corrupt; none is decoded to find out."
-    )
-
-
-class Videos(Section):
-    """How videos of rows are read, for a model that sees some: lists of frames, which are images; animated
-    GIF, WebP and PNG; and, with the extra `video`, films.
-
-    A list is taken whole, as `fps` frames a second, unless its part of a message says an fps. Of a file `fps`
-    frames a second are taken, whatever its processor says of do_sample_frames.
-    """
-
-    fps: Positive | None = Field(
-        default=None,
-        description="Frames a second; null: what processor_config.json, video_preprocessor_config.json or"
-        " preprocessor_config.json of the model or its tokenizer says, or else 2.",
-    )
-    min_frames: Count | None = Field(
-        default=None,
-        description="Of a file at least so many frames are taken, if it has them; null: what these files"
-        " say, or else 4.",
-    )
-    max_frames: Count | None = Field(
-        default=None, description="And at most so many; null: what these files say, or else 768."
-    )
-    min_pixels: Count | None = Field(
-        default=None,
-        description="A frame is made at least so large [pixels], with Qwen3-VL all of them together; null: as"
-        " with data.images.",
-    )
-    max_pixels: Count | None = Field(
-        default=None, description="And at most so large [pixels]; null: as with min_pixels."
-    )
-    limit_bytes: Count = Field(
-        default=2**29, description="A larger file, or a list of larger ones together, is corrupt."
-    )
-    limit_pixels: Count = Field(default=2**24, description="A video of more pixels in a frame is corrupt.")
-    limit_frames: Count = Field(default=2**16, description="A video of more frames is corrupt.")
-    limit_seconds: Positive = Field(default=3600.0, description="A longer video is corrupt.")
-
-
-Kind = Literal["text", "jsonl", "parquet", "megatron"]
-
-
-class ValidationSet(Section):
-    """Data to evaluate with, read and tokenised as what is trained on; its loss is validation/NAME/loss."""
-
-    path: Names = Field(min_length=1, description="As data.path.")
-    source: Kind | None = Field(default=None, description="Kind of the files; null: data.source.")
-
-
-class Data(Section):
-    """What is trained on."""
-
-    source: Kind = Field(
-        description="Kind of the files; megatron: ids as its own tools write them (.bin and .idx)."
-    )
-    path: Names = Field(
-        min_length=1,
-        description="Files, directories, globs, or `stdlib`: the running Python's standard library. megatron:"
-        " what both files' names begin with.",
-    )
-    weights: Annotated[tuple[Positive, ...], BeforeValidator(_listed)] | None = Field(
-        default=None,
-        min_length=1,
-        description="Blend: every path is a data set of its own, and this is how much of a run each is, such"
-        " as [0.7, 0.3]; drawn by megatron-core's rule, each set shuffled anew for each of its epochs. null:"
-        " one data set of all paths.",
-    )
-    separator: str | None = Field(
-        default=None,
-        min_length=1,
-        description="text: divides a file into documents, such as a blank line; null: a file is a document.",
-    )
-    tokenizer: str = Field(
-        pattern=r"^(bytes|hf:.+)$",
-        default="bytes",
-        description="`bytes` (256 and two specials), or `hf:DIR`, a local Hugging Face tokenizer.",
-    )
-    sequence_length: Count = Field(
-        description="Tokens of a sample; packed: tokens of a pack. DPO: of an answer with its prompt; packed:"
-        " of a pack, which holds whole pairs, so that an answer may have half as many."
-    )
-    packed: bool = Field(
-        default=False, description="Pack whole documents into each sample, without attention across."
-    )
-    validation: float = Field(
-        default=0.02, ge=0, lt=1, description="Share of the documents held out for evaluation; 0: none."
-    )
-    validation_sets: dict[Name, ValidationSet] = Field(
-        default_factory=dict,
-        description="Data of its own to evaluate with, besides what is held out: a name, and its paths.",
-    )
-    cache: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Directory of tokens, for all runs that have the same data; null: .tokens beside the run"
-        " directory, or data in it where that cannot be written.",
-    )
-    on_error: Literal["stop", "skip"] = Field(
-        default="stop", description="Corrupt rows and files: stop and list them, or skip and count them."
-    )
-    truncation: Literal["error", "delete", "right", "left"] = Field(
-        default="error",
-        description="SFT, DPO: rows of more tokens than a sample: corrupt, left out, or cut on that side.",
-    )
-    fields: Fields = optional("Names of the fields of a row.")
-    images: Images = optional("How images of rows are read.")
-    videos: Videos = optional("How videos of rows are read.")
-    template: Literal["plain", "chat"] = Field(
-        default="plain", description="SFT: roles as plain headings, or the tokenizer's own chat template."
-    )
-    learn: Literal["all_turns", "last_turn"] = Field(
-        default="all_turns",
-        description="SFT: learn what the assistant says in every turn, or in the last one only, as templates"
-        " need that write earlier turns without thoughts.",
-    )
 
 
 class EarlyStop(Section):
@@ -616,9 +349,9 @@ class Metrics(Section):
 class Profile(Section):
     """Steps whose trace is written by torch's profiler, into profile/ of the run directory."""
 
-    steps: Annotated[tuple[Count, Count], BeforeValidator(_listed)] = Field(
+    steps: Annotated[tuple[Count, Count], LISTED] = Field(
         description="The first and the last step, counted from 1."
     )
-    ranks: Annotated[tuple[CountOrZero, ...], BeforeValidator(_listed)] = Field(
+    ranks: Annotated[tuple[CountOrZero, ...], LISTED] = Field(
         default=(0,), min_length=1, description="The ranks that write one each."
     )

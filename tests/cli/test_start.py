@@ -66,9 +66,9 @@ def test_a_verb_that_starts_no_rank_loads_nothing_that_watches_ranks():
 
 def test_one_validator_makes_every_section_of_a_recipe():
     program = (
-        "from bundle.recipe import load, sections; made = load('demo'); "
+        "from bundle.recipe import load, section, sections; made = load('demo'); "
         "assert isinstance(made.optimizer, sections.Optimizer); "
-        "print([of.__name__ for of in sections.Section.__subclasses__() if of.__pydantic_complete__])"
+        "print([of.__name__ for of in section.Section.__subclasses__() if of.__pydantic_complete__])"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert ran.stdout == "['Recipe']\n", ran.stderr[-2000:]

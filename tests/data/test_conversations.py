@@ -9,7 +9,7 @@ from bundle.data.chat import conversation, writer
 from bundle.data.sources import Corrupt
 from bundle.data.tokenizers import Bytes, HuggingFace, tokenizer
 from bundle.errors import UsageError
-from bundle.recipe.sections import Data, Fields
+from bundle.recipe.data import Data, Fields
 from tests.data import chat
 
 TALK = [

@@ -14,7 +14,7 @@ from bundle.data.sources import rows as table_rows
 from bundle.errors import JobFailed
 from bundle.planning.inputs import expand
 from bundle.recipe import load
-from bundle.recipe.sections import Data, Fields
+from bundle.recipe.data import Data, Fields
 
 CALL = {"name": "add", "arguments": {"a": 1, "b": None}}
 CALLED = [{"type": "function", "function": CALL}]

@@ -11,7 +11,7 @@ from bundle.data.samples import BLANK
 from bundle.data.sources import Corrupt
 from bundle.errors import JobFailed, UsageError
 from bundle.recipe import load
-from bundle.recipe.sections import Data
+from bundle.recipe.data import Data
 from tests.data.test_truncation import documents
 
 DATA = Data(source="jsonl", path=("rows.jsonl",), sequence_length=64)

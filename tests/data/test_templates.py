@@ -12,7 +12,7 @@ from bundle.data.chat import ChatTemplate, conversation
 from bundle.data.sources import Corrupt
 from bundle.data.tokenizers import HuggingFace
 from bundle.errors import UsageError
-from bundle.recipe.sections import Data
+from bundle.recipe.data import Data
 from tests.data import chat
 
 

@@ -11,7 +11,7 @@ import pytest
 from bundle.data.chat import ChatTemplate, conversation, writer
 from bundle.data.sources import Corrupt
 from bundle.data.tokenizers import Bytes, HuggingFace
-from bundle.recipe.sections import Data
+from bundle.recipe.data import Data
 from tests.data import chat
 
 PUBLISHED = importlib.util.find_spec("trl")

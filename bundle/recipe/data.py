@@ -1,0 +1,183 @@
+"""The section of a recipe that says what is trained on: files, the fields of their rows, images, videos."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from bundle.recipe.section import LISTED, Count, Name, Names, Positive, Section, optional
+
+# 256 bytes, end of text, padding.
+BYTE_VOCABULARY = 258
+
+
+class Fields(Section):
+    """Names of the fields of a JSONL or parquet row.
+
+    SFT takes the first of these that a row has: messages; prompt and response; ShareGPT's `conversations`;
+    Alpaca's `instruction`, `input`, `output` and `history`. DPO takes chosen and rejected, texts or messages,
+    after prompt (text or messages) or messages; where both are whole conversations, the turns that they begin
+    with alike are the prompt.
+    """
+
+    text: str = Field(default="text", description="Pre-training: the document.")
+    prompt: str = Field(default="prompt", description="SFT: what the model is given.")
+    response: str = Field(default="response", description="SFT: what it should answer; only this has a loss.")
+    messages: str = Field(
+        default="messages",
+        description="SFT: a list of {role, content}, or of ShareGPT's {from, value}; a message may have"
+        " tool_calls, and a weight (0: not learned).",
+    )
+    chosen: str = Field(default="chosen", description="DPO: the better answer.")
+    rejected: str = Field(default="rejected", description="DPO: the worse answer.")
+    system: str | None = Field(
+        default="system", description="SFT: the system message, where a row has one; null: none is read."
+    )
+    tools: str | None = Field(
+        default="tools",
+        description="SFT: functions that may be called, for the chat template, where a row has any: a list of"
+        " JSON schemas, or JSON of one; null: none are read.",
+    )
+    images: str | None = Field(
+        default="images",
+        description="SFT, for a model that sees images: those of a row, in the order of the places that its"
+        " messages have for them (<image>, or a part of type image): paths below the rows' folder, base64"
+        " (data:image/png;base64,...) or, in parquet, bytes. null: only parts that name theirs.",
+    )
+    videos: str | None = Field(
+        default="videos",
+        description="The same for videos (<video>): each as an image is named, or a list of its frames.",
+    )
+
+
+class Images(Section):
+    """How images of rows are read, for a model that sees some: JPEG, PNG and WebP."""
+
+    min_pixels: Count | None = Field(
+        default=None,
+        description="An image is made at least so large [pixels]; null: what processor_config.json or"
+        " preprocessor_config.json of the model or its tokenizer says, or else transformers' class.",
+    )
+    max_pixels: Count | None = Field(
+        default=None, description="And at most so large [pixels]; null: as with min_pixels."
+    )
+    limit_bytes: Count = Field(
+        default=2**25, description="A larger file, or base64 of more bytes, is corrupt."
+    )
+    limit_pixels: Count = Field(
+        default=2**26, description="An image of more pixels is corrupt; none is decoded to find out."
+    )
+
+
+class Videos(Section):
+    """How videos of rows are read, for a model that sees some: lists of frames, which are images; animated
+    GIF, WebP and PNG; and, with the extra `video`, films.
+
+    A list is taken whole, as `fps` frames a second, unless its part of a message says an fps. Of a file `fps`
+    frames a second are taken, whatever its processor says of do_sample_frames.
+    """
+
+    fps: Positive | None = Field(
+        default=None,
+        description="Frames a second; null: what processor_config.json, video_preprocessor_config.json or"
+        " preprocessor_config.json of the model or its tokenizer says, or else 2.",
+    )
+    min_frames: Count | None = Field(
+        default=None,
+        description="Of a file at least so many frames are taken, if it has them; null: what these files"
+        " say, or else 4.",
+    )
+    max_frames: Count | None = Field(
+        default=None, description="And at most so many; null: what these files say, or else 768."
+    )
+    min_pixels: Count | None = Field(
+        default=None,
+        description="A frame is made at least so large [pixels], with Qwen3-VL all of them together; null: as"
+        " with data.images.",
+    )
+    max_pixels: Count | None = Field(
+        default=None, description="And at most so large [pixels]; null: as with min_pixels."
+    )
+    limit_bytes: Count = Field(
+        default=2**29, description="A larger file, or a list of larger ones together, is corrupt."
+    )
+    limit_pixels: Count = Field(default=2**24, description="A video of more pixels in a frame is corrupt.")
+    limit_frames: Count = Field(default=2**16, description="A video of more frames is corrupt.")
+    limit_seconds: Positive = Field(default=3600.0, description="A longer video is corrupt.")
+
+
+Kind = Literal["text", "jsonl", "parquet", "megatron"]
+
+
+class ValidationSet(Section):
+    """Data to evaluate with, read and tokenised as what is trained on; its loss is validation/NAME/loss."""
+
+    path: Names = Field(min_length=1, description="As data.path.")
+    source: Kind | None = Field(default=None, description="Kind of the files; null: data.source.")
+
+
+class Data(Section):
+    """What is trained on."""
+
+    source: Kind = Field(
+        description="Kind of the files; megatron: ids as its own tools write them (.bin and .idx)."
+    )
+    path: Names = Field(
+        min_length=1,
+        description="Files, directories, globs, or `stdlib`: the running Python's standard library. megatron:"
+        " what both files' names begin with.",
+    )
+    weights: Annotated[tuple[Positive, ...], LISTED] | None = Field(
+        default=None,
+        min_length=1,
+        description="Blend: every path is a data set of its own, and this is how much of a run each is, such"
+        " as [0.7, 0.3]; drawn by megatron-core's rule, each set shuffled anew for each of its epochs. null:"
+        " one data set of all paths.",
+    )
+    separator: str | None = Field(
+        default=None,
+        min_length=1,
+        description="text: divides a file into documents, such as a blank line; null: a file is a document.",
+    )
+    tokenizer: str = Field(
+        pattern=r"^(bytes|hf:.+)$",
+        default="bytes",
+        description="`bytes` (256 and two specials), or `hf:DIR`, a local Hugging Face tokenizer.",
+    )
+    sequence_length: Count = Field(
+        description="Tokens of a sample; packed: tokens of a pack. DPO: of an answer with its prompt; packed:"
+        " of a pack, which holds whole pairs, so that an answer may have half as many."
+    )
+    packed: bool = Field(
+        default=False, description="Pack whole documents into each sample, without attention across."
+    )
+    validation: float = Field(
+        default=0.02, ge=0, lt=1, description="Share of the documents held out for evaluation; 0: none."
+    )
+    validation_sets: dict[Name, ValidationSet] = Field(
+        default_factory=dict,
+        description="Data of its own to evaluate with, besides what is held out: a name, and its paths.",
+    )
+    cache: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Directory of tokens, for all runs that have the same data; null: .tokens beside the run"
+        " directory, or data in it where that cannot be written.",
+    )
+    on_error: Literal["stop", "skip"] = Field(
+        default="stop", description="Corrupt rows and files: stop and list them, or skip and count them."
+    )
+    truncation: Literal["error", "delete", "right", "left"] = Field(
+        default="error",
+        description="SFT, DPO: rows of more tokens than a sample: corrupt, left out, or cut on that side.",
+    )
+    fields: Fields = optional("Names of the fields of a row.")
+    images: Images = optional("How images of rows are read.")
+    videos: Videos = optional("How videos of rows are read.")
+    template: Literal["plain", "chat"] = Field(
+        default="plain", description="SFT: roles as plain headings, or the tokenizer's own chat template."
+    )
+    learn: Literal["all_turns", "last_turn"] = Field(
+        default="all_turns",
+        description="SFT: learn what the assistant says in every turn, or in the last one only, as templates"
+        " need that write earlier turns without thoughts.",
+    )
