@@ -8,7 +8,7 @@ PEFT writes every setting that it has into adapter_config.json. So a key that is
 where it is empty or false, and else refused by its name.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,8 +111,28 @@ def unmatched(table: Iterable[Tensor], targets: Sequence[str]) -> list[str]:
 
 
 def projections(table: Iterable[Tensor]) -> list[str]:
-    """The last parts of the names of all modules that can have an adapter."""
-    return sorted({module.rpartition(".")[2] for module in _modules(table)})
+    """What the names of all modules that can have an adapter end with, and no other's: as short as can be.
+
+    That is `q_proj`, but `attn.proj` beside a convolution `patch_embed.proj`, and `mlp.0` beside a block
+    `blocks.0`: PEFT refuses a directory whose targets name anything but a layer.
+    """
+    tensors = list(table)
+    modules = _modules(tensors)
+    every = {module for tensor in tensors for name in tensor.published for module in _around(name)}
+    others = {end for module in every - modules for end in _ends(module)}
+    return sorted({next(end for end in _ends(module) if end not in others) for module in modules})
+
+
+def _around(name: str) -> Iterator[str]:
+    """The modules that a tensor is in, by their names."""
+    parts = name.split(".")
+    return (".".join(parts[:count]) for count in range(1, len(parts)))
+
+
+def _ends(module: str) -> Iterator[str]:
+    """What a module's name ends with, the shortest first."""
+    parts = module.split(".")
+    return (".".join(parts[at:]) for at in reversed(range(len(parts))))
 
 
 def _modules(table: Iterable[Tensor]) -> set[str]:

@@ -7,8 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from bundle.architectures import adapters, from_config
+from bundle.architectures.tensors import Tensors
 from tests.vision import adapting, reference
 from tests.vision.adapting import ALONE, HUB
+from tests.vision.cases import CASES
 
 AGREES, OF_GRADIENTS = 1e-5, 3e-5  # of the largest; both sides are float32
 
@@ -40,6 +43,28 @@ def test_adapters_are_those_of_peft(adapted, core, layout):
     if layout == ALONE:
         for case in HUB:
             exported(adapted / case.name)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_all_linear_are_the_layers_that_peft_takes_by_that_word_and_by_our_targets(case):
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForImageTextToText
+
+    def taken(targets):
+        with torch.device("meta"):
+            model = AutoModelForImageTextToText.from_config(reference._config(case))
+        found = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=targets))
+        return {f".{name.removeprefix('model.')}" for name in found.base_model.targeted_module_names}
+
+    table = Tensors(from_config(case.config))
+    theirs, targets = taken("all-linear"), adapters.projections(table)
+    ours = {
+        adapting.tail(matrix.name.removesuffix(".lora_A.weight"))
+        for tensor in table
+        for matrix, _ in filter(None, adapters.pairs(tensor, targets, 2))
+    }
+    assert taken(targets) == theirs
+    assert {name.replace(".language_model.", ".") for name in theirs} == ours
 
 
 def exported(directory):
