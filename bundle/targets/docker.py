@@ -7,6 +7,7 @@ was read, not run.
 """
 
 import re
+import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,12 +15,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bundle import files
-from bundle.errors import LaunchUnavailable, UsageError, shown
+from bundle.errors import ExitCode, LaunchUnavailable, UsageError, shown
 from bundle.files import json_digest
 from bundle.launch import grace
 from bundle.launch import job as job_file
 from bundle.launch.command import Command
 from bundle.launch.job import NAME, Job
+from bundle.launch.process import death_signal
 from bundle.targets.client import asked
 
 # Where an image of ours keeps what its libraries compile, which goes with the container (images/README.md).
@@ -46,7 +48,7 @@ class Options:
     `mounts` are further paths, "SRC" or "SRC:DST" or "SRC:DST:ro"; the values of the variables `environment`
     are handed on unseen. `restarts`: how often ranks are started again in place, without a new checkpoint
     between; `preflight`: first every node does what the job will ask of it. `user` is who the container is,
-    "UID:GID", and who will own what it writes.
+    "UID:GID", and who will own what it writes; `groups` are further groups of it.
     """
 
     image: str
@@ -58,10 +60,11 @@ class Options:
     restarts: int = 0
     preflight: bool = False
     grace_seconds: int | None = None  # None: as long as the job's checkpoint takes
+    groups: tuple[int, ...] = ()
 
     def violations(self) -> Iterator[str]:
         """All that docker would not take, or would take for something else."""
-        if not re.fullmatch(r"[a-z0-9][\w.:/@-]*", self.image, re.ASCII):
+        if not re.fullmatch(r"[a-zA-Z0-9][\w.:/@-]*", self.image, re.ASCII):
             yield f"--image {shown(self.image)}: no name of an image"
         for mount in self.mounts:
             source, _, rest = mount.partition(":")
@@ -107,6 +110,7 @@ def command(job: Job, options: Options, workdir: Path, node_rank: int = 0, rende
         f"--name={named(job, node_rank)}",
         f"--label={_LABEL}={json_digest(job.dump())}",
         *([f"--user={options.user}"] if options.user else []),
+        *(f"--group-add={group}" for group in options.groups),
         # It writes to what is mounted, and to what goes with it.
         *("--read-only", "--tmpfs=/tmp:exec,mode=1777", f"--tmpfs={HOME}:exec,mode=1777"),
         *("--cap-drop=ALL", "--security-opt=no-new-privileges"),
@@ -159,9 +163,11 @@ def state(name: str) -> State:
     status, killed, code, error = asked(
         "docker", "inspect", "--type=container", f"--format={form}", name
     ).split(" ", 3)
-    ended = status in ("exited", "dead")
     reason = "its limit of memory was reached" if killed == "true" else error.strip()
-    return State(status.upper(), reason, int(code) if ended else None)
+    ends = int(code) if status in ("exited", "dead") else None
+    if status == "created" and code != "0":  # what the engine says of one that it could not start
+        ends = int(ExitCode.LAUNCH_UNAVAILABLE)
+    return State(status.upper(), reason, ends)
 
 
 def stop(name: str) -> None:
@@ -179,6 +185,7 @@ def follow(name: str) -> Iterator[str]:
     """What a container writes, as it comes, until it has ended."""
     with subprocess.Popen(
         ["docker", "logs", "--follow", name],
+        preexec_fn=death_signal(signal.SIGTERM),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -199,6 +206,11 @@ def _devices(job: Job) -> Sequence[str]:
     if job.backend == "cuda":
         return [f"--gpus={job.per_node}"]
     return npus(job.per_node) if job.backend == "ascend" else []
+
+
+def npu_groups(first: Path = Path("/dev/davinci0")) -> tuple[int, ...]:
+    """The group of this machine's NPUs, whose members alone may open them; () where it has none."""
+    return (first.stat().st_gid,) if first.exists() else ()
 
 
 def npus(count: int) -> list[str]:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,7 +68,7 @@ def command(job: Job, options: Options, folder: Path, node_rank: int = 0, rendez
 
 def dry_run(job: Job, options: Options, rendezvous: str = "") -> str:
     """What would run: a command for each node, and the one by which that starts its ranks."""
-    folder, rendezvous = _next(job), job_file.met_at(job, rendezvous)
+    folder, rendezvous = next(_next(job)), job_file.met_at(job, rendezvous)
     lines = [f"# executes {folder / NAME}, which `mcore-bundle launch local` writes"]
     for node in range(job.nodes):
         lines += [
@@ -82,10 +83,11 @@ def dry_run(job: Job, options: Options, rendezvous: str = "") -> str:
 
 def submit(job: Job, options: Options, workdir: Path, node_rank: int = 0, rendezvous: str = "") -> str:
     """Starts one node; returns the name of its folder. Raises EnvironmentUnfit where that cannot be made."""
-    folder = _next(job)
-    words = command(job, options, folder, node_rank, rendezvous)
+    folders = _next(job)
+    words = command(job, options, folder := next(folders), node_rank, rendezvous)
     try:
-        folder.mkdir(parents=True)
+        while not _made(folder):  # another node just has
+            words = command(job, options, folder := next(folders), node_rank, rendezvous)
         with (folder / _LOCK).open("wb") as lock, (folder / LOG).open("wb") as log:
             fcntl.flock(lock, fcntl.LOCK_EX)
             files.write_text(folder / NAME, job.text())
@@ -142,11 +144,21 @@ def wait(name: str) -> int:
     return last.code
 
 
-def _next(job: Job) -> Path:
-    """The folder of the next launch of a run here."""
+def _next(job: Job) -> Iterator[Path]:
+    """The folders that the next launch of a run here may have."""
     logs = job.directory.absolute() / "logs"
     taken = [int(path.name[6:]) for path in logs.glob("local-*") if path.name[6:].isdecimal()]
-    return logs / f"local-{max(taken, default=0) + 1}"
+    return (logs / f"local-{number}" for number in count(max(taken, default=0) + 1))
+
+
+def _made(folder: Path) -> bool:
+    """Whether this process made it, and no other."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return False
+    return True
 
 
 def _known(name: str) -> Path:

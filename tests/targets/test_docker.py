@@ -1,8 +1,10 @@
 """The commands of docker, and what its client is asked. What an engine does with them: tests/images."""
 
+import os
 import shlex
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,7 +48,11 @@ def job() -> Job:
             ("cuda", "h200", 2, 8),
             Options("registry.example:5000/us/bundle:1", user="1000:0", rdma=True),
         ),
-        ("ascend", ("ascend", "a3", 1, 4), Options("bundle@sha256:0123", ("/data:/data:ro",), user="1000:0")),
+        (
+            "ascend",
+            ("ascend", "a3", 1, 4),
+            Options("bundle@sha256:0123", ("/data:/data:ro",), user="1000:0", groups=(1001,)),
+        ),
         ("cpu", ("cpu", "cpu", 1, 2), Options("bundle", ("/data",), ("HF_TOKEN",), "1000:0", "1g")),
     ],
 )
@@ -132,7 +138,8 @@ def test_without_docker_it_is_said(job, tmp_path, monkeypatch):
         ("running false 0 ", docker.State("RUNNING", "", None)),
         ("exited false 75 ", docker.State("EXITED", "", 75)),
         ("exited true 137 ", docker.State("EXITED", "its limit of memory was reached", 137)),
-        ("created false 128 no such device", docker.State("CREATED", "no such device", None)),
+        ("created false 0 ", docker.State("CREATED", "", None)),
+        ("created false 128 no such device", docker.State("CREATED", "no such device", 5)),
     ],
 )
 def test_a_container_ends_with_its_own_code(tmp_path, monkeypatch, said, state):
@@ -141,6 +148,50 @@ def test_a_container_ends_with_its_own_code(tmp_path, monkeypatch, said, state):
     client.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     assert docker.state("x") == state
+
+
+def client(folder: Path, script: str) -> None:
+    """A `docker` that writes down what it is asked."""
+    program = folder / "docker"
+    program.write_text(f'#!/bin/sh\necho "$@" >>{folder}/asked\n{script}\n')
+    program.chmod(0o755)
+
+
+def test_what_the_engine_could_not_start_is_started_again(job, tmp_path, monkeypatch):
+    failed = "created false 128 could not select device driver"
+    client(tmp_path, f"case $1 in ps) echo abc ;; inspect) echo '{failed}' ;; esac")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    job = replace(job, nodes=1, directory=tmp_path / "run")
+    name = docker.submit(job, Options("bundle"), tmp_path)
+    asked = [line.split()[0] for line in (tmp_path / "asked").read_text().splitlines()]
+    assert asked == ["ps", "inspect", "rm", "run"] and name == docker.named(job, 0)
+
+
+def test_who_follows_a_container_takes_its_client_along(tmp_path):
+    client(tmp_path, f"echo $$ >{tmp_path}/pid; echo up; exec sleep 60")
+    follow = "from bundle.targets import docker\nfor text in docker.follow('x'): print(text, flush=True)"
+    path = {**os.environ, "PATH": f"{tmp_path}:/bin:/usr/bin"}
+    with subprocess.Popen([sys.executable, "-c", follow], env=path, stdout=subprocess.PIPE) as follower:
+        assert follower.stdout is not None and follower.stdout.readline() == b"up\n"
+        follower.terminate()
+    process, deadline = Path("/proc", (tmp_path / "pid").read_text().strip()), time.monotonic() + 20
+    while process.exists() and "Z (" not in (process / "stat").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_the_host_of_an_image_is_written_in_any_case():
+    assert list(Options("Registry.Example:5000/us/bundle:1").violations()) == []
+
+
+def test_who_runs_in_a_container_is_in_the_group_that_may_open_the_npus(tmp_path):
+    (tmp_path / "davinci0").touch()
+    assert docker.npu_groups(tmp_path / "davinci0") == (os.getgid(),)
+    assert docker.npu_groups(tmp_path / "davinci1") == ()
+    command = [sys.executable, "-m", "bundle", "launch", "docker", "demo", "--hardware=a3", "--group=1001"]
+    command.append("--set=train.global_batch_size=128")
+    done = subprocess.run([*command, "--dry-run"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert " --group-add=1001 " in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("handle", ["docker:", "docker:a b", "slurm:1x", "slurm:", "pod:x", "1234"])

@@ -103,6 +103,20 @@ def test_what_a_node_is_told_and_writes_and_the_code_that_it_ends_with(job, node
     assert local.wait(again) == 0 and local.state(again) == local.State("COMPLETED", "", 0)
 
 
+def test_nodes_that_are_started_at_once_have_folders_of_their_own(job, node, tmp_path, monkeypatch):
+    command = local.command
+
+    def between(job, options, folder, *rest):
+        if folder.name in ("local-1", "local-2"):  # other nodes make theirs, once it is known which are free
+            folder.mkdir(parents=True)
+        return command(job, options, folder, *rest)
+
+    monkeypatch.setattr(local, "command", between)
+    name = local.submit(job, node('echo "$@"'), tmp_path)
+    assert Path(name).name == "local-3"
+    assert local.wait(name) == 0 and f"--job={name}/job.json" in local.written(name)
+
+
 def test_a_node_that_is_told_to_stop_says_how_it_ended(job, node, tmp_path):
     name = local.submit(
         job, node('trap "echo saved; exit 75" TERM; echo up; while :; do sleep 0.1; done'), tmp_path

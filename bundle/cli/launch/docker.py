@@ -43,6 +43,10 @@ def docker(
     user: Annotated[
         str, typer.Option(metavar="UID:GID", help="Who it is; without it, we, in the group of our images.")
     ] = "",
+    groups: Annotated[
+        list[int] | None,
+        typer.Option("--group", min=0, metavar="GID", help="A further group of it; else that of the NPUs."),
+    ] = None,
     shared_memory: Annotated[str, typer.Option(metavar="SIZE", help="Size of /dev/shm.")] = "64g",
     rdma: Annotated[
         bool, typer.Option("--rdma", help="Give it the RDMA devices, and memory pinned.")
@@ -56,12 +60,20 @@ def docker(
     detach: Detach = False,
 ) -> None:
     """Run a job in a container of this machine; shows what it writes and ends as it does."""
-    job = decided_here(recipe, request, machines, read_record_of_one(container_image, record))
+    job = decided_here(
+        recipe,
+        request,
+        machines,
+        read_record_of_one(container_image, record),
+        looks=not dry_run,
+        in_image=True,
+    )
     wanted = engine.Options(
         image=container_image or images.default(job, registry),
         mounts=tuple(mounts or ()),
         environment=tuple(variables or ()),
         user=user or f"{os.getuid()}:0",
+        groups=tuple(groups or ()) or (engine.npu_groups() if job.backend == "ascend" else ()),
         shared_memory=shared_memory,
         rdma=rdma,
         restarts=restarts,

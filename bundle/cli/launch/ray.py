@@ -59,7 +59,9 @@ def ray(
     wanted = cluster.Options(address, restarts, wait)
     if job is None:
         built = image.named(record) if record else None
-        decided = decided_here(recipe, request, machines, built)
+        decided = decided_here(
+            recipe, request, machines, built, looks=not dry_run, in_image=built is not None
+        )
         decided = replace(decided, image=built or image.own())
         if dry_run:
             print(cluster.dry_run(decided, wanted, Path.cwd()), end="")

@@ -45,7 +45,14 @@ def slurm(
     detach: Detach = False,
 ) -> None:
     """Run a job under Slurm, one task a node; shows what it writes and ends as it does."""
-    job = decided_here(recipe, request, machines, read_record(container_image, record))
+    job = decided_here(
+        recipe,
+        request,
+        machines,
+        read_record(container_image, record),
+        looks=not dry_run,
+        in_image=bool(container_image),
+    )
     wanted = scheduler.Options(
         tuple(sbatch or ()), container_image, container, tuple(mounts or ()), restarts, preflight, spares, ray
     )

@@ -108,11 +108,18 @@ def decided(recipe: str, request: Request, machines: Machines, record: Record) -
 
 
 def decided_here(
-    recipe: str, request: Request, machines: Machines, record: Record, *, looks: bool = False
+    recipe: str,
+    request: Request,
+    machines: Machines,
+    record: Record,
+    *,
+    looks: bool,
+    in_image: bool = False,
 ) -> Job:
     """As above, for whoever sees the paths of this machine: they are of the working directory.
 
-    What lies there speaks against the job, too, where it `looks` at it: it is what the nodes will find.
+    What lies there speaks against the job, too, where it `looks` at it: it is what the nodes will find. Of
+    what is missing here a container may have its own, so that this is only said where it runs `in_image`.
     """
     asked = request.load(recipe)
     directory, origin = request.directory(asked).absolute(), request.start_from
@@ -121,8 +128,12 @@ def decided_here(
         return _of(asked, here, machines, record)
     run, start = RunDirectory(directory), here.start()
     run.begin(asked, start)
-    begins = run.beginning(asked, start)
-    return _of(asked, here, machines, record, list(input_problems(asked, directory, begins)))
+    missing = list(input_problems(asked, directory, run.beginning(asked, start)))
+    if in_image:
+        for problem in missing:
+            _log.warning("%s (seen from here; the image, or what is mounted, may have it)", problem.text)
+        missing = []
+    return _of(asked, here, machines, record, missing)
 
 
 def submitted(handle: str, *, detach: bool) -> None:

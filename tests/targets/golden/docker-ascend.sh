@@ -5,6 +5,7 @@ docker run \
   --name=mcore-bundle-demo-DIGEST-0 \
   --label=mcore-bundle.job=DIGEST \
   --user=1000:0 \
+  --group-add=1001 \
   --read-only \
   --tmpfs=/tmp:exec,mode=1777 \
   --tmpfs=/home/bundle:exec,mode=1777 \
