@@ -2,8 +2,7 @@
 
 The container sees the working directory and the run directory where they are here, and writes nowhere else;
 it executes the job file, which lies in the run directory. What the words mean: docs.docker.com/reference/cli/
-docker/container/run. Devices and driver of Ascend are those that cann-container-image's README mounts; that
-was read, not run.
+docker/container/run. Devices and driver of Ascend (targets.devices) were read about, not run.
 """
 
 import re
@@ -22,23 +21,16 @@ from bundle.launch import job as job_file
 from bundle.launch.command import Command
 from bundle.launch.job import NAME, Job
 from bundle.launch.process import death_signal
+from bundle.targets import devices
 from bundle.targets.client import asked
 
 # Where an image of ours keeps what its libraries compile, which goes with the container (images/README.md).
 HOME = "/home/bundle"
 # Memory that the network card writes to stays where it is.
-_RDMA = ("--device=/dev/infiniband", "--cap-add=IPC_LOCK", "--ulimit=memlock=-1:-1")
+_RDMA = (f"--device={devices.RDMA}", "--cap-add=IPC_LOCK", "--ulimit=memlock=-1:-1")
 _LABEL = "mcore-bundle.job"
 _SIZE = re.compile(r"[1-9][0-9]*[bkmg]?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_DAVINCI = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
-_DRIVER = (
-    "/usr/local/dcmi",
-    "/usr/local/bin/npu-smi",
-    "/usr/local/Ascend/driver/lib64",
-    "/usr/local/Ascend/driver/version.info",
-    "/etc/ascend_install.info",
-)
 
 
 @dataclass(frozen=True)
@@ -215,5 +207,5 @@ def npu_groups(first: Path = Path("/dev/davinci0")) -> tuple[int, ...]:
 
 def npus(count: int) -> list[str]:
     """What a container needs of the host for so many NPUs: their nodes, and the driver's files; no more."""
-    devices = (*(f"/dev/davinci{number}" for number in range(count)), *_DAVINCI)
-    return [f"--device={device}" for device in devices] + [f"--volume={path}:{path}:ro" for path in _DRIVER]
+    nodes = [f"--device={device}" for device in devices.npus(count)]
+    return nodes + [f"--volume={path}:{path}:ro" for path in devices.NPU_DRIVER]
