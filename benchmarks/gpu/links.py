@@ -1,4 +1,5 @@
-"""Preflight's bandwidths beside a bare torch.distributed loop on two devices, and a hang that is named.
+"""Preflight's bandwidths beside a bare torch.distributed loop on two devices, and a hang that is named,
+with what NCCL's own service says of it.
 
 python -m benchmarks.gpu.links [--kind cpu]
 
@@ -73,6 +74,7 @@ def named(kind: str) -> bool:
             said, code = "ended well", ExitCode.OK
         except Ended as ended:
             said, code = ended.verdict.sentence, ended.code
+        services = [path.read_text() for path in Path(folder).rglob("hang-*.nccl.txt")]
     right = re.match(
         rf"no progress for {HANG_SECONDS} s: rank 0 in all_reduce of 2x3 number \d+ of all ranks.*;"
         r" rank 1 on \S+ never came: it is at `read_for_ever` ",
@@ -80,6 +82,10 @@ def named(kind: str) -> bool:
     )
     good = bool(right) and code == ExitCode.HANG
     print(f"{'ok' if good else 'FAILED':<7}a hang, after {time.monotonic() - began:.0f} s: {said}")
+    if kind == "cuda":
+        heard = len(services) == 1 and "NCCL version" in services[0]
+        print(f"{'ok' if heard else 'FAILED':<7}NCCL's own service:", *services, sep="\n")
+        good &= heard
     return good
 
 

@@ -12,11 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
 from bundle import files
 from bundle.errors import JobFailed
-from bundle.launch import outcomes
+from bundle.launch import outcomes, ras
 from bundle.launch.outcomes import Outcome, spelled
 
 # The innermost frame of the main thread, as faulthandler writes it.
@@ -183,7 +184,7 @@ def _listed(parts: Iterable[str]) -> str:
 
 
 class Hung:
-    """What a launcher does about a hang: tells the other nodes, and speaks for ranks that say nothing."""
+    """What a launcher does about a hang: tells other nodes, asks NCCL, speaks for ranks that say nothing."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -201,6 +202,9 @@ class Hung:
             for file in (here, everywhere):
                 with suppress(OSError):  # a hang on a full disk is still a hang
                     file.touch()
+            # Of processes that still live, and in nobody's way.
+            path = world / f"hang-{outcomes.node_name()}.nccl.txt"
+            Thread(target=ras.write, args=(path,), daemon=True).start()
         elif time.monotonic() - self._noticed > _WORD_SECONDS:
             self._over = True
             for rank in ranks:

@@ -1,0 +1,52 @@
+"""What is asked of NCCL's own service, as its client asks it. The real one: benchmarks.gpu.links."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from bundle.launch import ras
+
+
+@contextmanager
+def service(answers: list[bytes]) -> Iterator[tuple[str, list[bytes]]]:
+    """A service that answers so to one line after the other, and then hangs up; what it was asked."""
+    heard: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            client, _ = listening.accept()
+            with client, client.makefile("rb") as lines:
+                for answer in answers:
+                    heard.append(lines.readline())
+                    for first in range(0, len(answer), 7):  # it comes in pieces
+                        client.sendall(answer[first : first + 7])
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"127.0.0.1:{listening.getsockname()[1]}", heard
+        thread.join()
+
+
+def test_all_that_it_says_is_put_down_after_it_was_told_not_to_wait_long(tmp_path, monkeypatch):
+    said = "NCCL version 2.27\n  #0-1 (0) MISMATCH\n" * 400 + "héllo\n"
+    with service([b"OK\n", said.encode()]) as (address, heard):
+        monkeypatch.setenv("NCCL_RAS_ADDR", address)
+        ras.write(tmp_path / "said.txt")
+    assert (tmp_path / "said.txt").read_text() == said
+    assert heard == [b"TIMEOUT 1\n", b"VERBOSE STATUS\n"]
+
+
+@pytest.mark.parametrize("answers", [[b"ERROR: no such command\n"], [b""]])
+def test_who_answers_otherwise_is_not_nccl(answers):
+    with service(answers) as (address, _):
+        assert ras.status(address) == ""
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:9", "nonsense", "host:port"])
+def test_where_nobody_listens_nothing_is_written(address, tmp_path, monkeypatch):
+    monkeypatch.setenv("NCCL_RAS_ADDR", address)
+    ras.write(tmp_path / "said.txt")
+    assert list(tmp_path.iterdir()) == []
