@@ -61,6 +61,10 @@ def kubernetes(
         list[str] | None,
         typer.Option("--selector", metavar="KEY=VALUE", help="A label of the nodes that it runs on."),
     ] = None,
+    annotations: Annotated[
+        list[str] | None,
+        typer.Option("--annotation", metavar="KEY=VALUE", help="Of the workload and of its pods."),
+    ] = None,
     groups: Annotated[
         list[int] | None,
         typer.Option("--group", min=0, metavar="GID", help="Of the pods: that of an NPU's device files."),
@@ -100,6 +104,7 @@ def kubernetes(
         device=device,
         resources=tuple(resources or ()),
         selectors=tuple(selectors or ()),
+        annotations=tuple(annotations or ()),
         groups=tuple(groups or ()),
         shared_memory=shared_memory,
         rdma=rdma,

@@ -69,12 +69,13 @@ def image(form: str) -> str:
 def objects(job: Job, options: Options) -> list[dict[str, Any]]:
     """The objects of a job, in the order in which they are made. Raises UsageError with all that is wrong."""
     name, decided = options.name or named(job), job.text()
-    wrong = [*options.violations(name, job.nodes), *_misfits(job, options)]
+    of = Workload(job, options, name, f"{name}-{json_digest(job.dump())}")
+    wrong = [*options.violations(name, job.nodes), *_misfits(job, options), *of.misfits()]
+    wrong += volcano.misfits(of)
     if (size := len(decided.encode())) > _LARGEST_FILE:
         wrong.append(f"the job file has {size} bytes, more than a ConfigMap holds: shorten the recipe")
     if wrong:
         raise UsageError("no objects of Kubernetes can be written", wrong)
-    of = Workload(job, options, name, f"{name}-{json_digest(job.dump())}")
     file = of.object("v1", "ConfigMap", of.file)
     file |= {"immutable": True, "data": {NAME: LiteralScalarString(decided)}}
     return [file, *FORMS[options.form].render(of)]

@@ -8,7 +8,7 @@ import copy
 from typing import Any
 
 from bundle.targets.kubernetes.pod import Workload
-from bundle.targets.kubernetes.volcano import SCHEDULER
+from bundle.targets.kubernetes.volcano import SCHEDULER, super_pod
 
 API = "mindxdl.gitee.com/v1"
 CONTAINER, PORT_NAME, PORT = "ascend", "ascendjob-port", 2222
@@ -20,7 +20,7 @@ def job(of: Workload) -> list[dict[str, Any]]:
     """An AscendJob: one master, and workers where there are more nodes than one."""
     restarts = of.options.restarts
     ring = {_RING: "ascend-910" if of.job.generation == "a1" else "ascend-910b"}
-    workload = of.object(API, "AscendJob", labels={"framework": "pytorch"} | ring)
+    workload = of.workload(API, "AscendJob", {"framework": "pytorch"} | ring, super_pod(of))
     # All pods are deleted when one has failed, with the time to save, and begin again.
     workload["metadata"]["labels"] |= {"fault-scheduling": "grace", "fault-retry-times": str(restarts)}
     template = of.template(of.words, CONTAINER)

@@ -23,7 +23,7 @@ def job(of: Workload) -> list[dict[str, Any]]:
         "selector": {"batch.kubernetes.io/job-name": of.name},
         "ports": [{"name": "rendezvous", "port": DEFAULT_PORT}],
     }
-    workload = of.object(JOB_API, "Job", labels=of.queued)
+    workload = of.workload(JOB_API, "Job", of.queued)
     workload["spec"] = indexed(of, of.words_at(f"{of.name}-0.{of.name}", _INDEX))
     workload["spec"]["ttlSecondsAfterFinished"] = of.options.keep_seconds
     workload["spec"]["template"]["spec"]["subdomain"] = of.name
@@ -32,7 +32,7 @@ def job(of: Workload) -> list[dict[str, Any]]:
 
 def jobset(of: Workload) -> list[dict[str, Any]]:
     """A JobSet, which starts all pods again when one is lost."""
-    workload = of.object(API, "JobSet", labels=of.queued)
+    workload = of.workload(API, "JobSet", of.queued)
     first = f"{of.name}-{REPLICATED}-0-0.{of.name}"
     workload["spec"] = set_of(of, indexed(of, of.words_at(first, _INDEX)))
     workload["spec"]["ttlSecondsAfterFinished"] = of.options.keep_seconds
@@ -56,9 +56,7 @@ def set_of(of: Workload, spec: dict[str, Any], labels: dict[str, str] | None = N
 def indexed(of: Workload, words: list[str]) -> dict[str, Any]:
     """The specification of a Job with a pod for every node."""
     template = of.template(words)
-    if of.options.topology:
-        annotation = {"kueue.x-k8s.io/podset-required-topology": of.options.topology}
-        template["metadata"]["annotations"] = annotation
+    of.keep_together(template)
     return {
         "completionMode": "Indexed",
         "completions": of.job.nodes,

@@ -1,6 +1,7 @@
 """What a cluster wants to know of a job that the job file does not say, and what no cluster would take."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -9,10 +10,16 @@ from bundle.errors import shown
 CLAIM = "runs"  # what the PersistentVolumeClaim of run directories is called, where nobody says
 _LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
-_MOUNT = re.compile(rf"{_NAME.pattern}:/[\w@./-]*", re.ASCII)
-_QUALIFIED = r"([a-z0-9.-]+/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
-_RESOURCE = re.compile(rf"{_QUALIFIED}=[0-9.]+[A-Za-z]*")
-_SELECTOR = re.compile(rf"{_QUALIFIED}=([A-Za-z0-9]([A-Za-z0-9._-]{{0,61}}[A-Za-z0-9])?)?")
+_MOUNT = re.compile(rf"{_NAME.pattern}:(/(?!\.{{1,2}}(/|$))[\w@.-]+)+/?", re.ASCII)
+_PLAIN = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+_QUALIFIED = rf"([a-z0-9.-]+/)?{_PLAIN}"
+_DEVICE = re.compile(rf"[a-z0-9.-]+/{_PLAIN}")
+# As apimachinery's resource.Quantity reads them; of what Kubernetes itself does not know, whole ones.
+_QUANTITY = re.compile(r"([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]+)?")
+_OWN = r"(cpu|memory|ephemeral-storage|hugepages-[0-9]+[KMG]i)"
+_RESOURCE = re.compile(rf"{_OWN}=({_QUANTITY.pattern})|{_DEVICE.pattern}=[0-9]+")
+_SELECTOR = re.compile(rf"{_QUALIFIED}=({_PLAIN})?")
+_ANNOTATION = re.compile(rf"{_QUALIFIED}=.*")
 
 
 @dataclass(frozen=True)
@@ -22,8 +29,9 @@ class Options:
     `claim` is the PersistentVolumeClaim that all pods see, where the run directory lies, and `mounts` are
     further ones, "CLAIM:/data". `device` is what the cluster calls a device, where that is not its vendor's
     name; `resources` are further ones of each pod, "rdma/ib=1" or "memory=512Gi", both requested and the most
-    it gets; `selectors` are labels of the nodes, "KEY=VALUE". The keys of `secret` become variables, `groups`
-    are further groups of the pods' user. `queue` and `topology` are those of who schedules the form.
+    it gets; `selectors` are labels of the nodes, "KEY=VALUE", `annotations` those of the workload and of its
+    pods. The keys of `secret` become variables, `groups` are further groups of the pods' user. `queue` and
+    `topology` are those of who schedules the form.
     """
 
     image: str
@@ -35,6 +43,7 @@ class Options:
     device: str = ""
     resources: tuple[str, ...] = ()
     selectors: tuple[str, ...] = ()
+    annotations: tuple[str, ...] = ()
     groups: tuple[int, ...] = ()
     shared_memory: str = "64Gi"
     rdma: bool = False
@@ -58,16 +67,20 @@ class Options:
         for option, value in (named | {"priority": self.priority}).items():
             if (value or option == "claim") and not _NAME.fullmatch(value):
                 yield f"--{option} {shown(value)}: no name of an object of Kubernetes"
-        if self.device and not re.fullmatch(_QUALIFIED, self.device):
+        if self.device and not _DEVICE.fullmatch(self.device):
             yield f"--device {shown(self.device)}: no name of a resource, such as nvidia.com/gpu"
         lists = (
             ("mount", self.mounts, _MOUNT, "CLAIM:/PATH"),
-            ("resource", self.resources, _RESOURCE, "NAME=QUANTITY, such as memory=512Gi"),
+            ("resource", self.resources, _RESOURCE, "NAME=QUANTITY, such as memory=512Gi or rdma/ib=8"),
             ("selector", self.selectors, _SELECTOR, "KEY=VALUE, a label of nodes"),
+            ("annotation", self.annotations, _ANNOTATION, "KEY=VALUE"),
         )
         for option, values, pattern, form in lists:
             for value in values:
-                if not pattern.fullmatch(value):
+                if not pattern.fullmatch(value) or not value.isprintable():
                     yield f"--{option} {shown(value)}: {form}"
-        if not _RESOURCE.fullmatch(f"memory={self.shared_memory}"):
+            named_twice = Counter(value.partition("=")[0] for value in values if option != "mount")
+            for key in (key for key, count in named_twice.items() if count > 1):
+                yield f"--{option} {shown(key)}: is said more than once"
+        if not _QUANTITY.fullmatch(self.shared_memory):
             yield f"--shared-memory {shown(self.shared_memory)}: a quantity, such as 64Gi"

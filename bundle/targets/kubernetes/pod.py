@@ -1,10 +1,12 @@
 """The pod of one node: what is alike in every form. Its container executes the job file of a ConfigMap."""
 
-from pathlib import Path
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from bundle import capabilities
-from bundle.errors import ExitCode
+from bundle.errors import ExitCode, shown
 from bundle.launch import grace
 from bundle.launch import job as job_file
 from bundle.launch.job import NAME, Job
@@ -16,7 +18,16 @@ HOME, USER, JOB = "/home/bundle", 10001, "/opt/job"
 # What a restart cannot mend: the recipe, the machine, a patch.
 NEVER = sorted(int(code) for code in (ExitCode.USAGE, ExitCode.ENVIRONMENT_UNFIT, ExitCode.PATCHES))
 CONTAINER = "node"
+_SHARED, _TEMPORARY = "/dev/shm", "/tmp"
+# Where no claim can be mounted: what every pod has there, and below what cannot be written to.
+_TAKEN, _WITHHELD = (HOME, _SHARED, _TEMPORARY, "/dev"), (JOB, "/proc", "/sys")
+_LEVEL = "kueue.x-k8s.io/podset-required-topology"
 INSTANCE = "app.kubernetes.io/instance"  # the label by which the pods of a job are found
+
+
+def pairs(said: Sequence[str]) -> dict[str, str]:
+    """By its key, what options say as KEY=VALUE."""
+    return {key: value for key, _, value in (each.partition("=") for each in said)}
 
 
 class Workload(NamedTuple):
@@ -27,14 +38,27 @@ class Workload(NamedTuple):
     name: str
     file: str  # the ConfigMap of the job file
 
+    def workload(
+        self,
+        api: str,
+        kind: str,
+        labels: Mapping[str, str] | None = None,
+        annotations: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """The beginning of the object that its controller makes the pods of; what the options say wins."""
+        begun = self.object(api, kind, labels=labels)
+        if said := {**(annotations or {}), **pairs(self.options.annotations)}:
+            begun["metadata"]["annotations"] = said
+        return begun
+
     def object(
-        self, api: str, kind: str, name: str = "", labels: dict[str, str] | None = None
+        self, api: str, kind: str, name: str = "", labels: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
         """The beginning of an object."""
         metadata: dict[str, Any] = {"name": name or self.name}
         if self.options.namespace:
             metadata["namespace"] = self.options.namespace
-        metadata["labels"] = self.labels | (labels or {})
+        metadata["labels"] = {**self.labels, **(labels or {})}
         return {"apiVersion": api, "kind": kind, "metadata": metadata}
 
     @property
@@ -60,15 +84,43 @@ class Workload(NamedTuple):
     @property
     def resources(self) -> dict[str, Any]:
         """What every pod asks for, and no more than that: pods that get more than they ask for go first."""
-        amounts = dict(each.split("=") for each in self.options.resources)
-        resource = capabilities.of(self.job.backend).resource(self.job.generation)
-        if resource is not None:
-            amounts = {self.options.device or resource.kubernetes: str(self.job.per_node)} | amounts
+        amounts = pairs(self.options.resources)
+        if device := self.device:
+            amounts = {device: str(self.job.per_node)} | amounts
         return {"limits": amounts, "requests": dict(amounts)}
+
+    @property
+    def device(self) -> str:
+        """What the cluster calls a device of the job; empty where it asks for none."""
+        resource = capabilities.of(self.job.backend).resource(self.job.generation)
+        return "" if resource is None else self.options.device or resource.kubernetes
+
+    def misfits(self) -> Iterator[str]:
+        """What of the options contradicts the pods as the job has them."""
+        if self.device in pairs(self.options.resources):
+            yield (
+                f"--resource {self.device}: the job decides about its devices, {self.job.per_node} of a node;"
+                " see --devices-per-node"
+            )
+        if self.options.topology and _LEVEL in pairs(self.options.annotations):
+            yield f"--annotation {_LEVEL}: --topology says it"
+        paths = [str(PurePosixPath(mount.partition(":")[2])) for mount in self.options.mounts]
+        for path, count in Counter(paths).items():
+            if path in _TAKEN or any(PurePosixPath(path).is_relative_to(each) for each in _WITHHELD):
+                yield f"--mount {shown(path)}: the pod has something else there; say another path"
+            if count > 1:
+                yield f"--mount {shown(path)}: is said more than once"
+
+    def keep_together(self, template: dict[str, Any]) -> None:
+        """Has Kueue keep the pods of a template within the level of nodes that was asked for, if any."""
+        if self.options.topology:
+            template["metadata"].setdefault("annotations", {})[_LEVEL] = self.options.topology
 
     def template(self, words: list[str], container: str = CONTAINER) -> dict[str, Any]:
         """The template of the pods; in Kueue's words, of a pod set."""
         metadata: dict[str, Any] = {"labels": dict(self.labels)}
+        if annotations := pairs(self.options.annotations):
+            metadata["annotations"] = annotations
         return {"metadata": metadata, "spec": self._spec(words, container)}
 
     def _spec(self, words: list[str], container: str) -> dict[str, Any]:
@@ -79,8 +131,8 @@ class Workload(NamedTuple):
         volumes: dict[str, tuple[str, dict[str, Any]]] = {
             "job": (JOB, {"configMap": {"name": self.file}}),
             "home": (HOME, {"persistentVolumeClaim": {"claimName": options.claim}}),
-            "shm": ("/dev/shm", {"emptyDir": {"medium": "Memory", "sizeLimit": options.shared_memory}}),
-            "tmp": ("/tmp", {"emptyDir": {}}),
+            "shm": (_SHARED, {"emptyDir": {"medium": "Memory", "sizeLimit": options.shared_memory}}),
+            "tmp": (_TEMPORARY, {"emptyDir": {}}),
         }
         for number, mount in enumerate(options.mounts):
             claim, _, path = mount.partition(":")
@@ -99,7 +151,7 @@ class Workload(NamedTuple):
             },
             "volumeMounts": [{"name": name, "mountPath": path} for name, (path, _) in volumes.items()],
         }
-        selector = dict(each.split("=") for each in options.selectors)
+        selector = pairs(options.selectors)
         return {
             "restartPolicy": "Never",
             "terminationGracePeriodSeconds": options.grace_seconds or grace.seconds(self.job),

@@ -36,10 +36,8 @@ def rayjob(of: Workload) -> list[dict[str, Any]]:
     (container,) = submitter["spec"]["containers"]
     container["resources"] = {"limits": _SUBMITTER, "requests": dict(_SUBMITTER)}
     del container["args"]
-    if of.options.topology:
-        annotation = {"kueue.x-k8s.io/podset-required-topology": of.options.topology}
-        worker["metadata"]["annotations"] = annotation
-    workload = of.object(API, "RayJob", labels=of.queued)
+    of.keep_together(worker)
+    workload = of.workload(API, "RayJob", of.queued)
     workload["spec"] = {
         # No shell's `cd`: the submitter's shell reads this, and the driver's.
         "entrypoint": f"env --chdir={HOME} mcore-bundle launch ray --job={JOB}/{NAME}"

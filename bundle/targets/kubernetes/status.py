@@ -41,7 +41,7 @@ def by_phase(status: Mapping[str, Any]) -> Ended:
 def by_ray(status: Mapping[str, Any]) -> Ended:
     """Of a RayJob, whose status has Ray's own of its driver."""
     state, message = status.get("jobDeploymentStatus", ""), str(status.get("message") or "")
-    if state not in ("Complete", "Failed"):
+    if state not in ("Complete", "Failed", "ValidationFailed"):
         return Ended(None, state)
     if status.get("jobStatus") == "SUCCEEDED":
         return Ended(True)

@@ -32,7 +32,7 @@ def trainjob(of: Workload) -> list[dict[str, Any]]:
     runtime["metadata"].pop("namespace", None)  # it lies in none
     runtime["metadata"]["labels"]["trainer.kubeflow.org/framework"] = "torch"
     runtime["spec"] = content
-    workload = of.object(API, "TrainJob", labels=of.queued)
+    workload = of.workload(API, "TrainJob", of.queued)
     workload["spec"] = {
         "runtimeRef": {"kind": RUNTIME, "name": runtime["metadata"]["name"]},
         "trainer": {

@@ -24,6 +24,7 @@ ALL = Options(
     mounts=("data:/data", "models:/models"),
     resources=("rdma/ib=8", "memory=512Gi", "cpu=64"),
     selectors=("pool=training", "topology.example/zone="),
+    annotations=("networks.example/attach=fast, faster",),
     groups=(1000,),
     shared_memory="32Gi",
     rdma=True,

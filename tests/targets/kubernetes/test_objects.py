@@ -60,6 +60,7 @@ def test_all_that_no_cluster_takes_is_refused_at_once(small):
         device="a/b/c",
         resources=("memory",),
         selectors=("pool",),
+        annotations=("team",),
         shared_memory="much",
         secret="No",
         queue="-",
@@ -68,7 +69,7 @@ def test_all_that_no_cluster_takes_is_refused_at_once(small):
         kubernetes.objects(small, options)
     for option in (
         *("--name", "--form", "--image", "--claim ''", "--mount", "--device", "--resource", "--selector"),
-        *("--shared-memory", "--secret", "--queue"),
+        *("--shared-memory", "--secret", "--queue", "--annotation"),
     ):
         assert f"- {option}" in str(refused.value)
 
@@ -88,6 +89,64 @@ def test_what_a_form_cannot_say_is_refused(small, said, options):
         kubernetes.objects(small, replace(LEAST, **options))
 
 
+DEVICE, LEVEL = "nvidia.com/gpu", "kueue.x-k8s.io/podset-required-topology"
+CONTRADICTIONS = [
+    (f"--resource {DEVICE}: the job decides about its devices, 8 of a node", {"resources": (f"{DEVICE}=4",)}),
+    ("--resource a.b/gpu: the job decides", {"device": "a.b/gpu", "resources": ("a.b/gpu=8",)}),
+    ("--resource 'memory': is said more than once", {"resources": ("memory=1Gi", "cpu=2", "memory=2Gi")}),
+    ("--selector 'a': is said more than once", {"selectors": ("a=1", "a=2")}),
+    ("--annotation 'a': is said more than once", {"annotations": ("a=1", "a=2")}),
+    (f"--annotation {LEVEL}: --topology says it", {"topology": "rack", "annotations": (f"{LEVEL}=host",)}),
+    ("--mount '/data': is said more than once", {"mounts": ("a:/data", "b:/data/")}),
+    *(
+        (f"--mount '{path.rstrip('/')}': the pod has something else there", {"mounts": (f"a:{path}",)})
+        for path in ("/tmp", "/tmp/", "/home/bundle", "/dev/shm", "/dev", "/opt/job", "/opt/job/x", "/proc/1")
+    ),
+    *(
+        (f"--mount 'a:{path}': CLAIM:/PATH", {"mounts": (f"a:{path}",)})
+        for path in ("/", "//", "/data/../tmp", "/.", "/a//b", "/a:b", "data", "")
+    ),
+    *(
+        (f"--resource '{said}': NAME=QUANTITY", {"resources": (said,)})
+        for said in ("memory=1..2", "memory=1gi", "memory=", "memory=.", "cpu=1e", "gpu=8", "rdma/ib=0.5")
+    ),
+    ("--shared-memory '1..2Gi': a quantity", {"shared_memory": "1..2Gi"}),
+    ("--device 'memory': no name of a resource", {"device": "memory"}),
+]
+
+
+@pytest.mark.parametrize(("said", "options"), CONTRADICTIONS)
+def test_what_cannot_be_or_contradicts_the_job_is_refused(wide, said, options):
+    with pytest.raises(UsageError) as refused:
+        kubernetes.objects(wide, replace(LEAST, **options))
+    (line,) = str(refused.value).splitlines()[1:]
+    assert line.strip().startswith(f"- {said}")
+
+
+def test_what_can_be_is_taken(wide):
+    amounts = ("memory=1.5Gi", "cpu=500m", "hugepages-2Mi=64Mi", "ephemeral-storage=1e9", "rdma/ib=8")
+    mounts = ("a:/data", "b:/data/more", "c:/home/bundle/data", "d:/tmpfs", "e:/...")
+    objects = kubernetes.objects(wide, replace(LEAST, form="job", resources=amounts, mounts=mounts))
+    (container,) = objects[-1]["spec"]["template"]["spec"]["containers"]
+    assert container["resources"]["limits"] == dict(each.split("=") for each in (f"{DEVICE}=8", *amounts))
+    assert [each["mountPath"] for each in container["volumeMounts"]][-5:] == [m[2:] for m in mounts]
+
+
+@pytest.mark.parametrize("form", ["volcano", "ascendjob"])
+def test_nodes_of_a_super_pod_get_the_block_that_mindcluster_wants(npus, form):
+    def annotations(*said, selectors=("accelerator-type=module-a3-16-super-pod",)):
+        options = replace(LEAST, form=form, selectors=selectors, annotations=said)
+        return kubernetes.objects(npus, options)[-1]["metadata"].get("annotations")
+
+    assert annotations() == {"sp-block": "32"}
+    assert annotations("sp-block=16", "a=b") == {"sp-block": "16", "a": "b"}
+    assert annotations(selectors=("accelerator-type=module-a3-16",)) is None
+    assert annotations(selectors=()) is None
+    for block in ("8", "24", "64", "", "x"):
+        with pytest.raises(UsageError, match=f"--annotation sp-block='{block}': for this job one of 16, 32"):
+            annotations(f"sp-block={block}")
+
+
 def test_a_job_file_too_large_for_a_configmap_is_refused(small):
     large = replace(small, plan=small.plan | {"note": "x" * kubernetes._LARGEST_FILE})
     with pytest.raises(UsageError, match="more than a ConfigMap holds"):
@@ -104,6 +163,7 @@ HOSTILE = (
     | st.builds(
         lambda value: {"selectors": (f"pool={value}",)}, TEXT | st.sampled_from(["yes", "1e3", "0x1"])
     )
+    | st.builds(lambda value: {"annotations": (f"team={value}",)}, TEXT | st.sampled_from(["*a", "1e3", ""]))
     | st.builds(
         lambda image: {"image": image},
         TEXT | st.sampled_from(["*a", "&a", "!!python", "a: b", "#", "{a}", "yes", "1e3", "null", "'", '"']),

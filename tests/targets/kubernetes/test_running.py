@@ -130,6 +130,8 @@ ENDS = [
      ("FAILED", "the driver failed with exit code 75, logs:", 75)),
     ("rayjob", {"jobDeploymentStatus": "Failed", "reason": "SubmissionFailed"},
      ("FAILED", "SubmissionFailed", 4)),
+    ("rayjob", {"jobDeploymentStatus": "ValidationFailed", "message": "spec.x: no"},
+     ("FAILED", "spec.x: no", 4)),
     ("rayjob", {"jobDeploymentStatus": "Retrying"}, ("PENDING", "no room", None)),
     ("ascendjob", {"conditions": [{"type": "Succeeded", "status": "True"}]}, ("COMPLETED", "", 0)),
     ("ascendjob", {"conditions": [{"type": "Failed", "status": "False"}]}, ("PENDING", "no room", None)),
