@@ -83,12 +83,20 @@ def export_(
 ) -> None:
     """Write a checkpoint, of any layout, as a Hugging Face directory."""
     found, job = checkpoint_of(checkpoint, like, verified=True)
-    if job is not None:
-        model, numbers = Published.of(job), dtype or job.model.dtype
-    elif like is not None:
-        model, numbers = _as(like, found), dtype or "bf16"
+    if like is not None:
+        model = (
+            _as(like, found) if job is None else Published(job.model.config, job.architecture, like, (like,))
+        )
+    elif job is not None:
+        model = Published.of(job)
     else:
         raise UsageError(f"{checkpoint}: no run of ours: say with --like DIR which model it is")
+    if like is None and model.lacks:
+        raise UsageError(
+            f"{checkpoint}: the tokenizer of its run would be left out: {model.lacks}; put it back, call this"
+            " where the run was begun, or say with --like DIR where config and tokenizer are"
+        )
+    numbers = dtype or (job.model.dtype if job else "bf16")
     from bundle.models import conversion
 
     conversion.to_hugging_face(found, model, out, next(one for one in NUMBERS if one == numbers))
@@ -170,7 +178,7 @@ def _as(like: Path, checkpoint: "Directory") -> Published:
     """What a Hugging Face directory says of a model that has the MTP layers of a checkpoint."""
     config = read_config(like)
     architecture = from_config(config, str(like / "config.json"))
-    return Published(config, replace(architecture, mtp_layers=checkpoint.mtp_layers), (like,))
+    return Published(config, replace(architecture, mtp_layers=checkpoint.mtp_layers), like, (like,))
 
 
 def _source(named: Path, other: Path) -> "Source":

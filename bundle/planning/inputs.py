@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 from bundle import files, pretrained
 from bundle.errors import UsageError
 from bundle.planning.problems import Problem, hardware_problem, recipe_problem
+from bundle.pretrained.directory import has_tokenizer
 from bundle.recipe import Recipe
 
-# What a directory of a Hugging Face tokenizer has at least one of.
-_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 _TOKENIZER_BYTES = 2**28  # published ones have some 2**25
 
 STDLIB = "stdlib"
@@ -94,7 +93,7 @@ def _tokenizer(recipe: Recipe) -> Iterator[Problem]:
         yield recipe_problem(
             f"data.tokenizer: {place} is no directory; hf: takes a local directory, nothing is downloaded"
         )
-    elif not any(True for pattern in _TOKENIZER_FILES for _ in directory.glob(pattern)):
+    elif not has_tokenizer(directory):
         yield recipe_problem(f"data.tokenizer: {place} holds no tokenizer (tokenizer.json, ...)")
     yield from _package("transformers", "data.tokenizer: hf:")
     if (highest := _highest_id(directory / "tokenizer.json")) >= vocabulary:

@@ -3,6 +3,7 @@ else belongs to a model. It has its name when it is whole, and what had the name
 """
 
 import json
+import logging
 import math
 import os
 import shutil
@@ -16,14 +17,18 @@ from bundle import files
 from bundle.architectures import Architecture
 from bundle.architectures.published import NAMES
 from bundle.architectures.tensors import TOWER, Tensor, Tensors
-from bundle.pretrained.directory import BYTES, INDEX, SINGLE
+from bundle.pretrained.directory import BYTES, INDEX, SINGLE, TOKENIZER, has_tokenizer
 from bundle.recipe import Recipe
 
+_log = logging.getLogger(__name__)
+
 LARGEST_FILE = 5 * 10**9  # bytes of tensors, as transformers divides them
-# What is copied from where the model or its tokenizer came from: no weights, nothing that names them.
-_BELONGINGS = (
-    "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "special_tokens_map.json", "*.py",
-    "added_tokens.json", "chat_template*", "generation_config.json", "*processor_config.json",
+# What is copied from where a model came from, beside its tokenizer: no weights, nothing that names them.
+_BELONGINGS = ("generation_config.json", "*processor_config.json", "*.py")
+# A tokenizer's files, of one directory all or none: parts of two would be a third one.
+_OF_TOKENIZER = (
+    *TOKENIZER, "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
+    "tokenization*.py",
 )  # fmt: skip
 # In which the linear layers are written; with fp8 all others are bf16.
 Numbers = Literal["bf16", "fp32", "fp8"]
@@ -36,21 +41,33 @@ _DTYPES: dict[Numbers, str] = {"bf16": "bfloat16", "fp32": "float32", "fp8": "bf
 class Published:
     """What a directory says of a model beside its weights.
 
-    `config` is the published one with what was changed in it; tokenizer, chat template and the like are in
-    the directories `belongings`.
+    `config` is the published one with what was changed in it; tokenizer and chat template are those of the
+    directory `tokenizer`, and what else belongs to it, such as processors and code, is in `belongings`.
     """
 
     config: Mapping[str, Any]
     architecture: Architecture
+    tokenizer: Path | None = None
     belongings: tuple[Path, ...] = ()
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Published":
-        """What the recipe's model was published as, with the tokenizer that it is trained with."""
-        kind, _, tokenizer = recipe.data.tokenizer.partition(":")
-        sources = [recipe.model.path, tokenizer if kind == "hf" else None]
-        belongings = tuple(Path(source) for source in sources if source)
-        return cls(recipe.model.config, recipe.architecture, belongings)
+        """What the recipe's model was published as, with the tokenizer that it is trained with.
+
+        Trained on bytes, it keeps the one that it was published with.
+        """
+        kind, _, named = recipe.data.tokenizer.partition(":")
+        model = Path(recipe.model.path) if recipe.model.path else None
+        tokenizer = Path(named) if kind == "hf" else model
+        belongings = tuple(source for source in (model, tokenizer) if source)
+        return cls(recipe.model.config, recipe.architecture, tokenizer, belongings)
+
+    @property
+    def lacks(self) -> str | None:
+        """Why it would be written without a tokenizer; None where there is one, or none was named."""
+        if self.tokenizer is None or has_tokenizer(self.tokenizer):
+            return None
+        return f"{self.tokenizer} {'holds no tokenizer' if self.tokenizer.is_dir() else 'is no directory'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,19 +200,33 @@ def _quantization(tensors: Iterable[Tensor]) -> dict[str, Any]:
 
 
 def complete(directory: Path, model: Published, numbers: Numbers, of: Mapping[str, Sequence[Stored]]) -> None:
-    """Writes all that belongs to these files of tensors: their index, the config, the tokenizer."""
+    """Writes all that belongs to these files of tensors: their index, the config, the tokenizer.
+
+    Where there is no tokenizer any more it says so: the weights are worth having.
+    """
     write_index(directory, of)
     write_config(directory, model, numbers)
-    copy_belongings(model.belongings, directory)
+    if model.lacks:
+        _log.warning("a model is written without tokenizer and chat template: %s", model.lacks)
+    copy_belongings(model, directory)
 
 
-def copy_belongings(sources: Iterable[Path], directory: Path) -> None:
-    """Tokenizer, chat template, generation config and code of the sources; of one name the first one's."""
-    for source in sources:
-        for path in sorted({path for pattern in _BELONGINGS for path in source.glob(pattern)}):
-            if path.is_file() and not (directory / path.name).exists():
-                with _written(directory / path.name):
-                    shutil.copyfile(path, directory / path.name)
+def copy_belongings(model: Published, directory: Path) -> None:
+    """The tokenizer with its chat template; then what else belongs to the model, of one name the first one's.
+
+    What the tokenizer's directory does not have of a tokenizer is not there.
+    """
+    if model.tokenizer is not None:
+        _copy(model.tokenizer, _OF_TOKENIZER, directory)
+    for source in model.belongings:
+        _copy(source, _BELONGINGS, directory)
+
+
+def _copy(source: Path, patterns: Iterable[str], directory: Path) -> None:
+    for path in sorted({path for pattern in patterns for path in source.glob(pattern)}):
+        if path.is_file() and not (directory / path.name).exists():
+            with _written(directory / path.name):
+                shutil.copyfile(path, directory / path.name)
 
 
 @contextmanager

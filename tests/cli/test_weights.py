@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bundle.checkpoints import manifest
 from bundle.cli import main
 from tests.pretrained.directories import write
 
@@ -141,6 +142,61 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_is_written(mod
     for place, why in (("nothing", "there is no such directory"), ("other", "no torch_dist checkpoint")):
         assert run("export", tmp_path / place, tmp_path / "out", "--like", other) == 2
         assert f"{tmp_path / place}: {why}" in said().err
+
+
+def tokenizer(directory: Path, tokens: str, template: str) -> None:
+    """A tokenizer of letters with a chat template of its own, beside whatever is in the directory."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel({token: number for number, token in enumerate(tokens)}, "?"))
+    theirs = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="?", chat_template=template)
+    theirs.save_pretrained(directory)
+
+
+def trained(directory: Path, model: Path, tokenizer: str) -> Path:
+    """A run that has kept the weights of a Hugging Face directory, which it names as it is given."""
+    assert run("import", model, directory.with_suffix(".torch_dist")) == 0
+    step = directory / "checkpoints" / "step-00000001"
+    step.mkdir(parents=True)
+    (directory.with_suffix(".torch_dist") / "release").rename(step / "megatron")
+    manifest.write(step, {name: manifest.digest(step / name) for name in manifest.file_names(step)})
+    job = {
+        "name": "j",
+        "model": {"path": str(model)},
+        "data": {"source": "text", "path": ["none"], "tokenizer": tokenizer, "sequence_length": 64},
+        "train": {"steps": 1, "global_batch_size": 1},
+    }
+    (directory / "recipe.yaml").write_text(json.dumps(job))
+    return directory
+
+
+def test_a_run_is_exported_with_the_tokenizer_that_it_was_trained_with(models, tmp_path, said, monkeypatch):
+    from transformers import AutoTokenizer
+
+    model, own, out = (tmp_path / name for name in ("model", "own", "out"))
+    shutil.copytree(models / "Qwen3-8B", model)
+    tokenizer(model, "?abc", "the model's own")
+    tokenizer(own, "?cba", "what it was trained with")
+    (own / "chat_template.jinja").unlink(missing_ok=True)  # as transformers 4 has it
+    config = json.loads((own / "tokenizer_config.json").read_text())
+    config["chat_template"] = "what it was trained with"
+    (own / "tokenizer_config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    ours = trained(tmp_path / "run", model, "hf:own")
+    assert run("export", ours, out) == 0
+    found = AutoTokenizer.from_pretrained(out)
+    assert found.get_chat_template() == "what it was trained with"
+    assert found.convert_tokens_to_ids(["c", "a"]) == [1, 3]
+
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert run("export", ours, "out") == 2
+    assert "its run would be left out: own is no directory; put it back" in said().err
+    assert not list(elsewhere.iterdir()), "nothing is half written"
+    assert run("export", ours, "out", "--like", model) == 0
+    assert AutoTokenizer.from_pretrained("out").get_chat_template() == "the model's own"
 
 
 _KILLED = """

@@ -1,9 +1,11 @@
 """A written directory is whole or not there, reads back as it was written, and is what transformers opens."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -133,25 +135,60 @@ def test_servers_find_what_published_configs_say_and_transformers_leaves_out(tmp
     assert json.loads((tmp_path / "out" / "config.json").read_text())["moe_layer_freq"] == 2
 
 
-def test_what_belongs_to_a_model_comes_along_and_its_weights_do_not(tmp_path):
-    one, two, out = (tmp_path / name for name in ("one", "two", "out"))
-    for directory in (one, two, out):
-        directory.mkdir()
-    for name in (
-        "tokenizer.json",
-        "chat_template.jinja",
-        "generation_config.json",
-        "model.safetensors",
-        "x.bin",
-    ):
-        (one / name).write_text("one")
-    for name in ("tokenizer.json", "vocab.json", "merges.txt", "config.json", "model.safetensors.index.json"):
-        (two / name).write_text("two")
-    writing.copy_belongings([one, two], out)
-    assert {path.name: path.read_text() for path in out.iterdir()} == {
-        "tokenizer.json": "one",
-        "chat_template.jinja": "one",
-        "generation_config.json": "one",
-        "vocab.json": "two",
-        "merges.txt": "two",
+MODEL = (
+    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt", "generation_config.json",
+    "preprocessor_config.json", "modeling_mine.py", "tokenization_mine.py", "config.json",
+    "model.safetensors", "x.bin",
+)  # fmt: skip
+TOKENIZER = (
+    "tokenizer.json",
+    "vocab.json",
+    "preprocessor_config.json",
+    "tokenization_mine.py",
+    "config.json",
+)
+
+
+def holding(directory: Path, names: Sequence[str]) -> Path:
+    """A directory of files that hold its name."""
+    directory.mkdir()
+    for name in names:
+        (directory / name).write_text(directory.name)
+    return directory
+
+
+def test_the_tokenizer_that_trained_comes_along_whole_and_the_rest_of_its_model(tmp_path):
+    """Of two tokenizers nothing is mixed: the model's own chat template is not what it was trained with."""
+    model, own, out = (
+        holding(tmp_path / "model", MODEL),
+        holding(tmp_path / "own", TOKENIZER),
+        tmp_path / "out",
+    )
+    write(tmp_path / "config")
+    job = recipe(tmp_path / "config").model_copy(deep=True)
+
+    def belongings(**tokenizer) -> dict[str, str]:
+        paths = {"model": job.model.model_copy(update={"path": str(model)})}
+        made = job.model_copy(update=paths | {"data": job.data.model_copy(update=tokenizer)})
+        out.mkdir()
+        writing.copy_belongings(writing.Published.of(made), out)
+        found = {path.name: path.read_text() for path in out.iterdir()}
+        shutil.rmtree(out)
+        return found
+
+    of_model = {"generation_config.json", "preprocessor_config.json", "modeling_mine.py"}
+    assert belongings(tokenizer=f"hf:{own}") == {
+        **dict.fromkeys(("tokenizer.json", "vocab.json", "tokenization_mine.py"), "own"),
+        **dict.fromkeys(of_model, "model"),
     }
+    everything = dict.fromkeys((*of_model, *TOKENIZER[:1], *MODEL[1:4], "tokenization_mine.py"), "model")
+    assert belongings(tokenizer=f"hf:{model}") == belongings(tokenizer="bytes") == everything
+
+
+def test_a_model_without_its_tokenizer_says_so(tmp_path, caplog):
+    write(tmp_path / "model")
+    job = recipe(tmp_path / "model")
+    (tmp_path / "out").mkdir()
+    writing.complete(tmp_path / "out", writing.Published.of(job), "bf16", {})
+    assert "without tokenizer and chat template: none is no directory" in caplog.text
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.json"]
