@@ -32,7 +32,9 @@ _STARTING_SECONDS = 60.0  # beyond those, for imports and for saying what came o
 # A device that is slower than this share of its neighbours holds them all up.
 SLOWEST = 0.9
 DEVICE, DISK, LINKS = (f"bundle.preflight.{name}" for name in ("device", "disk", "links"))
-HOST, KERNEL, RDMA, VERSIONS = (f"bundle.preflight.{name}" for name in ("host", "kernel", "rdma", "versions"))
+HOST, KERNEL, RDMA, RECOVERY, VERSIONS = (
+    f"bundle.preflight.{name}" for name in ("host", "kernel", "rdma", "recovery", "versions")
+)
 _DISK, _QUICK_DISK = 1 << 30, 1 << 26  # bytes that are written and read
 _LEAST_SHARED = 1 << 28  # what NCCL and gloo need of /dev/shm, and loaders
 _AFTER_KILL_SECONDS = 1.0  # that a process has to end which is told to, unless a driver holds it
@@ -93,6 +95,8 @@ def probes(
     yield Probe("host memory", HOST, (), "end what another job has left on the node")
     restart = "reset the device and start the node again, which begins the log anew, or leave it out"
     yield Probe("kernel log", KERNEL, (), restart)
+    if hardware.backend == "cuda":
+        yield Probe("recovery", RECOVERY, (), "do what it says before the node takes a job again")
     cables = "look at cables and subnet manager; in a container: `--device /dev/infiniband`"
     yield Probe("rdma", RDMA, (), cables)
     yield Probe("versions", VERSIONS, (hardware.backend,), "`mcore-bundle doctor` says what to do")

@@ -99,6 +99,9 @@ def test_what_a_node_came_to_has_status_and_what_to_do():
     assert report("cpu", {good: right, none: skipped})["passed"] is True
 
 
+BACKENDS = {"cuda": "h200", "ascend": "a3", "cpu": "cpu"}
+
+
 def test_devices_that_have_to_be_there_are_asked_be_they_seen_or_not():
     asked = probes(preset("h200", 7), Path("/runs"), quick=True, devices=8)
     assert [each.words[1] for each in asked if each.module == DEVICE] == [str(n) for n in range(8)]
@@ -111,6 +114,11 @@ def test_every_device_is_asked_and_the_disk_of_the_runs():
     ]
     assert [each.words[0] for each in asked if each.module == DISK] == ["/runs", "/dev/shm"]
     assert [each.subject for each in probes(detect("cpu"), Path(), quick=False)][:2] == ["device 0", "disk"]
+
+
+def test_the_driver_of_gpus_alone_is_asked_whether_they_must_be_recovered():
+    asked = {backend: probes(preset(name, 8), Path(), quick=True) for backend, name in BACKENDS.items()}
+    assert [b for b, every in asked.items() if "recovery" in [each.subject for each in every]] == ["cuda"]
 
 
 def test_a_disk_that_cannot_be_written_is_told(tmp_path):

@@ -1,0 +1,42 @@
+"""Whether the driver wants a GPU reset or its node started again: `python -m bundle.preflight.recovery`.
+
+By the health check of nvidia-resiliency-ext (github.com/NVIDIA/nvidia-resiliency-ext), where there is one.
+"""
+
+import logging
+
+from bundle.preflight import Found
+
+
+class _Warnings(logging.Handler):
+    """What is warned of while this is a handler: the check says nowhere else what is wrong."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def probe() -> Found:
+    """Asks it of all GPUs of the node."""
+    try:
+        from nvidia_resiliency_ext.shared_utils.health_check import GPUHealthCheck
+    except ImportError as error:
+        return Found(skipped=f"nvidia-resiliency-ext cannot be asked: {error}")
+    warnings = _Warnings()
+    logging.getLogger().addHandler(warnings)
+    try:
+        check = GPUHealthCheck()
+        healthy = check()
+    finally:
+        logging.getLogger().removeHandler(warnings)
+    said = "; ".join(warnings.lines)
+    if not check.enabled:
+        return Found(skipped=said or "its health check is disabled here")
+    return Found() if healthy else Found(wrong=said or "its health check fails, and does not say why")
+
+
+if __name__ == "__main__":
+    probe().tell()
