@@ -16,6 +16,8 @@ from bundle.planning import plan_for
 from bundle.recipe import load
 from bundle.targets import docker, kubernetes, local, ray, slurm
 from bundle.targets.kubernetes.options import Options as KubernetesOptions
+from bundle.targets.slurm import batch
+from bundle.targets.slurm.options import Options as SlurmOptions
 
 NAMES = "NCCL_DEBUG: WARN, NCCL_IB_HCA: mlx5, OMP_NUM_THREADS: 4, TORCH_DEVICE_BACKEND_AUTOLOAD: null"
 
@@ -39,8 +41,8 @@ def _docker(of: Job, folder: Path) -> str:
 
 
 def _slurm(of: Job, folder: Path) -> str:
-    slurm.submit(of, slurm.Options(), folder)
-    return (slurm.placed(of) / job.NAME).read_text()
+    slurm.submit(of, SlurmOptions(), folder)
+    return (batch.placed(of) / job.NAME).read_text()
 
 
 def _kubernetes(of: Job, folder: Path) -> str:

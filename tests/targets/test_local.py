@@ -14,8 +14,10 @@ import pytest
 
 from bundle.errors import LaunchUnavailable, UsageError
 from bundle.launch.job import Job
-from bundle.targets import docker, local, slurm
+from bundle.targets import docker, local
 from bundle.targets.local import Options
+from bundle.targets.slurm import batch
+from bundle.targets.slurm.options import Options as SlurmOptions
 from tests.launch.launched import ROOT
 from tests.targets.test_docker import decided
 from tests.training.test_interruption import TINY
@@ -60,7 +62,7 @@ def test_preflight_is_asked_of_what_starts_a_node_where_somebody_asks_for_it(ask
     said = (
         local.command(job, Options(preflight=asked), folder).shell(),
         docker.command(job, docker.Options("bundle", preflight=asked), folder).shell(),
-        slurm.script(job, slurm.Options(preflight=asked), folder),
+        batch.script(job, SlurmOptions(preflight=asked), folder),
     )
     assert [" --preflight" in text for text in said] == [asked] * 3
 

@@ -13,8 +13,10 @@ from bundle.launch import job as job_file
 from bundle.launch.job import Job, of_plan
 from bundle.planning import plan_for
 from bundle.recipe import load
-from bundle.targets import docker, kubernetes, local, ray, slurm
+from bundle.targets import docker, kubernetes, local, ray
 from bundle.targets.kubernetes.options import Options as KubernetesOptions
+from bundle.targets.slurm import batch
+from bundle.targets.slurm.options import Options as SlurmOptions
 from tests.targets.kubernetes.jobs import pods
 from tests.vision import rows
 
@@ -60,7 +62,7 @@ def of_docker(job: Job) -> Told:
 
 
 def of_slurm(job: Job) -> Told:
-    script = slurm.script(job, slurm.Options(), WORK)
+    script = batch.script(job, SlurmOptions(), WORK)
     said = dict(re.findall(r"^#SBATCH --([a-z-]+)=(.*)$", script, re.MULTILINE))
     assert (said["nodes"], said["ntasks-per-node"]) == ("2", "1")
     count = said["gpus-per-node"] if job.backend == "cuda" else said["gres"].removeprefix("npu:")
@@ -87,7 +89,7 @@ def told(words: list[str]) -> list[str]:
 def test_every_launcher_asks_for_the_devices_of_the_plan_and_executes_its_file(
     job: Job, launcher: Callable[[Job], Told]
 ):
-    placed = {of_docker: docker.placed, of_slurm: slurm.placed, of_ray: ray.placed}
+    placed = {of_docker: docker.placed, of_slurm: batch.placed, of_ray: ray.placed}
     folder = placed[launcher](job) if launcher in placed else WORK  # on this machine, where one says
     file = f"--job={folder / job_file.NAME}"
     for node, (devices, words) in enumerate(launcher(job)):

@@ -4,107 +4,175 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bundle.errors import LaunchUnavailable, UsageError
-from bundle.launch.job import Job, of_plan
-from bundle.planning import plan_for
-from bundle.recipe import load
-from bundle.targets import ray, slurm
-from bundle.targets.slurm import Options
+from bundle.checkpoints.directory import CheckpointDirectory
+from bundle.errors import UsageError
+from bundle.launch.job import Job
+from bundle.runs.directory import RunDirectory
+from bundle.targets import docker, ray
+from bundle.targets.slurm import batch
+from bundle.targets.slurm.options import CONTAINERS, Options
+from tests.targets.batch_scripts import decided, in_bash
 
 GOLDEN = Path(__file__).parent / "golden"
-# Whatever a path or a name may hold, but control characters, which are refused.
-WORDS = st.text(
-    st.characters(exclude_categories=("C", "Z"), exclude_characters=",%"), min_size=1, max_size=20
-)
+H200, A3 = ("cuda", "h200", 2, 8), ("ascend", "a3", 1, 4)
+
+
+def hostile(but: str) -> st.SearchStrategy[str]:
+    """Whatever a path or a name may hold, but what is refused: control characters, and some others."""
+    characters = st.characters(exclude_categories=("C", "Z"), exclude_characters=but)
+    return st.text(characters, min_size=1, max_size=20)
 
 
 @pytest.fixture(scope="module")
 def job() -> Job:
-    recipe = load("demo", ["parallel.tp=2", "parallel.sequence_parallel=true", "train.global_batch_size=64"])
-    made = plan_for(recipe, backend="cuda", named="h200", mcore="0.16.1", nodes=2, per_node=8)
-    made.refuse()
-    return of_plan(made, Path("/runs/demo"))
-
-
-def in_bash(script: str, srun: str = "exit 0") -> list[str]:
-    """The words that srun gets when bash runs a batch script."""
-    recorder = (
-        f"srun() {{ printf '%s\\0' \"$@\" >&3; ({srun}); }}\nscontrol() {{ printf '%s\\0' \"$@\" >&3; }}\n"
-    )
-    command = f"exec 3>&1 >/dev/null\n{recorder}{script}"
-    done = subprocess.run(
-        ["bash", "-c", command], capture_output=True, env={"SLURM_JOB_ID": "7"}, text=True, check=False
-    )
-    assert not done.stderr, done.stderr
-    return done.stdout.split("\0")[:-1]
+    return decided(*H200)
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("name", "machine", "options"),
     [
-        ("bare", Options(python="/venv/bin/python")),
-        ("spares", Options(python="/venv/bin/python", spares=2)),
-        ("ray", Options(python="/venv/bin/python", ray=True, restarts=2)),
-        ("pyxis", Options(image="registry.example:5000/us/bundle:1", mounts=("/data", "/models:/m:ro"))),
-        ("apptainer", Options(image="/images/bundle.sif", container="apptainer", sbatch=("time=4:00:00",))),
+        ("bare", H200, Options(python="/venv/bin/python")),
+        ("spares", H200, Options(python="/venv/bin/python", spares=2)),
+        ("ray", H200, Options(python="/venv/bin/python", ray=True, restarts=2)),
+        (
+            "pyxis",
+            H200,
+            Options(image="registry.example:5000/us/bundle:1", mounts=("/data", "/models:/m:ro"), rdma=True),
+        ),
+        (
+            "apptainer",
+            H200,
+            Options(image="/images/bundle.sif", container="apptainer", sbatch=("time=4:00:00",), rdma=True),
+        ),
+        ("npus", A3, Options(image="bundle")),
     ],
 )
-def test_the_scripts_are_the_golden_ones(job, name, options):
-    found = slurm.script(job, options, Path("/work"))
+def test_the_scripts_are_the_golden_ones(name, machine, options):
+    job = decided(*machine)
+    found = batch.script(job, options, Path("/work"))
     golden = GOLDEN / f"slurm-{name}.sh"
     # The name of the folder is a digest of the whole job, which changes with the package.
-    assert found.replace(slurm.placed(job).name, "slurm-DIGEST") == golden.read_text()
+    assert found.replace(batch.placed(job).name, "slurm-DIGEST") == golden.read_text()
+
+
+@settings(max_examples=40)
+@given(workdir=hostile("%"), directory=hostile("%"), through=st.booleans())
+def test_hostile_paths_reach_srun_as_they_are(job, workdir, directory, through):
+    job = replace(job, directory=Path(f"/runs/{directory}"))
+    text = batch.script(job, Options(ray=through), Path(f"/w/{workdir}"))
+    assert f"--job={batch.placed(job) / 'job.json'}" in in_bash(text)[-3:]
+    (said,) = (line for line in text.splitlines() if line.startswith("#SBATCH --chdir="))
+    assert shlex.split(said)[1] == f"--chdir={Path(f'/w/{workdir}')}"
 
 
 @settings(max_examples=40)
 @given(
-    image=WORDS,
-    mount=WORDS,
-    workdir=WORDS,
-    directory=WORDS,
-    container=st.sampled_from(slurm.CONTAINERS),
-    through=st.booleans(),
+    image=hostile(""),
+    mount=hostile(',"$`\\'),
+    workdir=hostile(',:"$`\\'),
+    directory=hostile('%,:"$`\\'),
+    container=st.sampled_from(CONTAINERS),
 )
-def test_hostile_names_reach_srun_as_they_are(job, image, mount, workdir, directory, container, through):
-    job = replace(job, directory=Path("/runs") / directory)
-    options = Options(image=f"/images/{image}", container=container, mounts=(f"/data/{mount}",), ray=through)
-    words = in_bash(slurm.script(job, options, Path("/w") / workdir))
-    assert f"--job={slurm.placed(job) / 'job.json'}" in words[-3:]
+def test_hostile_names_reach_a_container_as_they_are(job, image, mount, workdir, directory, container):
+    job = replace(job, directory=Path(f"/runs/{directory}"))
+    options = Options(image=f"/images/{image}", container=container, mounts=(f"/data/{mount}",))
+    words = in_bash(batch.script(job, options, here := Path(f"/w/{workdir}")))
+    assert f"--job={batch.placed(job) / 'job.json'}" == words[-1]
     assert any(word.endswith(f"/images/{image}") for word in words)
     both = f"/data/{mount}" if ":" in mount else f"/data/{mount}:/data/{mount}"
     assert any(both in word for word in words)
-    assert any(str(Path("/w") / workdir) in word for word in words)
+    assert any(f"{here}:{here}" in word for word in words)
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_a_container_is_shown_the_nodes_of_npus_and_the_files_of_their_driver_as_docker_shows_them(container):
+    job = decided(*A3)
+    options = Options(image="/images/bundle.sif", container=container, rdma=True)
+    words = in_bash(batch.script(job, options, Path("/work")))
+    if container == "pyxis":
+        (said,) = (word for word in words if word.startswith("--container-mounts="))
+        mounts = said.partition("=")[2].split(",")
+    else:
+        mounts = [word for before, word in pairwise(words) if before == "--bind"]
+    shown = [word.partition("=")[2] for word in docker.npus(job.per_node)]
+    wanted = [word if ":" in word else f"{word}:{word}" for word in shown]
+    assert mounts[2:] == [*wanted, "/dev/infiniband:/dev/infiniband"]
+
+
+def test_memory_stays_in_place_as_far_as_the_node_allows(job):
+    said = "ulimit -Sl 1\n" + batch.script(job, Options(rdma=True), Path("/work"))
+    soft, hard = in_bash(said, "printf '%s\\0%s\\0' $(ulimit -Sl) $(ulimit -Hl) >&3; exit 0")[-2:]
+    assert soft == hard != "1"
 
 
 def test_a_job_that_was_told_to_save_is_queued_again_and_no_other(job, tmp_path):
     job = replace(job, directory=tmp_path / "it's $HOME")
-    text = slurm.script(job, Options(), Path("/work"))
+    text = batch.script(job, Options(), Path("/work"))
     assert in_bash(text, "exit 75")[-2:] == ["requeue", "7"]
     for code in (0, 1, 2, 6, 143):
         assert "requeue" not in in_bash(text, f"exit {code}")
-    where = slurm.placed(job)
+    where = batch.placed(job)
     where.mkdir(parents=True)
     (where / "stopped-7").touch()
     assert "requeue" not in in_bash(text, "exit 75")
+
+
+@pytest.mark.parametrize(
+    ("steps", "starts"),
+    [
+        ((1, 2, 3), 3),  # one each: told to save while it starts
+        ((400, 401, 402), 4),  # the fourth start looks at three: 400, 401 and 402, and came to 403
+        ((1, 2, 40, 41, 42), 6),
+        ((0, 0, 0), 3),
+    ],
+)
+def test_starts_that_come_to_one_step_each_end(job, tmp_path, steps, starts):
+    job = replace(job, directory=tmp_path / "it's $HOME")
+    checkpoints = RunDirectory(job.directory).checkpoints
+    text, log = batch.script(job, Options(), Path("/work")), tmp_path / "log"
+    batch.placed(job).mkdir(parents=True)
+    checkpoints.mkdir()
+    for number in range(starts):
+        step = steps[number] if number < len(steps) else steps[-1] + number - len(steps) + 1
+        saved = CheckpointDirectory(tmp_path / str(number))
+        saved.start(step)
+        saved.publish(step, keep=1)
+        saves = f"cp {saved.root}/latest {shlex.quote(str(checkpoints))}; exit 75"
+        again = in_bash(text, saves, log)[-2:] == ["requeue", "7"]
+        assert again is (number < starts - 1), log.read_text()
+    assert "not queued again: 3 starts in a row came to a step each" in log.read_text()
+    assert (batch.placed(job) / "ended-7").read_text() == "75\n"
+
+
+def test_a_job_that_slurm_does_not_queue_again_has_ended(job, tmp_path):
+    job = replace(job, directory=tmp_path)
+    batch.placed(job).mkdir(parents=True)
+    text = batch.script(job, Options(), Path("/work"))
+    in_bash("scontrol() { return 1; }\n" + text, "exit 75")
+    assert (batch.placed(job) / "ended-7").read_text() == "75\n"
+
+
+def refused(job: Job, options: Options, workdir: str = "/work") -> str:
+    with pytest.raises(UsageError) as error:
+        batch.script(job, options, Path(workdir))
+    return str(error.value)
 
 
 def test_all_that_cannot_be_written_is_refused_at_once(job):
     options = Options(
         sbatch=("--time=1", "comment=a\nb", "x=1", "nodes=4"), mounts=("/a,b", "/c"), container="docker"
     )
-    with pytest.raises(UsageError) as refused:
-        slurm.script(replace(job, directory=Path("/runs/%j")), options, Path("/work"))
-    text = str(refused.value)
+    text = refused(replace(job, directory=Path("/runs/%j")), options)
     for part in (
         "'--time=1'",
         "'comment=a\\nb'",
-        "holds a comma",
         "'docker'",
         "say --image",
         "reads % as its own",
@@ -114,12 +182,67 @@ def test_all_that_cannot_be_written_is_refused_at_once(job):
     assert "'x=1'" not in text
 
 
+@pytest.mark.parametrize(
+    "option",
+    (
+        *("output=/tmp/x/%j.out", "error=x", "out=x", "wait", "test-only", "parsable", "quiet", "help"),
+        *("array=0-1", "ar=1-2", "wrap=id", "nodes=4", "ntasks=2", "ntasks-per=2", "clusters=other"),
+    ),
+)
+def test_an_option_that_launch_stands_on_is_refused_by_its_name_and_by_its_abbreviation(job, option):
+    assert f"--sbatch '{option}': " in refused(job, Options(sbatch=(option,)))
+
+
+def test_options_that_only_begin_alike_are_said(job):
+    options = ("wait-all-nodes=1", "export=ALL", "nodelist=a", "no-requeue", "hold", "array-like=1")
+    text = batch.script(job, Options(sbatch=options), Path("/work"))
+    assert {f"#SBATCH --{option}" for option in options} <= set(text.splitlines())
+
+
+@pytest.mark.parametrize("time", ["4", "5:59", "0:06:00", "0-0:6", "6"])
+def test_a_time_limit_in_which_a_job_only_saves_is_refused(job, time):
+    # Five minutes to save; Slurm may say it one earlier.
+    for option in (f"time={time}", f"time-min={time}"):
+        text = refused(job, Options(sbatch=(option,)))
+        assert f"--sbatch {option}: the job is told to save up to 360 s before" in text
+        assert "more than 6 minutes" in text
+    assert batch.script(job, Options(sbatch=(f"time={time}", "signal=TERM@30")), Path("/work"))
+
+
+@pytest.mark.parametrize("time", ["7", "6:01", "1:00:00", "1-0", "0-1:00", "2-0:0:1", "0", "UNLIMITED"])
+def test_any_other_time_limit_is_taken(job, time):
+    assert f"#SBATCH --time={time}\n" in batch.script(job, Options(sbatch=(f"time={time}",)), Path("/work"))
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_a_path_that_a_container_would_read_as_two_is_refused(job, container):
+    job = replace(job, directory=Path("/runs/x,y:z"))
+    options = Options(image="/images/x.sif", container=container, mounts=("/data/a,b", "/c:/d"))
+    text = refused(job, options, "/wo:rk")
+    assert text.count("as a mount of") == 3
+    assert "'/runs/x,y:z': as a mount of" in text and "any of ,:" in text
+    assert "'/wo:rk': as a mount of" in text and "'/data/a,b': as a mount of" in text
+    assert batch.script(job, Options(), Path("/wo:rk"))  # without a container nothing parts them
+    own = {"pyxis": "/runs/$x", "apptainer": "/runs/a\\b"}[container]
+    job = replace(job, directory=Path(own))
+    assert "as a mount of" in refused(job, replace(options, mounts=()))
+
+
+@pytest.mark.parametrize("image", ["repo/name:tag", "registry.example:5000/us/bundle:1", "bundle"])
+def test_to_apptainer_an_image_is_a_file_or_says_what_it_is(job, image):
+    options = Options(image=image, container="apptainer")
+    assert f"or docker://{image}" in refused(job, options)
+    for name in (f"docker://{image}", "/images/x", "./x", "../x", "images/x.sif"):
+        assert name in in_bash(batch.script(job, replace(options, image=name), Path("/work")))
+    assert batch.script(job, replace(options, container="pyxis"), Path("/work"))
+
+
 def test_through_ray_no_signal_reaches_it_and_the_step_is_waited_for_to_its_end(job, tmp_path):
     job = replace(job, directory=tmp_path / "it's $HOME")
-    where = slurm.placed(job)
+    where = batch.placed(job)
     where.mkdir(parents=True)
     (where / ray.STOP).touch()  # of a start before this one
-    text = slurm.script(job, Options(ray=True), Path("/work"))
+    text = batch.script(job, Options(ray=True), Path("/work"))
     assert "#SBATCH --signal=B:TERM@" in text
     # A step that tells its script to save, is told so by a file, and says that it has done so.
     stop = shlex.quote(str(where / ray.STOP))
@@ -133,27 +256,11 @@ def test_through_ray_no_signal_reaches_it_and_the_step_is_waited_for_to_its_end(
         assert (where / "ended-7").read_text() == f"{code}\n"
     options = Options(ray=True, spares=1)
     with pytest.raises(UsageError, match="--ray: leave out --preflight and --spares"):
-        slurm.script(job, options, Path("/work"))
-
-
-@pytest.mark.parametrize("through", [False, True])
-def test_to_save_is_said_to_the_step_and_of_rays_to_its_script(tmp_path, monkeypatch, through):
-    if through:
-        (tmp_path / ray.TOKEN).touch()
-    for name, does in (
-        ("scontrol", f"echo 'JobId=7 JobState=RUNNING ExitCode=0:0 StdOut={tmp_path}/slurm-7.log'"),
-        ("scancel", f'echo "$@" >{tmp_path}/asked'),
-    ):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    slurm.stop("7")
-    assert (tmp_path / "asked").read_text() == f"{'--batch ' if through else ''}--signal=TERM 7\n"
-    assert (tmp_path / "stopped-7").exists()
+        batch.script(job, options, Path("/work"))
 
 
 def test_an_own_option_wins_and_no_option_is_said_twice(job):
-    text = slurm.script(job, Options(sbatch=("gpus-per-node=4", "exclusive=user")), Path("/w"))
+    text = batch.script(job, Options(sbatch=("gpus-per-node=4", "exclusive=user")), Path("/w"))
     lines = [line for line in text.splitlines() if line.startswith("#SBATCH")]
     assert {"#SBATCH --nodes=2", "#SBATCH --gpus-per-node=4", "#SBATCH --exclusive=user"} <= set(lines)
     names = [shlex.split(line, comments=False)[1].partition("=")[0] for line in lines]
@@ -168,94 +275,9 @@ def test_what_is_in_an_image_is_said_of_one_and_need_not_be(tmp_path):
 
     done = said("--image-record=none")
     assert done.returncode == 2 and "say what it is of with --image" in done.stderr
-    done = said("--image=x")
+    done = said("--image=x", "--rdma")
     assert done.returncode == 0 and "--container-image=x" in done.stdout
+    assert "/dev/infiniband:/dev/infiniband" in done.stdout
     assert "nobody said what is in the image: planned with megatron-core 0.16.1" in done.stderr
     for words in (("--image=x", "--image-record=none"), ()):
         assert said(*words).stderr == ""
-
-
-def test_without_slurm_it_is_said_and_no_job_is_submitted(job, tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(LaunchUnavailable, match="sbatch is not on the PATH"):
-        slurm.submit(replace(job, directory=tmp_path / "run"), Options(), tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("said", "code"),
-    [
-        ("JobState=RUNNING Reason=None ExitCode=0:0", None),
-        ("JobState=PENDING Reason=BeginTime ExitCode=75:0", None),
-        ("JobState=COMPLETED Reason=None ExitCode=0:0", 0),
-        ("JobState=FAILED Reason=NonZeroExitCode ExitCode=4:0", 4),
-        ("JobState=FAILED Reason=RaisedSignal:9(Killed) ExitCode=0:9", 137),
-        ("JobState=CANCELLED Reason=None ExitCode=0:15", 143),
-        ("JobState=TIMEOUT Reason=TimeLimit ExitCode=0:0", 143),
-        ("JobState=NODE_FAIL Reason=NodeDown ExitCode=0:0", 5),
-    ],
-)
-def test_a_job_ends_with_its_own_code(tmp_path, monkeypatch, said, code):
-    tool = tmp_path / "scontrol"
-    tool.write_text(f"#!/bin/sh\necho 'JobId=7 JobName=a b=c {said} StdOut=/runs/my run/x.log'\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    state = slurm.state("7")
-    assert (state.code, state.output) == (code, Path("/runs/my run/x.log"))
-    assert state.name == said.split()[0].removeprefix("JobState=")
-
-
-def scontrol(folder: Path, monkeypatch: pytest.MonkeyPatch, *answers: str) -> None:
-    """A client that gives one answer after the other; an empty one is that its controller is away."""
-    folder.mkdir(exist_ok=True)
-    for number, answer in enumerate(answers):
-        (folder / str(number)).write_text(answer)
-    client = folder / "scontrol"
-    client.write_text(
-        f"""#!/bin/sh
-cd {shlex.quote(str(folder))}
-n=$(cat asked 2>/dev/null || echo 0)
-echo $((n + 1)) >asked
-[ -s $n ] && cat $n || {{ echo 'Unable to contact slurm controller' >&2; exit 1; }}
-"""
-    )
-    client.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:/bin:/usr/bin")
-
-
-def test_a_controller_that_is_away_for_a_while_loses_nothing_of_what_a_job_writes(
-    tmp_path, monkeypatch, caplog
-):
-    log = tmp_path / "x.log"
-    log.write_text("0: all of it\n")
-    running, ended = (
-        f"JobId=7 JobState={state} ExitCode=4:0 StdOut={log}" for state in ("RUNNING", "FAILED")
-    )
-    scontrol(tmp_path / "bin", monkeypatch, running, "", "", running, ended)
-    assert list(slurm.follow("7", 0.01)) == ["0: all of it\n"]
-    assert caplog.text.count("Unable to contact slurm controller; asks again for 600 s") == 1
-    (tmp_path / "bin" / "asked").unlink()
-    assert slurm.wait("7", 0.01) == 4
-
-
-def test_a_controller_that_stays_away_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(slurm, "PATIENCE_SECONDS", 0.03)
-    scontrol(tmp_path / "bin", monkeypatch, "")
-    with pytest.raises(LaunchUnavailable, match="Unable to contact"):
-        slurm.wait("7", 0.01)
-
-
-def test_a_job_that_slurm_has_forgotten_is_known_by_what_it_left(job, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    job = replace(job, directory=Path("runs/it's $HOME"))
-    where = slurm.placed(job)
-    where.mkdir(parents=True)
-    text = slurm.script(job, Options(), tmp_path)
-    in_bash(text, "exit 75")  # it was queued again
-    assert not (where / "ended-7").exists()
-    in_bash(text, "exit 6")
-    scontrol(tmp_path / "bin", monkeypatch, "")
-    state = slurm.state("7")
-    assert (state.name, state.code) == ("ENDED", 6)
-    assert state.output is not None and state.output.name == "slurm-7.log"
-    with pytest.raises(LaunchUnavailable):
-        slurm.state("8")

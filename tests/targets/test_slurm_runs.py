@@ -97,8 +97,12 @@ def test_told_to_save_it_is_queued_again_and_goes_on_and_stop_ends_it(bundle, en
     handle = submitted.stdout.strip()
     number, run = handle.removeprefix("slurm:"), tmp_path / "runs/demo"
     assert re.fullmatch(r"slurm:\d+", handle), submitted.stderr
-    until(lambda: (run / "metrics.jsonl").exists() and len(losses(run)) > 2)
     slurm = {"env": environment, "check": True, "timeout": 60}
+    jobs = subprocess.run(["scontrol", "--oneliner", "show", "job"], capture_output=True, text=True, **slurm)
+    (found,) = (line for line in jobs.stdout.splitlines() if line.startswith(f"JobId={number} "))
+    (script,) = (run / "logs").glob("slurm-*/job.sh")
+    assert f" Command={script} " in found  # by which one is looked up whose number nobody said
+    until(lambda: (run / "metrics.jsonl").exists() and len(losses(run)) > 2)
     whom = ["--batch"] if through else []
     subprocess.run(["scancel", *whom, "--signal=TERM", number], **slurm)  # as its time limit does
     until(lambda: "PENDING" in bundle("launch", "status", handle).stdout)

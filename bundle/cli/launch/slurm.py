@@ -9,6 +9,8 @@ from bundle.cli import options
 from bundle.cli.launch.submission import Detach, decided_here, read_record, submitted
 from bundle.cli.request import Machines, Request
 from bundle.targets import slurm as scheduler
+from bundle.targets.slurm import batch
+from bundle.targets.slurm.options import CONTAINERS, Options
 
 
 def slurm(
@@ -27,14 +29,15 @@ def slurm(
     ] = "",
     container: Annotated[
         str,
-        typer.Option(
-            callback=options.one_of(scheduler.CONTAINERS), help=f"One of {', '.join(scheduler.CONTAINERS)}."
-        ),
-    ] = scheduler.CONTAINERS[0],
+        typer.Option(callback=options.one_of(CONTAINERS), help=f"One of {', '.join(CONTAINERS)}."),
+    ] = CONTAINERS[0],
     mounts: Annotated[
         list[str] | None,
         typer.Option("--mount", metavar="SRC[:DST]", help="What a container sees, beside here and the run."),
     ] = None,
+    rdma: Annotated[
+        bool, typer.Option("--rdma", help="Give it the RDMA devices, and memory pinned.")
+    ] = False,
     restarts: options.Restarts = 0,
     preflight: options.Preflight = False,
     spares: options.Spares = 0,
@@ -53,10 +56,18 @@ def slurm(
         looks=not dry_run,
         in_image=bool(container_image),
     )
-    wanted = scheduler.Options(
-        tuple(sbatch or ()), container_image, container, tuple(mounts or ()), restarts, preflight, spares, ray
+    wanted = Options(
+        sbatch=tuple(sbatch or ()),
+        image=container_image,
+        container=container,
+        mounts=tuple(mounts or ()),
+        restarts=restarts,
+        preflight=preflight,
+        spares=spares,
+        ray=ray,
+        rdma=rdma,
     )
     if dry_run:
-        print(scheduler.script(job, wanted, Path.cwd()), end="")
+        print(batch.script(job, wanted, Path.cwd()), end="")
         return
     submitted(f"slurm:{scheduler.submit(job, wanted, Path.cwd())}", detach=detach)

@@ -11,6 +11,10 @@
 #SBATCH --signal=B:TERM@300
 #SBATCH --gpus-per-node=8
 # Written by `mcore-bundle launch slurm`; what every node executes is job.json beside it.
+latest=/runs/demo/checkpoints/latest
+newest() { step=$(cat "$latest" 2>/dev/null | tr -dc 0-9); echo $((10#0$step)); }
+starts=/runs/demo/logs/slurm-DIGEST/starts-$SLURM_JOB_ID
+(newest >>"$starts") 2>/dev/null
 rm -f /runs/demo/logs/slurm-DIGEST/stop
 save() { touch /runs/demo/logs/slurm-DIGEST/stop; }
 trap save TERM
@@ -19,10 +23,17 @@ srun --cpu-bind=none --kill-on-bad-exit=0 -- /venv/bin/python -m bundle launch r
 while kill -0 $! 2>/dev/null; do wait $!; done
 wait $!
 code=$?
-# Told to save, by its time limit or for another job: it goes on from its checkpoint, unless it was to stop.
-if [ $code -eq 75 ] && [ ! -e /runs/demo/logs/slurm-DIGEST/stopped-"$SLURM_JOB_ID" ]; then
-    scontrol requeue "$SLURM_JOB_ID"
-else
+# Told to save, as by its time limit, it goes on from its checkpoint; stopped, not.
+goes_on() {
+    [ $code -eq 75 ] && [ ! -e /runs/demo/logs/slurm-DIGEST/stopped-"$SLURM_JOB_ID" ] || return
+    mapfile -t last < <(tail -n 3 "$starts" 2>/dev/null)
+    if [ ${#last[@]} -ge 3 ] && [ "$(newest)" -le $((last[0] + 3)) ]; then
+        echo "not queued again: 3 starts in a row came to a step each, as it is told to save while it"
+        echo "starts: give it more time, --sbatch time=..., or a partition where nothing preempts it"
+        return 1
+    fi
+}
+if ! { goes_on && scontrol requeue "$SLURM_JOB_ID"; }; then
     (echo $code >/runs/demo/logs/slurm-DIGEST/ended-"$SLURM_JOB_ID") 2>/dev/null
 fi
 exit $code

@@ -1,0 +1,193 @@
+"""What sbatch, scontrol and scancel are asked, by stand-ins for them. Real ones: test_slurm_runs.py."""
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bundle.errors import LaunchUnavailable, UsageError
+from bundle.launch.job import Job
+from bundle.targets import ray, slurm
+from bundle.targets.slurm import batch
+from bundle.targets.slurm.options import Options
+from tests.targets.batch_scripts import decided, in_bash
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    return decided()
+
+
+def clients(folder: Path, monkeypatch: pytest.MonkeyPatch, **does: str) -> None:
+    """Puts clients of Slurm on the PATH that do that."""
+    folder.mkdir(exist_ok=True)
+    for name, script in does.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/bin:/usr/bin")
+
+
+def test_without_slurm_it_is_said_and_no_job_is_submitted(job, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchUnavailable, match="sbatch is not on the PATH"):
+        slurm.submit(replace(job, directory=tmp_path / "run"), Options(), tmp_path)
+
+
+@pytest.mark.parametrize("through", [False, True])
+def test_a_stopped_job_is_told_to_save_and_is_not_queued_again(job, tmp_path, monkeypatch, through):
+    job = replace(job, directory=tmp_path / "run")
+    where = batch.placed(job)
+    where.mkdir(parents=True)
+    text = batch.script(job, Options(), tmp_path)
+    assert "requeue" in in_bash(text, "exit 75")
+    (output,) = (line.partition("=")[2] for line in text.splitlines() if line.startswith("#SBATCH --output="))
+    if through:
+        (where / ray.TOKEN).touch()
+    said = f"JobId=7 JobState=RUNNING ExitCode=0:0 StdOut={output.replace('%j', '7')}"
+    clients(tmp_path / "bin", monkeypatch, scontrol=f"echo '{said}'", scancel=f'echo "$@" >{tmp_path}/asked')
+    slurm.stop("7")
+    assert (tmp_path / "asked").read_text() == f"{'--batch ' if through else ''}--signal=TERM 7\n"
+    assert "requeue" not in in_bash(text, "exit 75")
+
+
+def test_a_job_that_cannot_be_kept_from_the_queue_is_not_told_to_save(tmp_path, monkeypatch):
+    said = f"JobId=7 JobState=RUNNING ExitCode=0:0 StdOut={tmp_path}/gone/slurm-7.log"
+    clients(tmp_path / "bin", monkeypatch, scontrol=f"echo '{said}'", scancel=f'echo "$@" >{tmp_path}/asked')
+    with pytest.raises(LaunchUnavailable, match=r"gone cannot be written to here \(No such file"):
+        slurm.stop("7")
+    assert not (tmp_path / "asked").exists()
+
+
+@pytest.mark.parametrize("name", ["SBATCH_OUTPUT", "SBATCH_ERROR", "SBATCH_WAIT", "SBATCH_ARRAY_INX"])
+def test_a_variable_that_wins_over_the_script_is_refused_and_nothing_is_written(
+    job, tmp_path, monkeypatch, name
+):
+    clients(tmp_path / "bin", monkeypatch, sbatch="echo 7")
+    monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("SBATCH_PARTITION", "gpu")
+    with pytest.raises(UsageError, match=f"{name} is set, which wins over the batch script"):
+        slurm.submit(replace(job, directory=tmp_path / "run"), Options(), tmp_path)
+    assert not (tmp_path / "run").exists()
+    monkeypatch.delenv(name)
+    assert slurm.submit(replace(job, directory=tmp_path / "run"), Options(), tmp_path) == "7"
+
+
+def test_a_job_whose_number_sbatch_did_not_say_is_looked_up(job, tmp_path, monkeypatch):
+    job = replace(job, directory=tmp_path / "a run")
+    monkeypatch.setattr(slurm, "PATIENCE_SECONDS", 1)
+    ours = f"Command={batch.placed(job) / 'job.sh'} WorkDir=/w"
+    jobs = [
+        "JobId=9 JobName=x JobState=RUNNING Command=/another/job.sh WorkDir=/w",
+        f"JobId=8 JobName=x JobState=CANCELLED {ours}",
+        f"JobId=7 JobName=x JobState=PENDING {ours}",
+    ]
+    (tmp_path / "jobs").write_text("\n".join(jobs) + "\n")
+    clients(tmp_path / "bin", monkeypatch, sbatch="exec sleep 30", scontrol=f"cat {tmp_path}/jobs")
+    assert slurm.submit(job, Options(), tmp_path) == "7"
+    (tmp_path / "jobs").write_text("No jobs in the system\n")
+    with pytest.raises(LaunchUnavailable, match="within 1 s; it may queue the job even so"):
+        slurm.submit(job, Options(), tmp_path)
+    clients(tmp_path / "bin", monkeypatch, sbatch="echo Invalid partition >&2; exit 1")
+    with pytest.raises(LaunchUnavailable, match=r"Invalid partition$"):
+        slurm.submit(job, Options(), tmp_path)
+
+
+# Of squeue's manual page, which need not end a job.
+ALIVE = (
+    *("CONFIGURING", "COMPLETING", "RESV_DEL_HOLD", "REQUEUE_FED", "REQUEUE_HOLD", "REQUEUED", "RESIZING"),
+    *("SIGNALING", "SPECIAL_EXIT", "STAGE_OUT", "STOPPED", "SUSPENDED", "ONE_OF_TOMORROW"),
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [
+        ("JobState=RUNNING Reason=None ExitCode=0:0", None),
+        ("JobState=PENDING Reason=BeginTime ExitCode=75:0", None),
+        ("JobState=COMPLETED Reason=None ExitCode=0:0", 0),
+        ("JobState=FAILED Reason=NonZeroExitCode ExitCode=4:0", 4),
+        ("JobState=FAILED Reason=RaisedSignal:9(Killed) ExitCode=0:9", 137),
+        ("JobState=CANCELLED Reason=None ExitCode=0:15", 143),
+        ("JobState=TIMEOUT Reason=TimeLimit ExitCode=0:0", 143),
+        ("JobState=NODE_FAIL Reason=NodeDown ExitCode=0:0", 5),
+        ("JobState=BOOT_FAIL Reason=BootFail ExitCode=0:0", 5),
+        ("JobState=REVOKED Reason=None ExitCode=0:0", 5),
+        ("JobState=DEADLINE Reason=DeadLine ExitCode=0:0", 143),
+        ("JobState=PREEMPTED Reason=None ExitCode=0:0", 143),
+        ("JobState=OUT_OF_MEMORY Reason=OutOfMemory ExitCode=0:125", 253),
+        ("JobState=FAILED Reason=JobLaunchFailure ExitCode=0:0", 1),
+        *((f"JobState={name} Reason=None ExitCode=0:0", None) for name in ALIVE),
+    ],
+)
+def test_a_job_ends_with_its_own_code(tmp_path, monkeypatch, said, code):
+    tool = tmp_path / "scontrol"
+    tool.write_text(f"#!/bin/sh\necho 'JobId=7 JobName=a b=c {said} StdOut=/runs/my run/x.log'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    state = slurm.state("7")
+    assert (state.code, state.output) == (code, Path("/runs/my run/x.log"))
+    assert state.name == said.split()[0].removeprefix("JobState=")
+
+
+def test_an_answer_without_a_state_is_none(tmp_path, monkeypatch):
+    clients(tmp_path, monkeypatch, scontrol="echo")
+    with pytest.raises(LaunchUnavailable, match="says nothing of job 7"):
+        slurm.state("7")
+
+
+def scontrol(folder: Path, monkeypatch: pytest.MonkeyPatch, *answers: str) -> None:
+    """A client that gives one answer after the other; an empty one is that its controller is away."""
+    folder.mkdir(exist_ok=True)
+    for number, answer in enumerate(answers):
+        (folder / str(number)).write_text(answer)
+    client = folder / "scontrol"
+    client.write_text(
+        f"""#!/bin/sh
+cd {shlex.quote(str(folder))}
+n=$(cat asked 2>/dev/null || echo 0)
+echo $((n + 1)) >asked
+[ -s $n ] && cat $n || {{ echo 'Unable to contact slurm controller' >&2; exit 1; }}
+"""
+    )
+    client.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/bin:/usr/bin")
+
+
+def test_a_controller_that_is_away_for_a_while_loses_nothing_of_what_a_job_writes(
+    tmp_path, monkeypatch, caplog
+):
+    log = tmp_path / "x.log"
+    log.write_text("0: all of it\n")
+    running, ended = (
+        f"JobId=7 JobState={state} ExitCode=4:0 StdOut={log}" for state in ("RUNNING", "FAILED")
+    )
+    scontrol(tmp_path / "bin", monkeypatch, running, "", "", running, ended)
+    assert list(slurm.follow("7", 0.01)) == ["0: all of it\n"]
+    assert caplog.text.count("Unable to contact slurm controller; asks again for 600 s") == 1
+    (tmp_path / "bin" / "asked").unlink()
+    assert slurm.wait("7", 0.01) == 4
+
+
+def test_a_controller_that_stays_away_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(slurm, "PATIENCE_SECONDS", 0.03)
+    scontrol(tmp_path / "bin", monkeypatch, "")
+    with pytest.raises(LaunchUnavailable, match="Unable to contact"):
+        slurm.wait("7", 0.01)
+
+
+def test_a_job_that_slurm_has_forgotten_is_known_by_what_it_left(job, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    job = replace(job, directory=Path("runs/it's $HOME"))
+    where = batch.placed(job)
+    where.mkdir(parents=True)
+    text = batch.script(job, Options(), tmp_path)
+    in_bash(text, "exit 75")  # it was queued again
+    assert not (where / "ended-7").exists()
+    in_bash(text, "exit 6")
+    scontrol(tmp_path / "bin", monkeypatch, "")
+    state = slurm.state("7")
+    assert (state.name, state.code) == ("ENDED", 6)
+    assert state.output is not None and state.output.name == "slurm-7.log"
+    with pytest.raises(LaunchUnavailable):
+        slurm.state("8")
