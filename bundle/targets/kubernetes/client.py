@@ -6,7 +6,7 @@ that of the current context of kubectl's configuration, or the one that this run
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -14,13 +14,20 @@ from typing import Any, NamedTuple
 
 from bundle import files
 from bundle.errors import LaunchUnavailable
+from bundle.targets.kubernetes.pod import INSTANCE, is_of
 
-SECONDS = 60  # that one answer may take
+# That one answer may take; that a stream may be silent before it counts as cut.
+SECONDS, SILENT_SECONDS = 60, 300
 _CORE = {"ConfigMap": "config_map", "Service": "service"}  # Kubernetes' own kinds, as the client spells them
 _STRICT: dict[str, Any] = {"field_validation": "Strict"}
 _WITHIN: dict[str, Any] = {"_request_timeout": SECONDS}
 _MERGE: dict[str, Any] = {"_content_type": "application/merge-patch+json"}
+_TRIES = 3  # at what somebody else, such as the collector of garbage, changes at the same time
 _NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")  # of a pod that this runs in
+
+
+class NoAnswer(LaunchUnavailable):
+    """No API server has answered: nobody knows whether it did what it was asked."""
 
 
 class _Cluster(NamedTuple):
@@ -31,25 +38,27 @@ class _Cluster(NamedTuple):
     namespace: str
 
 
-def found(api: str, kind: str, namespace: str, name: str) -> dict[str, Any] | None:
-    """A custom resource, or a Job; None where there is none."""
+def found(each: Mapping[str, Any]) -> dict[str, Any] | None:
+    """An object as the cluster has it, by its kind and name; None where there is none."""
     with _answers():
         from kubernetes.client.exceptions import NotFoundException
 
-        path = _path(api, kind, namespace)
         try:
-            return dict(_cluster().custom.get_namespaced_custom_object(*path, name, **_WITHIN))
+            return dict(_asked("get", each))
         except NotFoundException:
             return None
 
 
-def delete(api: str, kind: str, namespace: str, name: str) -> None:
-    """Has an object go when all that it owns has gone."""
+def delete(there: Mapping[str, Any], *, unchanged: bool = False) -> None:
+    """Has an object that was found go when all that it owns has gone.
+
+    Not one that took its name since; where it must be `unchanged`, not one that somebody has written to.
+    """
+    keys = ("uid", "resourceVersion") if unchanged else ("uid",)
+    conditions = {key: there["metadata"][key] for key in keys}
+    only = {"preconditions": conditions, "propagationPolicy": "Foreground"}
     with _answers():
-        path = _path(api, kind, namespace)
-        _cluster().custom.delete_namespaced_custom_object(
-            *path, name, propagation_policy="Foreground", **_WITHIN
-        )
+        _asked("delete", there, body=only)
 
 
 def pods(namespace: str, label: str) -> list[Any]:
@@ -65,11 +74,16 @@ def log(namespace: str, pod: str) -> str:
         return str(_cluster().core.read_namespaced_pod_log(pod, namespace, **_WITHIN))
 
 
-def stream(namespace: str, pod: str) -> Iterator[str]:
-    """What a pod writes, until it ends or the connection does."""
+def stream(namespace: str, pod: str, since: int | None = None) -> Iterator[str]:
+    """The lines that a pod writes, each behind its time, until the pod ends or the server ends the stream.
+
+    `since`: of the last so many seconds. Raises NoAnswer where the connection is lost, or silent for long.
+    """
+    how: dict[str, Any] = {} if since is None else {"since_seconds": since}
+    how |= {"_preload_content": False, "_request_timeout": (SECONDS, SILENT_SECONDS)}
     with _answers():
         read = _cluster().core.read_namespaced_pod_log
-        for line in read(pod, namespace, follow=True, _preload_content=False):
+        for line in read(pod, namespace, follow=True, timestamps=True, **how):
             yield line.decode("utf-8", errors="replace")
 
 
@@ -79,15 +93,21 @@ def namespace() -> str:
 
 
 def against(each: dict[str, Any]) -> str | None:
-    """What the cluster has against an object that it has not got, if anything; it is not made."""
+    """What the cluster has against an object, if anything; it is not made.
+
+    One of the same job that is there already is nothing against it.
+    """
     _cluster()
     from kubernetes.client.exceptions import ApiException, ConflictException, NotFoundException
 
+    metadata = each["metadata"]
     try:
         with _connected():
-            _create(each, dry_run="All")
+            _asked("create", each, dry_run="All", **_STRICT)
     except ConflictException:
-        return None
+        there = found(each)
+        if there is not None and not is_of(there, metadata["labels"][INSTANCE]):
+            return f"{each['kind']} {metadata['name']}: is there, and not of this job: take another --name"
     except NotFoundException:
         return f"{each['kind']} of {each['apiVersion']}: is not installed there"
     except ApiException as error:
@@ -95,40 +115,67 @@ def against(each: dict[str, Any]) -> str | None:
     return None
 
 
-def make(each: dict[str, Any]) -> Any:
-    """Makes an object; one of Kubernetes' own that is there already gets the owner of this one."""
+def make(each: dict[str, Any]) -> dict[str, Any] | None:
+    """Makes an object, and returns it as the cluster has it; None where it is there already."""
     with _answers():
         from kubernetes.client.exceptions import ConflictException
 
         try:
-            return _create(each)
+            return dict(_asked("create", each, **_STRICT))
         except ConflictException:
-            metadata = each["metadata"]
-            if each["kind"] in _CORE:
-                patch = getattr(_cluster().core, f"patch_namespaced_{_CORE[each['kind']]}")
-                owners = {"metadata": {"ownerReferences": metadata["ownerReferences"]}}
-                return patch(metadata["name"], metadata["namespace"], owners, **_MERGE, **_WITHIN)
-            if "namespace" not in metadata:
-                return None
-            raise
+            return None
 
 
-def _create(each: dict[str, Any], **how: Any) -> Any:
-    how |= _STRICT | _WITHIN
-    namespace = each["metadata"].get("namespace")
-    if each["kind"] in _CORE:
-        create = getattr(_cluster().core, f"create_namespaced_{_CORE[each['kind']]}")
-        return create(namespace, each, **how)
-    group, _, version = each["apiVersion"].partition("/")
-    custom, plural = _cluster().custom, _plural(each["kind"])
-    if namespace is None:
-        return custom.create_cluster_custom_object(group, version, plural, each, **how)
-    return custom.create_namespaced_custom_object(group, version, namespace, plural, each, **how)
+def own(each: dict[str, Any], owner: Mapping[str, Any]) -> None:
+    """Has an object of a job go with its owner, or with the last of several; makes it where it has gone.
+
+    An owner of that name that was there before is none any more.
+    """
+    with _answers():
+        from kubernetes.client.exceptions import ConflictException, NotFoundException
+
+        for _ in range(_TRIES):
+            there = found(each)
+            try:
+                if there is None:
+                    owned = each | {"metadata": each["metadata"] | {"ownerReferences": [owner]}}
+                    _asked("create", owned, **_STRICT)
+                    return
+                if not is_of(there, each["metadata"]["labels"][INSTANCE]):
+                    break
+                metadata = there["metadata"]
+                others = [
+                    other
+                    for other in metadata.get("ownerReferences") or ()
+                    if (other["kind"], other["name"]) != (owner["kind"], owner["name"])
+                ]
+                # Refused where it was changed since it was found.
+                changed = {
+                    "resourceVersion": metadata.get("resourceVersion"),
+                    "ownerReferences": [*others, owner],
+                }
+                _asked("patch", each, {"metadata": changed}, **_MERGE)
+                return
+            except (ConflictException, NotFoundException):
+                continue
+    raise LaunchUnavailable(f"{each['kind']} {each['metadata']['name']}: somebody else changes it")
 
 
-def _path(api: str, kind: str, namespace: str) -> tuple[str, str, str, str]:
-    group, _, version = api.partition("/")
-    return group, version, namespace, _plural(kind)
+def _asked(verb: str, each: Mapping[str, Any], *content: Any, **how: Any) -> Any:
+    """What the cluster answers to one of create, get, patch and delete of an object, as plain data."""
+    cluster, kind, metadata = _cluster(), each["kind"], each["metadata"]
+    namespace = metadata.get("namespace")
+    named = [] if verb == "create" else [metadata["name"]]
+    content = (each,) if verb == "create" else content
+    if kind in _CORE:
+        ask = getattr(cluster.core, f"{'read' if verb == 'get' else verb}_namespaced_{_CORE[kind]}")
+        answer = ask(*named, namespace, *content, **how, **_WITHIN)
+    else:
+        group, _, version = each["apiVersion"].partition("/")
+        scope, within = ("cluster", []) if namespace is None else ("namespaced", [namespace])
+        ask = getattr(cluster.custom, f"{verb}_{scope}_custom_object")
+        answer = ask(group, version, *within, _plural(kind), *named, *content, **how, **_WITHIN)
+    return cluster.core.api_client.sanitize_for_serialization(answer)
 
 
 def _plural(kind: str) -> str:
@@ -150,13 +197,13 @@ def _answers() -> Iterator[None]:
 
 @contextmanager
 def _connected() -> Iterator[None]:
-    """Raises LaunchUnavailable where no API server answers."""
+    """Raises NoAnswer where no API server answers."""
     from urllib3.exceptions import HTTPError
 
     try:
         yield
     except HTTPError as error:
-        raise LaunchUnavailable(f"no API server answers: {files.printable(str(error))[:300]}") from error
+        raise NoAnswer(f"no API server answers: {files.printable(str(error))[:300]}") from error
 
 
 def _said(error: Any) -> str:

@@ -23,11 +23,18 @@ _SHARED, _TEMPORARY = "/dev/shm", "/tmp"
 _TAKEN, _WITHHELD = (HOME, _SHARED, _TEMPORARY, "/dev"), (JOB, "/proc", "/sys")
 _LEVEL = "kueue.x-k8s.io/podset-required-topology"
 INSTANCE = "app.kubernetes.io/instance"  # the label by which the pods of a job are found
+_MANAGED, _BY_US = "app.kubernetes.io/managed-by", "mcore-bundle"
 
 
 def pairs(said: Sequence[str]) -> dict[str, str]:
     """By its key, what options say as KEY=VALUE."""
     return {key: value for key, _, value in (each.partition("=") for each in said)}
+
+
+def is_of(there: Mapping[str, Any], name: str) -> bool:
+    """Whether an object of a cluster was made for the job of that name, by us: its labels say so."""
+    labels = there["metadata"].get("labels") or {}
+    return labels.get(_MANAGED) == _BY_US and labels.get(INSTANCE) == name
 
 
 class Workload(NamedTuple):
@@ -64,7 +71,7 @@ class Workload(NamedTuple):
     @property
     def labels(self) -> dict[str, str]:
         """What every object and every pod of the job is found by."""
-        return {"app.kubernetes.io/managed-by": "mcore-bundle", INSTANCE: self.name}
+        return {_MANAGED: _BY_US, INSTANCE: self.name}
 
     @property
     def queued(self) -> dict[str, str]:

@@ -1,9 +1,10 @@
-"""A job on a cluster: made, asked about and stopped. It is known as FORM/NAMESPACE/NAME."""
+"""A job on a cluster: made, asked about and stopped. It is known as FORM/NAMESPACE/NAME.
+
+What has not the labels of that very job is read, and never changed.
+"""
 
 import json
 import logging
-import queue
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,15 +13,18 @@ from typing import Any, NamedTuple
 from bundle.errors import ExitCode, LaunchUnavailable
 from bundle.launch.job import Job
 from bundle.targets.kubernetes import FORMS, client, objects
+from bundle.targets.kubernetes.logs import Streams
 from bundle.targets.kubernetes.options import Options
-from bundle.targets.kubernetes.pod import INSTANCE
+from bundle.targets.kubernetes.pod import INSTANCE, is_of
 
 _log = logging.getLogger(__name__)
 
 # How often a job is looked at, and for how long the API server may be away meanwhile.
 LOOK_SECONDS, PATIENCE_SECONDS = 5.0, 600
-# How many pods' logs are streamed at once: each is a connection that the API server holds.
-MOST_STREAMS = 16
+
+
+class _Unknown(LaunchUnavailable):
+    """Whether the workload was made is not known: what it needs must stay."""
 
 
 class State(NamedTuple):
@@ -34,8 +38,9 @@ class State(NamedTuple):
 def submit(job: Job, options: Options) -> str:
     """Makes the objects of a job; returns what the job is called.
 
-    All of them are tried before one is made, and all but the workload go when that does. Raises
-    LaunchUnavailable with everything that the cluster has against them, and where the job runs already.
+    All of them are tried before one is made; what pods need is made before the workload, goes with it, and
+    at once where the workload is not made. Raises LaunchUnavailable with everything that the cluster has
+    against them, and where the job runs already.
     """
     options = replace(options, namespace=options.namespace or client.namespace())
     *others, workload = [_plain(each) for each in objects(job, options)]
@@ -44,15 +49,24 @@ def submit(job: Job, options: Options) -> str:
     # What lies in no namespace cannot go with the workload; its name says what is in it.
     owned = [each for each in others if "namespace" in each["metadata"]]
     unowned = [each for each in others if each not in owned]
-    _refuse(unowned)
-    for each in unowned:
-        client.make(each)  # else the cluster refuses the workload
-    _refuse([*owned, workload])
-    made = client.make(workload)
+    new: list[dict[str, Any]] = []
+    try:
+        _refuse(unowned)
+        _make(unowned, new)  # else the cluster refuses the workload
+        _refuse([*owned, workload])
+        _make(owned, new)
+        made = _hand_over(workload, name)
+    except LaunchUnavailable as error:
+        if not isinstance(error, _Unknown):
+            _take_back(new)
+        raise
     owner = {key: workload[key] for key in ("apiVersion", "kind")}
     owner |= {"name": workload["metadata"]["name"], "uid": made["metadata"]["uid"]}
     for each in owned:
-        client.make(each | {"metadata": each["metadata"] | {"ownerReferences": [owner]}})
+        try:
+            client.own(each, owner)
+        except LaunchUnavailable as error:
+            _log.warning("%s: %s stays when the job has gone: %s", name, _spoken(each), error)
     return name
 
 
@@ -73,7 +87,12 @@ def state(name: str) -> State:
 
 def stop(name: str) -> None:
     """Has a job save and end: its pods are told to, and have their time for that; then its objects go."""
-    client.delete(*_path(name))
+    there = client.found(_workload(name))
+    if there is None:
+        state(name)  # says that there is none
+    else:
+        _is_ours(there, name)
+        client.delete(there)
 
 
 def written(name: str) -> str:
@@ -85,20 +104,15 @@ def written(name: str) -> str:
 
 def follow(name: str, seconds: float = LOOK_SECONDS) -> Iterator[str]:
     """What the pods of a job write, as it comes, until it has ended; of many, some at a time."""
-    _, namespace, _ = name.split("/")
-    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-    streams: dict[str, threading.Thread] = {}
+    streams = Streams(name.split("/")[1])
     for _ in _looked_at(name, seconds):
-        alive = sum(stream.is_alive() for stream in streams.values())
-        new = [pod for pod in _begun(_pods(name)) if pod.metadata.uid not in streams]
-        for pod in new[: MOST_STREAMS - alive]:
-            stream = threading.Thread(target=_stream, args=(pod.metadata.name, namespace, lines), daemon=True)
-            streams[pod.metadata.uid] = stream
-            stream.start()
-        yield from _drained(lines)
-    for stream in streams.values():
-        stream.join(client.SECONDS)
-    yield from _drained(lines)
+        streams.open(_writing(name))
+        yield from streams.lines()
+    pods, deadline = _writing(name), time.monotonic() + client.SECONDS
+    while streams.open(pods, last=True) and time.monotonic() < deadline:
+        yield from streams.lines()
+        time.sleep(min(seconds, 0.1))
+    yield from streams.lines()
 
 
 def wait(name: str, seconds: float = LOOK_SECONDS) -> int:
@@ -132,9 +146,12 @@ def _looked_at(name: str, seconds: float) -> Iterator[State]:
 
 def _looked(name: str) -> State | None:
     """What the workload's own status says; None where there is no such workload."""
-    found = client.found(*_path(name))
-    if found is None:
-        return None
+    found = client.found(_workload(name))
+    return None if found is None else _how(name, found)
+
+
+def _how(name: str, found: dict[str, Any]) -> State:
+    """How a job is whose workload was found."""
     ended = FORMS[name.partition("/")[0]].ended(found.get("status") or {})
     reason = ended.reason
     if ended.succeeded:
@@ -168,18 +185,12 @@ def _pods(name: str) -> list[Any]:
     return client.pods(namespace, f"{INSTANCE}={own}")
 
 
-def _stream(pod: str, namespace: str, lines: "queue.SimpleQueue[str]") -> None:
-    """Hands on what a pod writes until it ends, or the connection does."""
+def _writing(name: str) -> list[Any]:
+    """The pods that write; none where no API server answers: whoever looks at the job notices."""
     try:
-        for line in client.stream(namespace, pod):
-            lines.put(line)
-    except LaunchUnavailable as error:
-        _log.warning("%s: %s", pod, error)
-
-
-def _drained(lines: "queue.SimpleQueue[str]") -> Iterator[str]:
-    while not lines.empty():
-        yield lines.get()
+        return _begun(_pods(name))
+    except client.NoAnswer:
+        return []
 
 
 def _refuse(those: list[dict[str, Any]]) -> None:
@@ -188,28 +199,73 @@ def _refuse(those: list[dict[str, Any]]) -> None:
         raise LaunchUnavailable("the cluster does not take the job", against)
 
 
+def _make(those: list[dict[str, Any]], new: list[dict[str, Any]]) -> None:
+    """Makes objects, where they are not there already, and adds to `new` what was made."""
+    for each in those:
+        if made := client.make(each):
+            new.append(each | {"metadata": made["metadata"]})
+
+
+def _hand_over(workload: dict[str, Any], name: str) -> dict[str, Any]:
+    """Makes the workload, and returns it. Raises LaunchUnavailable; _Unknown where it may have been made."""
+    try:
+        made = client.make(workload)
+    except client.NoAnswer as error:
+        try:
+            made = client.found(workload)  # the answer was lost, or the question
+        except LaunchUnavailable:
+            status = f"`mcore-bundle launch status kubernetes:{name}` says whether it was made"
+            raise _Unknown(f"{error}; {status}, and the same command makes it if not") from error
+        if made is None:
+            raise
+    if made is None:
+        raise LaunchUnavailable(f"kubernetes:{name}: somebody else has made it at the same time")
+    return made
+
+
+def _take_back(new: list[dict[str, Any]]) -> None:
+    """Removes what was made for a workload that is not."""
+    for each in reversed(new):
+        try:
+            client.delete(each, unchanged=True)
+        except LaunchUnavailable as error:
+            _log.warning("%s is left: %s", _spoken(each), error)
+
+
 def _replaceable(name: str) -> None:
     """Removes the job of that name where it has ended. Raises LaunchUnavailable where it has not."""
-    now = _looked(name)
-    if now is None:
+    there = client.found(_workload(name))
+    if there is None:
         return
-    if now.code is None:
+    _is_ours(there, name)
+    if _how(name, there).code is None:
         raise LaunchUnavailable(
             f"kubernetes:{name} is there, and has not ended: `mcore-bundle launch logs kubernetes:{name}`,"
             " or another --name"
         )
-    stop(name)
+    client.delete(there)
     for _ in range(client.SECONDS):
-        if _looked(name) is None:
+        if client.found(there) is None:
             return
         time.sleep(1)
     raise LaunchUnavailable(f"kubernetes:{name}: has ended, and its objects do not go")
 
 
-def _path(name: str) -> tuple[str, str, str, str]:
-    """API, kind, namespace and name of the workload of a job."""
+def _is_ours(there: dict[str, Any], name: str) -> None:
+    """Raises LaunchUnavailable for a workload that was not made by us."""
+    if not is_of(there, there["metadata"]["name"]):
+        raise LaunchUnavailable(f"kubernetes:{name}: was not made by mcore-bundle, and is left as it is")
+
+
+def _workload(name: str) -> dict[str, Any]:
+    """The workload of a job, as far as its name says it."""
     form, namespace, own = name.split("/")
-    return FORMS[form].api, FORMS[form].kind, namespace, own
+    metadata = {"namespace": namespace, "name": own}
+    return {"apiVersion": FORMS[form].api, "kind": FORMS[form].kind, "metadata": metadata}
+
+
+def _spoken(each: dict[str, Any]) -> str:
+    return f"{each['kind']} {each['metadata']['name']}"
 
 
 def _plain(value: Any) -> Any:

@@ -3,10 +3,14 @@
 `KUBECONFIG=... BUNDLE_IMAGE=... BUNDLE_CLAIM=... make clusters` is the same against a real one.
 """
 
+import copy
 import json
 import os
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +20,7 @@ from bundle.errors import ExitCode, LaunchUnavailable, UsageError
 from bundle.launch.job import of_plan
 from bundle.planning import plan_for
 from bundle.recipe import load
-from bundle.targets.kubernetes import FORMS, client, running
+from bundle.targets.kubernetes import FORMS, client, logs, running
 from bundle.targets.kubernetes.options import Options
 from tests.targets.kubernetes.jobs import LEAST
 from tests.targets.kubernetes.recorder import Recorder, listening, pod
@@ -52,7 +56,7 @@ def recorder(tmp_path, monkeypatch):
 def test_everything_is_tried_before_anything_is_made_and_goes_with_the_workload(recorder, small):
     assert running.submit(small, LEAST) == NAME
     posts = [each for each in recorder.requests if each.method == "POST"]
-    tried, made = posts[:2], recorder.made()
+    tried, made = posts[:2], recorder.made()[::-1]
     assert [each.query["dryRun"] for each in tried] == ["All", "All"]
     assert {each.query["fieldValidation"] for each in posts} == {"Strict"}
     assert [each.path for each in made] == [JOBSETS, "/api/v1/namespaces/research/configmaps"]
@@ -76,8 +80,8 @@ def test_a_runtime_is_made_before_the_trainjob_that_names_it_is_tried(recorder, 
         ("ClusterTrainingRuntime", False),
         ("ConfigMap", True),
         ("TrainJob", True),
-        ("TrainJob", False),
         ("ConfigMap", False),
+        ("TrainJob", False),
     ]
     assert recorder.made()[0].path == "/apis/trainer.kubeflow.org/v1alpha1/clustertrainingruntimes"
 
@@ -105,7 +109,7 @@ def test_a_job_that_runs_is_not_begun_again_and_one_that_has_ended_is(recorder, 
     recorder.statuses = [BROKEN]
     running.submit(small, LEAST)
     (gone,) = (each for each in recorder.requests if each.method == "DELETE")
-    assert gone.path == f"{JOBSETS}/demo" and gone.query["propagationPolicy"] == "Foreground"
+    assert gone.path == f"{JOBSETS}/demo" and gone.body["propagationPolicy"] == "Foreground"
     second = recorder.objects[f"{JOBSETS}/demo"]["metadata"]["uid"]
     assert first != second
     # The job file of the same job is there already, and now goes with the second.
@@ -169,13 +173,185 @@ def test_a_job_runs_when_all_of_its_pods_do(recorder, small):
 def test_what_pods_write_is_shown_once_also_of_those_that_a_restart_made(recorder, small):
     running.submit(small, LEAST)
     recorder.statuses = [{}, {}, {}, DONE]
-    recorder.logs = {"demo-0": "one\n", "demo-1": "two\n", "demo-0-again": "three\n"}
+    recorder.logs = {"demo-0": ["one\n"], "demo-1": ["two\n"], "demo-0-again": ["three\n"]}
     begun = [pod("demo-0", "Running"), pod("demo-1", "Pending")]
     recorder.pods = [begun, begun, [pod("demo-0-again", "Running"), pod("demo-1", "Running")]]
     assert sorted(running.follow(NAME, seconds=0.05)) == ["one\n", "three\n", "two\n"]
     assert running.wait(NAME, seconds=0.05) == 0
     recorder.pods = [[pod("demo-1", "Succeeded", 0), pod("demo-0", "Succeeded", 0)]]
     assert running.written(NAME) == "one\ntwo\n"
+
+
+@pytest.mark.parametrize("tick", [1.0, 0.25, 0.0])
+def test_a_stream_that_was_cut_goes_on_where_it_was_and_ends_with_the_last_line(recorder, small, tick):
+    running.submit(small, LEAST)
+    lines = [f"line {number} of the pod\n" for number in range(90)]
+    recorder.tick = tick
+    recorder.statuses = [*[{}] * 8, DONE]
+    # The server cuts answers in a line, in its time, at once; it ends one early, and the last lines are late.
+    recorder.logs = {"demo-0": ["".join(lines[:30])] * 2 + ["".join(lines[:60])] * 3 + ["".join(lines)]}
+    recorder.cuts = {"demo-0": [0, 411, 1500, 10**6, 7]}
+    runs, ended = pod("demo-0", "Running"), pod("demo-0", "Succeeded", 0)
+    recorder.pods = [*[[runs]] * 7, [ended]]
+    assert list(running.follow(NAME, seconds=0.05)) == lines
+    asked = [each.query for each in recorder.requests if each.path.endswith("/log")]
+    assert len(asked) > 5 and "sinceSeconds" not in asked[0]
+    # From a minute before the last line that came, of those that began ten minutes ago.
+    assert 659 - 89 * tick <= int(asked[-1]["sinceSeconds"]) <= 660 + 30
+
+
+def test_what_a_pod_wrote_between_a_cut_and_its_end_is_shown(recorder, small):
+    running.submit(small, LEAST)
+    recorder.statuses = [{}, BROKEN]
+    recorder.logs = {"demo-0": ["one\n", "one\nthe verdict\nno end of line"]}
+    recorder.pods = [[pod("demo-0", "Running")], [pod("demo-0", "Failed", 4)]]
+    assert list(running.follow(NAME, seconds=0.05)) == ["one\n", "the verdict\n", "no end of line"]
+
+
+def test_the_pods_beyond_those_that_are_streamed_at_once_are_shown_too(recorder, small, monkeypatch):
+    monkeypatch.setattr(logs, "MOST_STREAMS", 2)
+    running.submit(small, LEAST)
+    recorder.statuses = [DONE]
+    recorder.logs = {f"demo-{number}": [f"{number}\n"] for number in range(5)}
+    recorder.pods = [[pod(f"demo-{number}", "Succeeded", 0) for number in range(5)]]
+    assert sorted(running.follow(NAME, seconds=0.05)) == [f"{number}\n" for number in range(5)]
+
+
+def test_streams_that_never_end_are_waited_for_together(recorder, small, monkeypatch):
+    running.submit(small, LEAST)
+    recorder.statuses = [DONE]
+    recorder.pods = [[pod(f"demo-{number}", "Running") for number in range(3)]]
+    monkeypatch.setattr(client, "SECONDS", 1)
+    goes_on = threading.Event()
+
+    def stream(*_: object) -> Iterator[str]:
+        goes_on.wait(60)
+        yield from ()
+
+    monkeypatch.setattr(client, "stream", stream)
+    before = time.monotonic()
+    assert list(running.follow(NAME, seconds=0.05)) == []
+    assert time.monotonic() - before < 2.5
+    goes_on.set()
+
+
+FOREIGN = {"metadata": {"name": "demo", "uid": "theirs", "resourceVersion": "1", "labels": {"app": "web"}}}
+OWNER = {"apiVersion": "v1", "kind": "Web", "name": "web", "uid": "theirs"}
+THEIRS = [
+    {},
+    {"labels": {}},
+    {"labels": {"app.kubernetes.io/managed-by": "mcore-bundle"}},
+    {"labels": {"app.kubernetes.io/instance": "demo"}},
+    {"labels": {"app.kubernetes.io/managed-by": "mcore-bundle", "app.kubernetes.io/instance": "other"}},
+    {"labels": {"app.kubernetes.io/managed-by": "Helm", "app.kubernetes.io/instance": "demo"}},
+]
+
+
+@pytest.mark.parametrize("labels", THEIRS)
+def test_a_workload_of_somebody_else_is_neither_replaced_nor_stopped(recorder, small, labels):
+    theirs = {"metadata": FOREIGN["metadata"] | labels}
+    recorder.objects = {f"{JOBSETS}/demo": copy.deepcopy(theirs)}
+    recorder.statuses = [DONE]
+    for touch in (lambda: running.submit(small, LEAST), lambda: running.stop(NAME)):
+        with pytest.raises(LaunchUnavailable, match=f"kubernetes:{NAME}: was not made by mcore-bundle"):
+            touch()
+    assert {each.method for each in recorder.requests} == {"GET"}
+    assert recorder.objects == {f"{JOBSETS}/demo": theirs}
+
+
+@pytest.mark.parametrize("labels", THEIRS)
+def test_a_service_of_somebody_else_is_left_alone_and_refused(recorder, small, labels):
+    path = "/api/v1/namespaces/research/services/demo"
+    theirs = {"metadata": FOREIGN["metadata"] | labels | {"ownerReferences": [OWNER]}}
+    theirs |= {"apiVersion": "v1", "kind": "Service"}
+    recorder.objects = {path: copy.deepcopy(theirs)}
+    with pytest.raises(LaunchUnavailable, match="Service demo: is there, and not of this job"):
+        running.submit(small, replace(LEAST, form="job"))
+    assert recorder.objects == {path: theirs} and recorder.made() == []
+
+
+def test_what_two_jobs_need_goes_with_the_last_of_them(recorder, small):
+    running.submit(small, LEAST)
+    running.submit(small, replace(LEAST, form="volcano"))
+    (file,) = (each for path, each in recorder.objects.items() if "configmaps" in path)
+    assert [each["kind"] for each in file["metadata"]["ownerReferences"]] == ["JobSet", "Job"]
+
+
+def test_pods_find_what_they_need_and_nothing_is_left_of_a_workload_that_is_refused(recorder, small):
+    running.submit(small, replace(LEAST, form="job"))
+    assert [each.body["kind"] for each in recorder.made()] == ["ConfigMap", "Service", "Job"]
+    for form, end in (("jobset", "/jobsets"), ("trainjob", "/trainjobs")):
+        recorder.objects.clear()
+        recorder.late = {end: (403, "exceeded quota")}
+        with pytest.raises(LaunchUnavailable, match="exceeded quota"):
+            running.submit(small, replace(LEAST, form=form))
+        assert recorder.objects == {}
+    recorder.late, recorder.refusals = {}, {"/trainjobs": (422, "spec.x: Invalid value")}
+    with pytest.raises(LaunchUnavailable, match="Invalid value"):
+        running.submit(small, replace(LEAST, form="trainjob"))
+    assert recorder.objects == {}  # the runtime, too, which was made to try the TrainJob
+
+
+def test_what_was_there_before_stays_when_the_workload_is_refused(recorder, small):
+    running.submit(small, replace(LEAST, form="volcano"))
+    before = copy.deepcopy(recorder.objects)
+    recorder.late = {"/jobsets": (403, "exceeded quota")}
+    with pytest.raises(LaunchUnavailable, match="exceeded quota"):
+        running.submit(small, LEAST)
+    assert recorder.objects == before
+
+
+def test_a_workload_whose_answer_was_lost_is_the_job(recorder, small):
+    recorder.lost = {("POST", "/jobsets"): (1, True)}
+    assert running.submit(small, LEAST) == NAME
+    (file,) = (each for path, each in recorder.objects.items() if "configmaps" in path)
+    (owner,) = file["metadata"]["ownerReferences"]
+    assert owner["uid"] == recorder.objects[f"{JOBSETS}/demo"]["metadata"]["uid"]
+
+
+def test_a_workload_that_was_never_made_leaves_nothing(recorder, small):
+    recorder.lost = {("POST", "/jobsets"): (1, False)}
+    with pytest.raises(LaunchUnavailable, match="no API server answers"):
+        running.submit(small, LEAST)
+    assert recorder.objects == {}
+
+
+def test_where_nobody_knows_whether_it_was_made_its_handle_is_said_and_its_file_stays(
+    recorder, small, monkeypatch
+):
+    def make(each, make=client.make):
+        if each["kind"] == "JobSet":
+            recorder.lost = {("POST", "/jobsets"): (1, True), ("GET", "/jobsets/demo"): (9, False)}
+        return make(each)
+
+    monkeypatch.setattr(client, "make", make)
+    with pytest.raises(LaunchUnavailable, match=f"launch status kubernetes:{NAME}` says whether"):
+        running.submit(small, LEAST)
+    assert len(recorder.objects) == 2
+
+
+def test_a_job_whose_file_gets_no_owner_runs_all_the_same(recorder, small, caplog):
+    recorder.lost = {("PATCH", ""): (1, False)}
+    assert running.submit(small, LEAST) == NAME
+    assert "ConfigMap demo-" in caplog.text and "stays when the job has gone" in caplog.text
+
+
+def test_a_file_that_the_collector_takes_at_that_moment_is_made_again(recorder, small, monkeypatch):
+    running.submit(small, LEAST)
+    recorder.statuses = [BROKEN]
+
+    def collect(each, make=client.make):
+        made = make(each)
+        if each["kind"] == "JobSet":
+            (path,) = (path for path in recorder.objects if "configmaps" in path)
+            del recorder.objects[path]
+        return made
+
+    monkeypatch.setattr(client, "make", collect)
+    running.submit(small, LEAST)
+    (file,) = (each for path, each in recorder.objects.items() if "configmaps" in path)
+    uid = recorder.objects[f"{JOBSETS}/demo"]["metadata"]["uid"]
+    assert [each["uid"] for each in file["metadata"]["ownerReferences"]] == [uid]
 
 
 def test_a_job_that_is_stopped_goes_and_who_waits_for_it_is_told(recorder, small):
