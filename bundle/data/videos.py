@@ -100,8 +100,10 @@ class Videos:
         together = self.vision.temporal_patch_size
         most = min(self.max_frames, count) // together * together
         many = int(min(max(wanted, self.min_frames), most)) // together * together
-        steps: list[int] = torch.arange(0, count, count / many).int().tolist() if many else []
-        return steps
+        if not many:
+            return []
+        steps: list[int] = torch.arange(0, count, count / many).int().tolist()
+        return steps[:many]  # rounding can bring forth one more, behind the last frame
 
     def _frames(self, video: Picture, numbers: Sequence[int]) -> Iterator[Frame]:
         if video.listed:

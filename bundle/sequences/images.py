@@ -95,27 +95,28 @@ def _apart(
     return sizes, paces
 
 
-def positions(lengths: Ints, places: Ints, sizes: Ints, paces: NDArray[np.float32] | None = None) -> Ints:
+def positions(lengths: Ints, places: Ints, sizes: Ints, paces: NDArray[np.float32]) -> Ints:
     """The positions [tokens, 3] in time, height and width, as Qwen2-VL counts them.
 
     Of concatenated sequences of `lengths`, whose tokens at `places` are those of images of `sizes`
     [images, 3], in time, height and width after merging. Text counts on in all three. An image begins at the
     next number and counts up from there in its own three, in time by its pace [images], rounded down, as in
-    Qwen2.5-VL; what follows goes on behind the larger of its height and width.
+    Qwen2.5-VL; what follows goes on behind the largest number of all three, as the models were trained
+    (transformers 4, Qwen's own code, SGLang). transformers 5.3 and later leave time out there.
     """
     begins = starts(lengths)
     alone = ramp(np.zeros_like(lengths), lengths)  # places in the own sequence
     counts = sizes.prod(1)
     first = places[starts(counts)] if len(counts) else counts
+    lasts = ((sizes[:, 0] - 1).astype(np.float32) * paces).astype(np.int64)
     behind = np.zeros(len(alone) + 1, np.int64)  # by how much the count falls back, from a token on
-    behind[first + counts] = counts - sizes[:, 1:].max(1, initial=0)
+    behind[first + counts] = counts - np.maximum(sizes[:, 1:].max(1, initial=0), lasts + 1)
     behind = np.cumsum(behind)
     behind = behind[:-1] - np.repeat(behind[begins], lengths)
     found = np.repeat((alone - behind)[:, None], 3, 1)
     within, (_, height, width) = ramp(np.zeros_like(counts), counts), np.repeat(sizes, counts, 0).T
-    time = within // (height * width)
-    if paces is not None:
-        time = (time.astype(np.float32) * np.repeat(paces, counts)).astype(np.int64)
+    steps = (within // (height * width)).astype(np.float32)
+    time = (steps * np.repeat(paces, counts)).astype(np.int64)
     own = np.stack([time, within // width % height, within % width], 1)
     found[places] = np.repeat(found[first], counts, 0) + own
     return found

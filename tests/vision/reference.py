@@ -2,7 +2,7 @@
 
 import copy
 import zlib
-from itertools import cycle
+from itertools import cycle, groupby
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ def write(case: Case, directory: Path) -> None:
         values = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
         pixels = torch.randn(int(grids.prod(1).sum()), values)
         numbers |= {f"{name} ids": ids, f"{name} grids": grids, f"{name} seconds": seconds}
-        numbers[f"{name} pixels"] = pixels
+        numbers |= {f"{name} pixels": pixels, f"{name} positions": positions(model, ids, grids, seconds)}
         seen = model(**inputs(numbers, name))
         every = seen.logits[0].double().log_softmax(-1)
         log_p = every.gather(-1, ids[1:, None]).squeeze(-1)
@@ -72,6 +72,7 @@ def inputs(numbers: dict[str, Tensor], name: str) -> dict[str, Tensor]:
     )
     return {
         "input_ids": ids[None, :-1],
+        "position_ids": numbers[f"{name} positions"][:-1].T[:, None],
         "mm_token_type_ids": kinds(ids[:-1])[None],
         "pixel_values": torch.cat(images),
         "image_grid_thw": grids[~moving],
@@ -131,7 +132,10 @@ def built(case: Case) -> Any:
 
 
 def positions(model: Any, ids: Tensor, grids: Tensor, seconds: Tensor) -> Tensor:
-    """transformers' own positions [tokens, 3]."""
+    """transformers' own positions [tokens, 3], behind a video moved on where its time is the largest of them.
+
+    As transformers 4 has it, and the models were trained; 5.23 goes on behind height and width.
+    """
     moving = seconds > 0
     found, _ = model.model.get_rope_index(
         ids[None],
@@ -141,6 +145,11 @@ def positions(model: Any, ids: Tensor, grids: Tensor, seconds: Tensor) -> Tensor
         second_per_grid_ts=seconds[moving].float(),
     )
     positions: Tensor = found[:, 0].T
+    for seen, group in groupby(range(len(ids)), (kinds(ids) > 0).tolist().__getitem__):
+        places = list(group)
+        if seen:
+            own = positions[places]
+            positions[places[-1] + 1 :] += own.max() - own[:, 1:].max()
     return positions
 
 

@@ -2,6 +2,7 @@
 
 import base64
 import json
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from bundle.data import prepare
 from bundle.data.corpus import inspect
+from bundle.data.films import Film
 from bundle.data.media import Medium, Picture
 from bundle.data.processing import Processing
 from bundle.data.sources import Corrupt
@@ -20,9 +22,10 @@ from bundle.data.videos import timed
 from bundle.errors import JobFailed, UsageError
 from bundle.recipe import from_mapping
 from bundle.sequences.images import Images
-from tests.vision import clips, reference, rows
-from tests.vision.cases import CASES, END, IMAGE, START, VIDEO
+from tests.vision import clips, positions, reference, rows
+from tests.vision.cases import CASES
 from tests.vision.clips import EVERY, FAMILIES
+from tests.vision.positions import laid_out
 from tests.vision.rows import asking, clip, content, image
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -106,22 +109,6 @@ PIECE = st.one_of(st.tuples(st.integers(1, 5)), st.tuples(SIDE, SIDE), MOVE)
 PIECES = st.lists(PIECE, min_size=1, max_size=6)
 
 
-def laid_out(pieces, apart):
-    ids, grids, seconds = [7], [], []
-    for piece in pieces:
-        if len(piece) == 1:
-            ids += [5] * piece[0]
-            continue
-        times, height, width, pace = piece if len(piece) == 4 else (1, *piece, 0.0)
-        token, tokens = (VIDEO if pace else IMAGE), height * width // 4
-        frames = [tokens] * times if apart else [times * tokens]
-        for each in frames:
-            ids += [6, START, *[token] * each, END]
-        grids.append((times, height, width))
-        seconds.append(pace)
-    return ids, grids, seconds
-
-
 @pytest.fixture(scope="module")
 def theirs():
     cases = {case.family: case for case in CASES if "Hub" in case.name}
@@ -148,6 +135,15 @@ def test_positions_are_those_of_transformers(theirs, family, pieces):
         for ids, grids, seconds in each
     ]
     assert torch.equal(found, torch.cat(wanted))
+
+
+def test_positions_are_those_that_the_model_was_published_with():
+    vision = replace(CASES[0].vision, tokens_per_second=positions.TOKENS_PER_SECOND)
+    known = json.loads(positions.KEPT.read_text())
+    for pieces, wanted in zip(positions.SEQUENCES, known, strict=True):
+        ids, grids, seconds = map(np.asarray, laid_out(pieces))
+        found = Images.of(torch.zeros(0), grids, ids, np.asarray([len(ids)]), vision, seconds).positions
+        assert found.T.tolist() == wanted
 
 
 def test_what_is_learned_at_every_token(tmp_path):
@@ -247,6 +243,20 @@ def test_a_gif_has_its_frames(tmp_path):
         for of in (clip(shades, "GIF"), [content(of) for of in shades])
     )
     assert np.array_equal(processing.patches(file), processing.patches(listed))
+
+
+def test_of_every_number_of_frames_none_is_taken_behind_the_last(tmp_path):
+    processing = Processing.of(
+        job(data(tmp_path, []), "data.videos={fps: 2, min_frames: 4, max_frames: 768}")
+    )
+    assert processing is not None
+    gif = clip([image(16, 16, seed=number) for number in range(75)], "GIF")
+    read = processing.read(Medium("video", gif), tmp_path)
+    assert read.grid == (7, 6, 6) and len(processing.patches(read)) == 7 * 6 * 6
+    for count, fps in product(range(8, 900), (10, 29.97)):
+        numbers = processing.videos._sampled(Film(count, fps, 16, 16), 2.0)
+        assert numbers == [at * count // len(numbers) for at in range(len(numbers))]
+        assert len(numbers) == max(4, int(count / fps * 2) // 2 * 2)
 
 
 BROKEN = [
