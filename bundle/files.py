@@ -7,6 +7,8 @@ import os
 import secrets
 import shutil
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +119,15 @@ def sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises JobFailed, in one message, for what keeps `path` from being written in the block."""
+    try:
+        yield
+    except OSError as error:
+        raise failed(path, error) from error
 
 
 def failed(path: Path, error: BaseException) -> JobFailed:

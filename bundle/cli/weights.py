@@ -12,6 +12,7 @@ from bundle import pretrained
 from bundle.architectures import from_config, read_config
 from bundle.cli import options
 from bundle.errors import ExitCode, UsageError
+from bundle.pretrained.replacing import refuse
 from bundle.pretrained.writing import NUMBERS, Published
 from bundle.recipe import Recipe, load
 
@@ -36,6 +37,10 @@ def quiet() -> None:
 HuggingFace = Annotated[Path, typer.Argument(metavar="DIR", help="A Hugging Face directory.")]
 Out = Annotated[
     Path, typer.Argument(help="The directory to write; it is replaced when the new one is whole.")
+]
+Force = Annotated[
+    bool,
+    typer.Option("--force", help="Replace OUT with all that is in it, be it not written by these verbs."),
 ]
 
 
@@ -80,8 +85,10 @@ def export_(
             help=f"One of {', '.join(NUMBERS)}; without it, the recipe's, else bf16.",
         ),
     ] = "",
+    force: Force = False,
 ) -> None:
     """Write a checkpoint, of any layout, as a Hugging Face directory."""
+    refuse(out, [checkpoint, like] if like else [checkpoint], force=force)
     found, job = checkpoint_of(checkpoint, like, verified=True)
     if like is not None:
         model = (
@@ -96,6 +103,7 @@ def export_(
             f"{checkpoint}: the tokenizer of its run would be left out: {model.lacks}; put it back, call this"
             " where the run was begun, or say with --like DIR where config and tokenizer are"
         )
+    refuse(out, model.sources, force=force)
     numbers = dtype or (job.model.dtype if job else "bf16")
     from bundle.models import conversion
 
@@ -110,8 +118,10 @@ def import_(
     mtp_layers: Annotated[
         int | None, typer.Option(min=0, help="MTP layers to import; without it, those of the config.")
     ] = None,
+    force: Force = False,
 ) -> None:
     """Write a checkpoint that Megatron-LM loads (--ckpt-format torch_dist), in any layout."""
+    refuse(out, [directory], force=force)
     config = read_config(directory)
     architecture = from_config(config, str(directory / "config.json"))
     if mtp_layers is not None:

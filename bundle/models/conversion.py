@@ -25,7 +25,7 @@ from bundle.models import loading
 from bundle.models.exporting import warn_of_left_out
 from bundle.models.mapped import Files
 from bundle.models.published import DTYPES, Output, files_of, parts, stored
-from bundle.pretrained import Pretrained, writing
+from bundle.pretrained import Pretrained, replacing, writing
 from bundle.pretrained.directory import FP8, MXFP4, SCALE, summarized
 from bundle.pretrained.writing import Numbers, Published
 
@@ -225,7 +225,7 @@ def to_hugging_face(checkpoint: Directory, model: Published, directory: Path, nu
     warn_of_left_out(directory, table)
     everything = list(table.published())
     (of_files,) = files_of([[each for tensor in everything for each in stored(tensor, numbers)]])
-    with writing.replacing(directory) as whole:
+    with replacing.replacing(directory) as whole:
         output = Output(whole, of_files)
         for tensor in everything:
             output.append(tensor, source.whole(tensor), numbers)
@@ -252,7 +252,7 @@ def to_torch_dist(weights: Pretrained, table: Tensors, directory: Path) -> None:
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
     }
-    with writing.replacing(directory) as whole:
+    with replacing.replacing(directory) as whole:
         (whole / RELEASE).mkdir()
         write(whole / RELEASE, parts, empty, arguments=arguments, content=spellings.checkpoint_content(a))
         files.write_text(whole / TRACKER, f"{RELEASE}\n")

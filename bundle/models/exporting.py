@@ -25,7 +25,7 @@ from bundle.mcore.groups import Groups
 from bundle.models import adapters, naming
 from bundle.models.naming import Named
 from bundle.models.published import Output, files_of, stored
-from bundle.pretrained import writing
+from bundle.pretrained import replacing, writing
 from bundle.pretrained.writing import Numbers, Published, Stored
 from bundle.recipe import Recipe
 
@@ -90,7 +90,7 @@ def export(directory: Path, recipe: Recipe, chunks: Sequence[torch.nn.Module], g
     numbers: Numbers = "fp8" if recipe.checkpoint.export == "hf-fp8" else recipe.model.dtype
     warn_of_left_out(directory, table)
     with ExitStack() as whole:
-        partial = on_rank_0(lambda: whole.enter_context(writing.replacing(directory)))
+        partial = on_rank_0(lambda: whole.enter_context(replacing.replacing(directory)))
         of_files = write(partial, chunks, groups, table, numbers)
         on_rank_0(lambda: writing.complete(partial, Published.of(recipe), numbers, of_files))
         on_rank_0(whole.close)
@@ -128,7 +128,7 @@ def export_adapters(directory: Path, recipe: Recipe, chunks: Sequence[torch.nn.M
             ", ".join(both),
         )
     with ExitStack() as whole:
-        partial = on_rank_0(lambda: whole.enter_context(writing.replacing(directory)))
+        partial = on_rank_0(lambda: whole.enter_context(replacing.replacing(directory)))
         of_file = [each for matrix in everything for each in stored(matrix.tensor, numbers)]
         output = Output(partial, {WEIGHTS: of_file} if rank == 0 else {})
         for matrix in everything:

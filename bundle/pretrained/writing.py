@@ -1,5 +1,5 @@
 """Writes a directory as the Hub has them: safetensors of bounded size, their index, the config, and whatever
-else belongs to a model. It has its name when it is whole, and what had the name before stays until then.
+else belongs to a model.
 """
 
 import json
@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -61,6 +61,11 @@ class Published:
         tokenizer = Path(named) if kind == "hf" else model
         belongings = tuple(source for source in (model, tokenizer) if source)
         return cls(recipe.model.config, recipe.architecture, tokenizer, belongings)
+
+    @property
+    def sources(self) -> list[Path]:
+        """Every directory that something is copied from."""
+        return [*self.belongings, *([self.tokenizer] if self.tokenizer else [])]
 
     @property
     def lacks(self) -> str | None:
@@ -119,20 +124,20 @@ class File:
         header = json.dumps(described, separators=(",", ":")).encode()
         header += b" " * (-len(header) % 8)
         self._left, self._path = at, path
-        with _written(path):
+        with files.writing(path):
             self._file = path.open("wb")
             self._file.write(len(header).to_bytes(8, "little") + header)
 
     def append(self, values: bytes | memoryview) -> None:
         """The values of the next tensor."""
         self._left -= len(values)
-        with _written(self._path):
+        with files.writing(self._path):
             self._file.write(values)
 
     def close(self) -> None:
         """Puts the file on the disk; all tensors must be in it."""
         assert self._left == 0, f"{self._left} bytes of the announced tensors were not written"
-        with _written(self._path), self._file as file:
+        with files.writing(self._path), self._file as file:
             file.flush()
             os.fsync(file.fileno())
 
@@ -225,41 +230,5 @@ def copy_belongings(model: Published, directory: Path) -> None:
 def _copy(source: Path, patterns: Iterable[str], directory: Path) -> None:
     for path in sorted({path for pattern in patterns for path in source.glob(pattern)}):
         if path.is_file() and not (directory / path.name).exists():
-            with _written(directory / path.name):
+            with files.writing(directory / path.name):
                 shutil.copyfile(path, directory / path.name)
-
-
-@contextmanager
-def replacing(directory: Path) -> Iterator[Path]:
-    """An empty folder to write into, which becomes `directory` when the block ends without an error.
-
-    Whoever is killed before that leaves `.NAME.partial`, which the next one removes; between the two renames
-    at the end what was there is `.NAME.before`, and gets its name back. Raises JobFailed.
-    """
-    partial, before = (directory.with_name(f".{directory.name}.{state}") for state in ("partial", "before"))
-    with _written(directory):
-        if before.exists() and not directory.exists():
-            before.rename(directory)
-        for leftover in (partial, before):
-            shutil.rmtree(leftover, ignore_errors=True)
-        partial.mkdir(parents=True)
-    try:
-        yield partial
-        with _written(directory):
-            files.sync_directory(partial)
-            if directory.exists():
-                directory.rename(before)
-            partial.rename(directory)
-            files.sync_directory(directory.parent)
-    finally:
-        for leftover in (partial, before) if directory.exists() else (partial,):
-            shutil.rmtree(leftover, ignore_errors=True)
-
-
-@contextmanager
-def _written(path: Path) -> Iterator[None]:
-    """Has what keeps `path` from being written end the job, in one message."""
-    try:
-        yield
-    except OSError as error:
-        raise files.failed(path, error) from error

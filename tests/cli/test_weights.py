@@ -199,6 +199,41 @@ def test_a_run_is_exported_with_the_tokenizer_that_it_was_trained_with(models, t
     assert AutoTokenizer.from_pretrained("out").get_chat_template() == "the model's own"
 
 
+def everything(directory: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_no_verb_replaces_what_it_reads_or_what_others_wrote(models, tmp_path, said, monkeypatch):
+    model, mine, out = tmp_path / "model", tmp_path / "mine", tmp_path / "out"
+    shutil.copytree(models / "Qwen3-8B", model)
+    tokenizer(model, "?abc", "a template")
+    ours = trained(tmp_path / "runs" / "sft", model, f"hf:{model}")
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("years")
+    monkeypatch.chdir(model)
+    before = everything(tmp_path)
+    for words in (
+        ("export", ours, ours),
+        ("export", ours, tmp_path / "runs"),
+        ("export", ours / "checkpoints" / "step-00000001", ours, "--force"),
+        ("export", ours, model, "--force"),  # what the run's recipe names is read as well
+        ("export", ours, model, "--like", model, "--force"),
+        ("import", model, model),
+        ("import", model, "."),
+        ("import", model, model / "megatron", "--force"),
+        ("export", ours, mine),
+        ("import", model, mine),
+        ("import", mine.parent / "runs" / "sft", ours / "recipe.yaml"),
+    ):
+        assert run(*words) == 2, words
+        assert re.search(r"which is read|holds thesis.txt, which|is no directory", said().err), words
+        assert everything(tmp_path) == before, words
+    assert run("export", ours, mine, "--force") == 0
+    assert not (mine / "thesis.txt").exists()
+    for words in (("export", ours, out), ("export", ours, out), ("import", model, out)):
+        assert run(*words) == 0, said().err
+
+
 _KILLED = """
 import os, sys
 from bundle.pretrained import writing

@@ -1,20 +1,16 @@
-"""A written directory is whole or not there, reads back as it was written, and is what transformers opens."""
+"""A written directory reads back as it was written, with all that belongs to it."""
 
 import json
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from bundle.pretrained import weights_in, writing
-from bundle.pretrained.writing import File, Stored, names_of_files, replacing, shares
+from bundle.pretrained.writing import File, Stored, names_of_files, shares
 from tests.pretrained.directories import recipe, write
 
-ROOT = Path(__file__).parents[2]
 TENSORS = [
     Stored("a", "BF16", (3, 5)),
     Stored("b", "F32", (7,)),
@@ -54,39 +50,6 @@ def test_safetensors_reads_it(tmp_path):
         assert file.metadata() == {"format": "pt"}
         assert sorted(file.keys()) == ["a", "b", "c", "d"]
         assert tuple(file.get_slice("a").get_shape()) == (3, 5)
-
-
-_KILLED = """
-import os, sys
-from pathlib import Path
-from bundle.pretrained.writing import replacing
-with replacing(Path(sys.argv[1])) as partial:
-    (partial / "half").write_text("a")
-    os.kill(os.getpid(), 9)
-"""
-
-
-def test_whoever_is_killed_leaves_what_was_there(tmp_path):
-    place = tmp_path / "hf"
-    with replacing(place) as partial:
-        (partial / "whole").write_text("old")
-    killed = subprocess.run([sys.executable, "-c", _KILLED, str(place)], cwd=ROOT)
-    assert killed.returncode == -signal.SIGKILL
-    assert [path.name for path in place.iterdir()] == ["whole"]
-    with pytest.raises(ZeroDivisionError), replacing(place) as partial:
-        assert not list(partial.iterdir()), "what the killed one left is gone"
-        (partial / "half").write_text("b")
-        raise ZeroDivisionError
-    assert [path.name for path in place.iterdir()] == ["whole"]
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"], "nothing half written stays"
-    place.rename(tmp_path / ".hf.before")  # killed between the two renames
-    with pytest.raises(ZeroDivisionError), replacing(place):
-        raise ZeroDivisionError
-    assert [path.name for path in place.iterdir()] == ["whole"]
-    with replacing(place) as partial:
-        (partial / "whole").write_text("new")
-    assert (place / "whole").read_text() == "new"
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 def written_config(directory, job, numbers):
