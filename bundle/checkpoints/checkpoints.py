@@ -142,7 +142,10 @@ class Checkpoints:
         except _MEGATRON_FAILED as error:
             # Megatron tells the cause to rank 0.
             if dist.get_rank() != 0:
-                raise RuntimeError("the checkpoint could not be written; rank 0 knows why") from error
+                why = _cause(error)  # or what this rank alone has seen
+                raise RuntimeError(
+                    f"the checkpoint could not be written; rank 0 knows why ({why})"
+                ) from error
             self.directory.clear()
             raise files.failed(partial, error) from error
 

@@ -198,6 +198,12 @@ RANK = (
         "lost its connection to another rank",
         Action.RESTART,
     ),
+    _rule(
+        Kind.ECHO,
+        r"the checkpoint could not be written; rank 0 knows why",
+        "its checkpoint could not be written, and rank 0 knows why",
+        Action.RESTART,
+    ),
 )
 
 

@@ -72,6 +72,16 @@ def test_a_rank_that_broke_speaks_before_one_that_lost_its_connection_to_it():
     assert alone.kind is Kind.ECHO and alone.evidence == (f"rank 0: {gloo}",)
 
 
+def test_who_only_knows_that_a_checkpoint_failed_speaks_after_rank_0_and_leaves_a_restart_open():
+    echo = outcome(
+        3, 1, "RuntimeError: the checkpoint could not be written; rank 0 knows why (KeyError: 1)", time=1
+    )
+    full = outcome(0, 1, "run/checkpoints: OSError: No space left on device", time=2)
+    assert judged(echo, full).kind is Kind.DISK and judged(echo, full).action is Action.STOP
+    alone = judged(echo)  # rank 0 was killed meanwhile, with its node
+    assert alone.kind is Kind.ECHO and alone.action is Action.RESTART
+
+
 def test_what_no_restart_mends_is_stronger_than_what_broke_before():
     found = judged(outcome(0, 1, "echo", time=1), outcome(1, 4, "patch x cannot be applied", time=2))
     assert (found.code, found.sentence) == (ExitCode.PATCHES, f"rank 1: patch x cannot be applied; {NEVER}")
