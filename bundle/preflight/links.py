@@ -238,7 +238,12 @@ def probe(place: Place) -> Found:
         timeout=timedelta(seconds=2 * place.seconds),
         device_id=measuring.device if place.kind == "cuda" else None,
     )
-    measuring.all()
+    try:
+        measuring.all()
+    except Exception:
+        with ended:  # where time was over, others that have told end before us, and their links with them
+            timer.cancel()
+        raise
     with ended:
         timer.cancel()
         meeting.say(rank, measuring.report())
