@@ -78,6 +78,7 @@ def kubernetes(
     ] = "",
     priority: Annotated[str, typer.Option(help="A PriorityClass.")] = "",
     restarts: Annotated[int, typer.Option(min=0, help="How often all nodes are started again.")] = 10,
+    preflight: options.Preflight = False,
     grace: Grace = None,
     keep: Annotated[
         int, typer.Option(min=0, metavar="SECONDS", help="How long the objects are kept after the end.")
@@ -113,6 +114,7 @@ def kubernetes(
         topology=topology,
         priority=priority,
         restarts=restarts,
+        preflight=preflight,
         grace_seconds=grace,
         keep_seconds=keep,
     )

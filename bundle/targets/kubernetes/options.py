@@ -31,7 +31,8 @@ class Options:
     name; `resources` are further ones of each pod, "rdma/ib=1" or "memory=512Gi", both requested and the most
     it gets; `selectors` are labels of the nodes, "KEY=VALUE", `annotations` those of the workload and of its
     pods. The keys of `secret` become variables, `groups` are further groups of the pods' user. `queue` and
-    `topology` are those of who schedules the form.
+    `topology` are those of who schedules the form; `preflight`: first every node does what the job will ask
+    of it.
     """
 
     image: str
@@ -52,6 +53,7 @@ class Options:
     topology: str = ""
     priority: str = ""
     restarts: int = 10
+    preflight: bool = False
     grace_seconds: int | None = None  # None: as long as the job's checkpoint takes
     keep_seconds: int = 7 * 24 * 3600
 

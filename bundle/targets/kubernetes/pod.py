@@ -81,12 +81,13 @@ class Workload(NamedTuple):
     @property
     def words(self) -> list[str]:
         """What the container is told, where its environment says which node it is."""
-        return list(job_file.words(self.job, Path(JOB) / NAME))
+        return list(job_file.words(self.job, Path(JOB) / NAME, preflight=self.options.preflight))
 
     def words_at(self, host: str, index: str) -> list[str]:
         """What the container is told where nodes meet at `host`, and the variable `index` says its own."""
-        where = f"{host}:{DEFAULT_PORT}"
-        return list(job_file.words(self.job, Path(JOB) / NAME, f"$({index})", where))
+        file, where = Path(JOB) / NAME, f"{host}:{DEFAULT_PORT}"
+        preflight = self.options.preflight
+        return list(job_file.words(self.job, file, f"$({index})", where, preflight=preflight))
 
     @property
     def resources(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from bundle.launch import grace
 from bundle.launch import job as job_file
 from bundle.targets import kubernetes
 from bundle.targets.kubernetes.options import Options
-from tests.targets.kubernetes.jobs import LEAST, everything, options_of, plain, read
+from tests.targets.kubernetes.jobs import LEAST, everything, options_of, plain, pods, read
 
 GOLDEN = Path(__file__).parent / "golden"
 EXAMPLES = [
@@ -82,6 +82,7 @@ def test_all_that_no_cluster_takes_is_refused_at_once(small):
         ("has no such thing", {"form": "ascendjob", "topology": "rack"}),
         ("takes at most 47 characters", {"form": "rayjob", "name": "x" * 48}),
         ("asks for no device", {"device": "example.com/gpu"}),
+        ("--preflight: --form rayjob has Ray start the nodes", {"form": "rayjob", "preflight": True}),
     ],
 )
 def test_what_a_form_cannot_say_is_refused(small, said, options):
@@ -208,6 +209,17 @@ def test_pods_have_the_time_that_their_checkpoint_takes(wide):
     assert seconds(large) == 300 + 10_000  # a quarter of a gigabyte a second, on each of four nodes
     assert seconds(replace(large, nodes=8)) == grace.seconds(replace(large, nodes=8)) == 300 + 5_000
     assert seconds(large, replace(least, grace_seconds=60)) == 60
+
+
+@pytest.mark.parametrize("form", [form for form in kubernetes.FORMS if form != "rayjob"])
+def test_every_pod_of_a_job_with_preflight_does_it(npus, form):
+    def words(**options):
+        objects = kubernetes.objects(npus, replace(LEAST, form=form, **options))
+        return [pod["spec"]["containers"][0]["args"] for _, pod in pods(objects)]
+
+    for plain_words, told in zip(words(), words(preflight=True), strict=True):
+        assert "--preflight" in told
+        assert [word for word in told if word != "--preflight"] == plain_words
 
 
 def test_a_thousand_nodes_are_one_more_number(wide, npus):

@@ -16,6 +16,7 @@ import pytest
 
 from bundle.launch.job import Job, of_plan
 from bundle.planning import plan_for
+from bundle.preflight import nodes
 from bundle.recipe import load
 from bundle.targets import kubernetes
 from bundle.targets.kubernetes.options import Options
@@ -87,6 +88,16 @@ def start(objects: Objects, form: str, index: int, root: Path, home: Path) -> su
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def test_the_pods_ask_their_nodes_first(tmp_path):
+    objects = kubernetes.objects(decided(), Options(image="bundle", claim="runs", form="job", preflight=True))
+    home = tmp_path / "home"
+    home.mkdir()
+    pods = [start(objects, "job", index, tmp_path, home) for index in (1, 0)]
+    said = [pod.communicate(timeout=300)[0] for pod in pods]
+    assert [pod.returncode for pod in pods] == [0, 0], "\n".join(said)
+    assert len((home / "runs/demo/logs" / nodes.FOLDER / "passing.txt").read_text().splitlines()) == 2
 
 
 def losses(run: Path) -> dict[int, float]:

@@ -188,8 +188,9 @@ def test_a_stream_that_was_cut_goes_on_where_it_was_and_ends_with_the_last_line(
     lines = [f"line {number} of the pod\n" for number in range(90)]
     recorder.tick = tick
     recorder.statuses = [*[{}] * 8, DONE]
-    # The server cuts answers in a line, in its time, at once; it ends one early, and the last lines are late.
-    recorder.logs = {"demo-0": ["".join(lines[:30])] * 2 + ["".join(lines[:60])] * 3 + ["".join(lines)]}
+    # The server cuts answers in a line, in its time, at once; ends others, in a line, too; the last are late.
+    parts = ["".join(lines[:30])] * 2 + ["".join(lines[:60])[:-3]] * 3 + ["".join(lines)]
+    recorder.logs = {"demo-0": parts}
     recorder.cuts = {"demo-0": [0, 411, 1500, 10**6, 7]}
     runs, ended = pod("demo-0", "Running"), pod("demo-0", "Succeeded", 0)
     recorder.pods = [*[[runs]] * 7, [ended]]
