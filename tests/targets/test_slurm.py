@@ -185,7 +185,7 @@ def test_all_that_cannot_be_written_is_refused_at_once(job):
 @pytest.mark.parametrize(
     "option",
     (
-        *("output=/tmp/x/%j.out", "error=x", "out=x", "wait", "test-only", "parsable", "quiet", "help"),
+        *("output=/tmp/x/%j.out", "error=x", "out=x", "wait", "test-only", "parsable", "help"),
         *("array=0-1", "ar=1-2", "wrap=id", "nodes=4", "ntasks=2", "ntasks-per=2", "clusters=other"),
     ),
 )
@@ -194,7 +194,7 @@ def test_an_option_that_launch_stands_on_is_refused_by_its_name_and_by_its_abbre
 
 
 def test_options_that_only_begin_alike_are_said(job):
-    options = ("wait-all-nodes=1", "export=ALL", "nodelist=a", "no-requeue", "hold", "array-like=1")
+    options = ("wait-all-nodes=1", "export=ALL", "nodelist=a", "no-requeue", "hold", "quiet", "array-like=1")
     text = batch.script(job, Options(sbatch=options), Path("/work"))
     assert {f"#SBATCH --{option}" for option in options} <= set(text.splitlines())
 

@@ -19,7 +19,7 @@ _DECIDED = {
     **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node"), _LAYOUT),
     **dict.fromkeys(("array", "wrap"), _SCRIPT),
     **dict.fromkeys(("output", "error"), _PLACE),
-    **dict.fromkeys(("wait", "test-only", "parsable", "quiet", "help", "usage", "version"), _NUMBER),
+    **dict.fromkeys(("wait", "test-only", "parsable", "help", "usage", "version"), _NUMBER),
     "clusters": _CLUSTER,
 }
 # Variables by which sbatch is told the same, and which win over what a script says (its manual page).
