@@ -38,6 +38,7 @@ _OTHERS = {
     "revision",
     "task_type",
 }
+_MOST = 2**31
 # Ways to begin that leave the weights beside the adapter as they were published.
 _BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
 
@@ -154,11 +155,10 @@ def read(directory: Path) -> dict[str, Any]:
     if said.get("bias", "none") != "none":
         refused.append(f"bias {shown(said['bias'])}: biases are not trained here")
     refused += [f"{key}: missing" for key in _READ if said.get(key) is None]
-    if isinstance(said.get("target_modules"), str):
-        refused.append("target_modules: a pattern; name the modules in model.lora.targets")
+    refused += _unfit(said)
     known = {*_READ, *_OTHERS, "peft_type", "init_lora_weights", "bias"}
     refused += [
-        f"{key} {shown(value)}: is not computed here"
+        f"{files.printable(key)[:60]} {shown(value)}: is not computed here"
         for key, value in said.items()
         if key not in known and not _nothing(value)
     ]
@@ -166,6 +166,21 @@ def read(directory: Path) -> dict[str, Any]:
         raise UsageError(f"{path}: not an adapter that can be trained on", refused)
     found = {ours: said[theirs] for theirs, ours in _READ.items()}
     return found | {"targets": sorted(found["targets"]), "alpha": float(found["alpha"])}
+
+
+def _unfit(said: Mapping[str, Any]) -> Iterator[str]:
+    """What PEFT's files say of rank, alpha and targets with a value that cannot be one."""
+    rank, alpha, targets = (said.get(key) for key in _READ)
+    if rank is not None and not (type(rank) is int and rank > 0):
+        yield f"r {shown(rank)}: must be a whole number above 0"
+    if alpha is not None and not (type(alpha) in (int, float) and 0 < alpha < _MOST):
+        yield f"lora_alpha {shown(alpha)}: must be a number above 0"
+    if isinstance(targets, str):
+        yield "target_modules: a pattern; name the modules in model.lora.targets"
+    elif targets is not None and not (
+        isinstance(targets, list) and targets and all(isinstance(each, str) and each for each in targets)
+    ):
+        yield f"target_modules {shown(targets)}: must be a list of modules' names"
 
 
 def config(rank: int, alpha: float, targets: Sequence[str], base: str | None) -> Mapping[str, Any]:
@@ -187,4 +202,4 @@ def config(rank: int, alpha: float, targets: Sequence[str], base: str | None) ->
 
 def _nothing(value: Any) -> bool:
     """Empty and false values, and mappings of such: {"": 0} says no more than {}."""
-    return all(_nothing(each) for each in value.values()) if isinstance(value, dict) else not value
+    return not (any(value.values()) if isinstance(value, dict) else value)

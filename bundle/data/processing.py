@@ -4,6 +4,7 @@ As in transformers, of both directories that a job has: the section of a process
 processors, or else its own file, for videos also that of images.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ _OF_VIDEOS = {
     True: ((128 * 32 * 32, 32 * 32 * 768), _HALVES),
 }
 _FPS, _FRAMES = 2.0, (4, 768)
+_MOST = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -108,19 +110,15 @@ def _videos(vision: Vision, directories: Sequence[Path], limits: asked.Videos) -
         getattr(limits, name) or said.get(name) or own
         for name, own in zip(("min_frames", "max_frames"), _FRAMES, strict=True)
     )
-    fps = limits.fps or said.get("fps") or _FPS
-    if not (all(isinstance(of, int) for of in (fewest, many)) and 0 < fewest <= many and _is_number(fps)):
-        raise UsageError(
-            f"data.videos: fps {shown(fps)}, min_frames {shown(fewest)}, max_frames {shown(many)}: must be a"
-            f" number above 0 and two that are in order{where}"
-        )
+    if fewest > many:
+        raise UsageError(f"data.videos: min_frames {fewest} exceeds max_frames {many}{where}")
     return Videos(
         vision,
         limits.limit_bytes,
         limits.limit_pixels,
         limits.limit_frames,
         limits.limit_seconds,
-        fps,
+        limits.fps or said.get("fps") or _FPS,
         fewest,
         many,
         least,
@@ -140,7 +138,7 @@ def _pixels(
     size = said.get("size") or {}
     least = limits.min_pixels or said.get("min_pixels") or size.get("shortest_edge") or own[0]
     most = limits.max_pixels or said.get("max_pixels") or size.get("longest_edge") or own[1]
-    if not 0 < least <= most:
+    if least > most:
         raise UsageError(f"{section}: min_pixels {least} exceeds max_pixels {most}{where}")
     return least, most
 
@@ -149,14 +147,10 @@ def _colours(said: Mapping[str, Any], own: tuple[Sequence[float], Sequence[float
     return (tuple(said.get(f"image_{of}") or value) for of, value in zip(("mean", "std"), own, strict=True))
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-
-
 def _settings(directories: Sequence[Path], kind: str, vision: Vision) -> tuple[str, dict[str, Any]]:
     """What the first directory says of its processor, and where, for messages; ("", {}) where none does.
 
-    Raises UsageError for what is not computed, by name.
+    Raises UsageError for what is not computed and what is no value of its kind, by name.
     """
     for at in directories:
         there = {
@@ -167,8 +161,8 @@ def _settings(directories: Sequence[Path], kind: str, vision: Vision) -> tuple[s
             if not isinstance(said, dict):
                 raise UsageError(f"{at / name}: {kind}_processor must be a JSON object")
             if said:
-                if others := list(_others(said, vision)):
-                    raise UsageError(f"{at / name}: {kind}s are not processed in this way", others)
+                if wrong := [*_others(said, vision), *_unfit(said)]:
+                    raise UsageError(f"{at / name}: {kind}s are not processed in this way", wrong)
                 return f" ({at / name})", said
     return "", {}
 
@@ -183,3 +177,29 @@ def _others(said: Mapping[str, Any], vision: Vision) -> Iterator[str]:
         value = said.get(name)
         if value is not None and value != own and (value or own is not None):
             yield f"{name} {shown(value)}" + ("" if own is None else f": must be {own:g}")
+
+
+def _unfit(said: Mapping[str, Any]) -> Iterator[str]:
+    """What a processor is told with a value that cannot be one."""
+    size = said.get("size") or {}
+    if not isinstance(size, Mapping):
+        yield f"size {shown(size)}: must be a JSON object"
+        size = {}
+    counts = {name: said.get(name) for name in ("min_pixels", "max_pixels", "min_frames", "max_frames")}
+    counts |= {f"size.{edge}": size.get(edge) for edge in ("shortest_edge", "longest_edge")}
+    for name, value in counts.items():
+        if value is not None and not (type(value) is int and 0 < value <= _MOST):
+            yield f"{name} {shown(value)}: must be a whole number from 1 to {_MOST}"
+    if (fps := said.get("fps")) is not None and not (_is_number(fps) and fps > 0):
+        yield f"fps {shown(fps)}: must be a number above 0"
+    for name, least in (("image_mean", -math.inf), ("image_std", 0.0)):
+        value = said.get(name)
+        if value is None:
+            continue
+        three = isinstance(value, Sequence) and len(value) == 3 and all(map(_is_number, value))
+        if not three or not all(of > least for of in value):
+            yield f"{name} {shown(value)}: must be three numbers" + (" above 0" if least == 0 else "")
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= _MOST  # nor is NaN one

@@ -1,6 +1,8 @@
 """What is not computed is refused by its name, all at once, before a rank starts."""
 
 import json
+import math
+from itertools import product
 
 import pytest
 
@@ -128,6 +130,9 @@ def test_an_adapter_says_its_rank_alpha_and_targets(tmp_path):
         ("init_lora_weights", "pissa"),
         ("target_modules", ".*_proj"),
         ("some_later_key", True),
+        *product(["r"], [0, -4, "4", 4.0, True, [], {}]),
+        *product(["lora_alpha"], [0, -1, "x", [], {}, True, math.nan, math.inf, 10**400]),
+        *product(["target_modules"], [5, True, {}, [], ["q_proj", 1], ["q_proj", ""], [["q_proj"]]]),
     ],
 )
 def test_what_peft_computes_and_this_does_not_is_named(tmp_path, key, value):
@@ -136,6 +141,16 @@ def test_what_peft_computes_and_this_does_not_is_named(tmp_path, key, value):
     (said,) = error.value.violations
     assert said.startswith("model.lora.path: ")
     assert key in said
+
+
+def test_all_that_an_adapters_file_has_wrong_is_said_at_once(tmp_path):
+    wrong = {"r": "4", "lora_alpha": [], "target_modules": 5, "bias": "all", "later\x1b": {"a": [1]}}
+    with pytest.raises(UsageError) as error:
+        beginning(directory(tmp_path / "adapter", WRITTEN | wrong))
+    said = "\n".join(error.value.violations)
+    assert len(error.value.violations) == len(wrong) and "\x1b" not in said
+    for key in wrong:
+        assert key.rstrip("\x1b") in said
 
 
 def test_matrices_of_another_model_are_listed_together(tmp_path):

@@ -1,6 +1,9 @@
 """Rows with images: patches as transformers makes them, what is learned of each, what is refused by name."""
 
 import base64
+import json
+import math
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -275,6 +278,42 @@ def test_settings_of_an_image_processor(tmp_path):
     settings.with_name("processor_config.json").write_text('{"processor_class": "Qwen2_5_VLProcessor"}')
     found = Processing.of(job(directory))
     assert found and (found.images.min_pixels, found.images.std) == (256, (0.5, 0.5, 0.5))
+
+
+UNFIT = [
+    *product(["min_pixels", "max_pixels"], ["64", 1.5, 0, -1, True, [], 2**40]),
+    ("size", 5),
+    *product(["size"], [{"shortest_edge": "64"}, {"longest_edge": 0.5}]),
+    *product(["image_mean"], [5, "abc", [0.5], [0.5] * 4, [math.nan] * 3, [10**400] * 3, ["a", 1, 1]]),
+    *product(["image_std"], [0, [0, 0, 0], [1, 1, -1], [1, math.inf, 1], ["a", 1, 1], [True] * 3]),
+    *product(["fps"], ["2", 0, math.inf, [], True]),
+    *product(["min_frames", "max_frames"], ["2", 0, 2.0, True]),
+]
+
+
+@pytest.mark.parametrize("of", ["preprocessor_config", "video_preprocessor_config"])
+@pytest.mark.parametrize(("name", "value"), UNFIT)
+def test_a_value_that_cannot_be_one_of_a_processor_is_refused_by_name(tmp_path, of, name, value):
+    directory = rows.write(tmp_path / "data", [], {})
+    (directory / "tokenizer" / f"{of}.json").write_text(json.dumps({name: value}))
+    with pytest.raises(UsageError) as refused:
+        Processing.of(job(directory))
+    (said,) = refused.value.violations
+    assert said.startswith(name) and ": must be " in said and f"{of}.json" in str(refused.value)
+
+
+def test_all_that_a_processors_file_has_wrong_is_said_at_once(tmp_path):
+    directory = rows.write(tmp_path / "data", [], {})
+    wrong = {"min_pixels": "64", "image_mean": 5, "image_std": [0, 0, 0], "do_resize": False, "fps": None}
+    (directory / "tokenizer" / "preprocessor_config.json").write_text(json.dumps(wrong))
+    with pytest.raises(UsageError) as refused:
+        Processing.of(job(directory))
+    assert [said.split()[0] for said in refused.value.violations] == [
+        "do_resize",
+        "min_pixels",
+        "image_mean",
+        "image_std",
+    ]
 
 
 @pytest.mark.parametrize("family", sorted(OF_IMAGES))

@@ -396,7 +396,7 @@ def test_where_settings_of_videos_stand(tmp_path):
     assert (found_more.fps, found_more.min_frames, found_more.max_frames) == (3, 5, 9)
     assert (found_more.min_pixels, found_more.max_pixels) == (65, 127)
     for wrong, why in (
-        ("data.videos={min_frames: 9, max_frames: 8}", "min_frames 9, max_frames 8"),
+        ("data.videos={min_frames: 9, max_frames: 8}", "min_frames 9 exceeds max_frames 8"),
         ("data.videos={min_pixels: 999, max_pixels: 9}", "min_pixels 999 exceeds max_pixels 9"),
     ):
         with pytest.raises(UsageError, match=why):
