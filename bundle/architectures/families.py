@@ -8,7 +8,7 @@ from typing import Any
 from bundle.architectures.architecture import MLA, Architecture, MoE
 from bundle.architectures.config import REQUIRED, Keys, Rope, read_rope
 
-MOST_LAYERS = 4096
+MOST_LAYERS = MOST_EXPERTS = 4096  # a table of tensors has them all: published models have 128 and 512
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -105,7 +105,7 @@ def mixtral(keys: Keys) -> Architecture:
     rotary = _rotary(read_rope(keys, default_base=1e6))
     base = _decoder(keys, norm_epsilon=keys.number("rms_norm_eps", 1e-5, most=1.0), **rotary)
     moe = MoE(
-        num_experts=keys.integer("num_local_experts"),
+        num_experts=keys.integer("num_local_experts", most=MOST_EXPERTS),
         topk=keys.integer("num_experts_per_tok"),
         ffn_hidden_size=base["ffn_hidden_size"],
         shared_ffn_hidden_size=0,
@@ -147,7 +147,7 @@ def qwen3_moe(keys: Keys, rope: Rope | None = None, *, norm_topk_prob: Any = REQ
     # transformers 5 writes num_local_experts for what the published configs call num_experts.
     name = "num_local_experts" if keys.present("num_local_experts") else "num_experts"
     moe = MoE(
-        num_experts=keys.integer(name),
+        num_experts=keys.integer(name, most=MOST_EXPERTS),
         topk=keys.integer("num_experts_per_tok"),
         ffn_hidden_size=keys.integer("moe_intermediate_size"),
         shared_ffn_hidden_size=0,
@@ -221,7 +221,7 @@ def gpt_oss(keys: Keys) -> Architecture:
     original = scaling.original_max_position_embeddings if scaling else None
     keys.only("initial_context_length", None, original, why=f"the rotary parameters say {original}")
     moe = MoE(
-        num_experts=keys.integer("num_local_experts"),
+        num_experts=keys.integer("num_local_experts", most=MOST_EXPERTS),
         topk=topk,
         ffn_hidden_size=base["ffn_hidden_size"],
         shared_ffn_hidden_size=0,
@@ -273,7 +273,7 @@ def _shared_experts(keys: Keys, layers: int, **routing: Any) -> MoE:
     every = keys.integer("moe_layer_freq", 1)
     shared = keys.integer("n_shared_experts", least=0) if keys.present("n_shared_experts") else 0
     return MoE(
-        num_experts=keys.integer("n_routed_experts"),
+        num_experts=keys.integer("n_routed_experts", most=MOST_EXPERTS),
         topk=keys.integer("num_experts_per_tok"),
         ffn_hidden_size=width,
         shared_ffn_hidden_size=width * shared,

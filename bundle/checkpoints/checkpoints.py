@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from bundle import files
+from bundle.architectures import identity
 from bundle.checkpoints import manifest, state
 from bundle.checkpoints.directory import MEGATRON, CheckpointDirectory
 from bundle.distributed.world import on_all_ranks, on_rank_0
@@ -126,7 +127,7 @@ class Checkpoints:
                 sharding=megatron_checkpoints.sharding(),
                 optimizer=state.optimizer_kept(engine.recipe.optimizer),
                 mcore=megatron_checkpoints.version(),
-                model=state.model_facts(engine.recipe.architecture),
+                model=identity.noted(engine.recipe.architecture),
                 adapters=engine.adapters,
             ).write(partial)
 
@@ -203,7 +204,7 @@ class Checkpoints:
     def _saved(self, directory: Path) -> state.Saved:
         """What a checkpoint says of itself. Raises UsageError for another model's, or other adapters."""
         saved = state.read(directory)
-        if changes := state.model_changes(saved.model, self.engine.recipe.architecture):
+        if changes := identity.changes(saved.model, self.engine.recipe.architecture, "the checkpoint"):
             raise UsageError(f"{directory} holds another model than the recipe's", changes)
         if saved.adapters != self.engine.adapters:
             kept, asked = (

@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,24 +13,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from bundle import files
-from bundle.architectures import Architecture
 from bundle.mcore import groups
 from bundle.recipe.sections import Optimizer
 
 NAME = "state.json"
 _SCHEMA = 3
 _MEGATRON = "megatron."
-
-# They decide how a model is begun and trained, not what its weights mean.
-_FREE = {
-    "model_type",
-    "initializer_range",
-    "attention_dropout",
-    "max_position_embeddings",
-    "moe.aux_loss_coeff",
-    "moe.aux_loss_per_sequence",
-    "moe.unused_aux_loss_coeff",
-}
 
 
 @dataclass(frozen=True)
@@ -58,7 +46,7 @@ class Saved:
     """Whose state it holds, as `optimizer_kept` says it."""
     mcore: str
     model: Mapping[str, Any]
-    """What the weights are of, as `model_facts` says it."""
+    """What the weights are of, as `architectures.identity.noted` says it."""
     adapters: Mapping[str, Any] | None = None
     """What it holds in the place of the weights, as `models.adapters.noted` says it."""
 
@@ -83,28 +71,6 @@ def read(directory: Path) -> Saved:
 def optimizer_kept(optimizer: Optimizer) -> str:
     """Which optimizer a checkpoint has the state of, and whether data-parallel ranks divided it."""
     return f"{optimizer.name}, {'divided' if optimizer.use_distributed_optimizer else 'not divided'}"
-
-
-def model_facts(architecture: Architecture) -> dict[str, Any]:
-    """What a checkpoint notes of its model, as JSON gives it back."""
-    noted: dict[str, Any] = json.loads(json.dumps(asdict(architecture)))
-    return noted
-
-
-def model_changes(was: Mapping[str, Any], architecture: Architecture) -> list[str]:
-    """One line for each number that makes it another model: equal shapes can still be another model's.
-
-    What only one side notes is passed over: another version of mcore-bundle wrote the checkpoint.
-    """
-    return list(_changes(was, model_facts(architecture), ""))
-
-
-def _changes(was: Mapping[str, Any], now: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    for name in (name for name in now if name in was and prefix + name not in _FREE):
-        if isinstance(was[name], Mapping) and isinstance(now[name], Mapping):
-            yield from _changes(was[name], now[name], f"{prefix}{name}.")
-        elif was[name] != now[name]:
-            yield f"{prefix}{name}: {was[name]} in the checkpoint, {now[name]} in the recipe"
 
 
 def write_rng(directory: Path, rank: int, device: torch.device) -> None:

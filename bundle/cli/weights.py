@@ -2,14 +2,15 @@
 
 import json
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from bundle import pretrained
-from bundle.architectures import from_config, read_config
+from bundle.architectures import Architecture, from_config, read_config
 from bundle.cli import options
 from bundle.errors import ExitCode, UsageError
 from bundle.pretrained.replacing import refuse
@@ -38,6 +39,10 @@ HuggingFace = Annotated[Path, typer.Argument(metavar="DIR", help="A Hugging Face
 Out = Annotated[
     Path, typer.Argument(help="The directory to write; it is replaced when the new one is whole.")
 ]
+MTPLayers = Annotated[
+    int | None,
+    typer.Option(min=0, help="How many of its MTP layers count; without it, as many as its config says."),
+]
 Force = Annotated[
     bool,
     typer.Option("--force", help="Replace OUT with all that is in it, be it not written by these verbs."),
@@ -50,15 +55,16 @@ def check(
     recipe: Annotated[
         str, typer.Argument(help="Whose model it is to be; without it, that of its config.json.")
     ] = "",
+    mtp_layers: MTPLayers = None,
 ) -> None:
     """Hold every header against the model's tensors: what is missing, extra, of another shape, truncated."""
     if recipe:
-        overrides = [f"model.path={json.dumps(str(directory))}", "model.weights=load"]
-        job = load(recipe, overrides)
-        found, architecture = pretrained.of_recipe(job), job.architecture
+        if mtp_layers is not None:
+            raise UsageError("--mtp-layers: a recipe says it itself (model.mtp.layers)")
+        job = load(recipe)
+        found, architecture = pretrained.of_another_directory(job, directory), job.architecture
     else:
-        config = read_config(directory)
-        architecture = from_config(config, str(directory / "config.json"))
+        config, architecture = _model(directory, mtp_layers)
         found = pretrained.of_directory(directory, config, architecture)
     print(f"{found}: all of this {architecture.model_type} model, and no others")
 
@@ -115,17 +121,12 @@ def export_(
 def import_(
     directory: HuggingFace,
     out: Out,
-    mtp_layers: Annotated[
-        int | None, typer.Option(min=0, help="MTP layers to import; without it, those of the config.")
-    ] = None,
+    mtp_layers: MTPLayers = None,
     force: Force = False,
 ) -> None:
     """Write a checkpoint that Megatron-LM loads (--ckpt-format torch_dist), in any layout."""
     refuse(out, [directory], force=force)
-    config = read_config(directory)
-    architecture = from_config(config, str(directory / "config.json"))
-    if mtp_layers is not None:
-        architecture = replace(architecture, mtp_layers=mtp_layers)
+    config, architecture = _model(directory, mtp_layers)
     weights = pretrained.of_directory(directory, config, architecture)
     from bundle.architectures.tensors import Tensors
     from bundle.models import conversion
@@ -182,6 +183,17 @@ def checkpoint_of(
             " its adapters, itself (checkpoint.export: hf or peft)"
         )
     return Directory(step / MEGATRON), job
+
+
+def _model(directory: Path, mtp_layers: int | None) -> tuple[Mapping[str, Any], Architecture]:
+    """The config of a directory, and the model that it describes, of whose MTP layers so many count."""
+    config = read_config(directory)
+    found = from_config(config, str(directory / "config.json"))
+    if mtp_layers is None:
+        return config, found
+    if mtp_layers > found.mtp_layers:
+        raise UsageError(f"--mtp-layers {mtp_layers}: {directory / 'config.json'} names {found.mtp_layers}")
+    return config, replace(found, mtp_layers=mtp_layers)
 
 
 def _as(like: Path, checkpoint: "Directory") -> Published:

@@ -5,13 +5,21 @@ in pickles are refused.
 """
 
 from bundle.pretrained.directory import Entry, Pretrained, weights_in
-from bundle.pretrained.matching import adapter_of_recipe, described, of_directory, of_recipe, opened
+from bundle.pretrained.matching import (
+    adapter_of_recipe,
+    described,
+    of_another_directory,
+    of_directory,
+    of_recipe,
+    opened,
+)
 
 __all__ = [
     "Entry",
     "Pretrained",
     "adapter_of_recipe",
     "described",
+    "of_another_directory",
     "of_directory",
     "of_recipe",
     "opened",

@@ -2,11 +2,15 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bundle import files
 from bundle.architectures import Architecture, adapters, from_config, read_config
+from bundle.architectures.identity import changes, noted
+from bundle.architectures.published import NAMES
 from bundle.architectures.tensors import Tensors
 from bundle.errors import UsageError, shown
 from bundle.pretrained.directory import (
@@ -66,7 +70,30 @@ def of_directory(directory: Path, config: Mapping[str, Any], architecture: Archi
         raise UsageError(f"{directory}: there are no weights")
     table = Tensors(from_config(config, f"{directory / 'config.json'}"))
     otherwise = f"not the weights of this {architecture.model_type} model"
-    return _matched(found, config, table, architecture.mtp_layers, otherwise)
+    without = "--mtp-layers 0 leaves it out"
+    return _matched(found, config, table, architecture.mtp_layers, otherwise, without)
+
+
+def of_another_directory(recipe: Recipe, directory: Path) -> Pretrained:
+    """The weights of a directory, which must be those that the recipe's model could begin with.
+
+    Raises UsageError with every reason why they cannot be loaded, and with what its config says of another
+    model. How many layers for MTP that names is its own matter.
+    """
+    config = read_config(directory)
+    theirs = from_config(config, str(directory / "config.json"))
+    found = weights_in(directory)
+    if found is None:
+        raise UsageError(f"{directory}: there are no weights")
+    own = replace(from_config(recipe.model.config, "model.config"), mtp_layers=theirs.mtp_layers)
+    return _matched(
+        found,
+        config,
+        published(recipe),
+        recipe.architecture.mtp_layers,
+        "not the weights of the recipe's model",
+        others=changes(noted(theirs), own, "its config.json"),
+    )
 
 
 def opened(directory: Path) -> Pretrained | None:
@@ -80,6 +107,7 @@ def opened(directory: Path) -> Pretrained | None:
     assert found is not None
     config = read_config(directory) if files.is_file(directory / "config.json") else {}
     found, violations = _with_quantization(found, config)
+    found = _as_published(found, config)
     entries = found.entries
     beside = {f"{name}{suffix}" for name in entries for suffix in (SCALE, *_beside(entries[name]))}
     for name, entry in entries.items():
@@ -90,13 +118,29 @@ def opened(directory: Path) -> Pretrained | None:
     return found
 
 
+def _as_published(found: Pretrained, config: Mapping[str, Any]) -> Pretrained:
+    """The weights with all stacks as they are published, where the config is of a family that we know."""
+    family = config.get("model_type")
+    if not isinstance(family, str) or family not in NAMES or not NAMES[family].either_way:
+        return found
+    with suppress(UsageError):  # of whatever else it asks for there is no need here
+        return _turned(found, Tensors(from_config(config)))
+    return found
+
+
 def _matched(
-    found: Pretrained, config: Mapping[str, Any], table: Tensors, depths: int, otherwise: str
+    found: Pretrained,
+    config: Mapping[str, Any],
+    table: Tensors,
+    depths: int,
+    otherwise: str,
+    without_mtp: str = "model.mtp.layers: 0 trains without it",
+    others: Iterable[str] = (),
 ) -> Pretrained:
     found, violations = _with_quantization(found, config)
     if table.names.either_way:
         found = _turned(found, table)
-    violations = violations or list(_against(found, table, depths))
+    violations = [*others, *(violations or _against(found, table, depths, without_mtp))]
     if violations:
         raise UsageError(f"{found.directory}: {otherwise}", summarized(violations))
     return found
@@ -116,7 +160,7 @@ def published(recipe: Recipe) -> Tensors:
     return Tensors(from_config(recipe.model.config, "model.config"), recipe.parallel.tp)
 
 
-def _against(found: Pretrained, table: Tensors, depths: int) -> Iterator[str]:
+def _against(found: Pretrained, table: Tensors, depths: int, without_mtp: str) -> Iterator[str]:
     """Everything that is wrong; `depths` MTP layers are trained, and those beyond them may be there."""
     entries, copies = found.entries, table.copies()
     expected: dict[str, tuple[int, ...]] = {}
@@ -131,7 +175,7 @@ def _against(found: Pretrained, table: Tensors, depths: int) -> Iterator[str]:
     yield from _alike(missing, "is missing")
     of_mtp = {name for tensor in table if tensor.name.startswith("mtp.") for name in tensor.published}
     if missing and of_mtp.issuperset(missing):
-        yield "all that is missing is multi-token prediction: model.mtp.layers: 0 trains without it"
+        yield f"all that is missing is multi-token prediction: {without_mtp}"
     known = set(expected)
     for name in expected:
         known |= {f"{name}{SCALE}"} if found.block else set()

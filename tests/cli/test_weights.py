@@ -14,6 +14,7 @@ import pytest
 from bundle.checkpoints import manifest
 from bundle.cli import main
 from tests.pretrained.directories import write
+from tests.reference.configs import CONFIGS
 
 PAGE = Path(__file__).parents[2] / "docs" / "pretrained.md"
 
@@ -55,17 +56,54 @@ def test_check_says_all_that_is_wrong_at_once(tmp_path, said):
     assert "model.layers.9.mlp.down_proj.weight is no tensor of this model" in error
 
 
-def test_check_holds_a_directory_against_another_models_recipe(tmp_path, said):
-    write(tmp_path / "model")
+def job_of(place: Path, model: dict, tokenizer: str = "hf:none") -> Path:
+    """A recipe of such a model."""
     job = {
         "name": "j",
-        "model": {"path": "elsewhere", "config": {"hidden_size": 64}},
-        "data": {"source": "text", "path": ["none"], "tokenizer": "hf:none", "sequence_length": 64},
+        "model": model,
+        "data": {"source": "text", "path": ["none"], "tokenizer": tokenizer, "sequence_length": 64},
         "train": {"steps": 1, "global_batch_size": 1},
     }
-    (tmp_path / "job.yaml").write_text(json.dumps(job))
-    assert run("check", tmp_path / "model", tmp_path / "job.yaml") == 2
-    assert "model.norm.weight is [48], the model's is [64]" in said().err
+    place.write_text(json.dumps(job))
+    return place
+
+
+def test_check_holds_a_directory_against_the_recipes_own_model(tmp_path, said):
+    """Which may name a directory of its own: that one's config counts, not that of what is checked."""
+    write(tmp_path / "model")
+    write(tmp_path / "theirs", shards=2)
+    own = tmp_path / "own"
+    own.mkdir()
+    other = CONFIGS["qwen2"] | {"hidden_size": 64, "rms_norm_eps": 3e-5}
+    (own / "config.json").write_text(json.dumps(other))
+    for model in ({"path": str(own)}, {"config": other}):
+        assert run("check", tmp_path / "model", job_of(tmp_path / "job.yaml", model)) == 2
+        error = said().err
+        assert "not the weights of the recipe's model" in error
+        assert "norm_epsilon: 0.01 in its config.json, 3e-05 in the recipe" in error
+        assert "model.norm.weight is [48], the model's is [64]" in error
+    job = job_of(tmp_path / "job.yaml", {"path": str(tmp_path / "theirs")})
+    assert run("check", tmp_path / "model", job) == 0, said()
+    assert run("check", tmp_path / "model", job_of(tmp_path / "job.yaml", {"config": CONFIGS["qwen2"]})) == 0
+    assert run("check", own, job) == 2 and "there are no weights" in said().err
+
+
+def test_check_names_the_words_by_which_layers_of_prediction_are_left_out(tmp_path, said):
+    """As transformers saves a DeepSeek-V3: the config names a layer that is not there."""
+    place, config = tmp_path / "model", CONFIGS["glm4_moe"] | {"num_nextn_predict_layers": 2}
+    write(place, "glm4_moe")
+    (place / "config.json").write_text(json.dumps(config))
+    for verb in (("check", place), ("import", place, tmp_path / "out")):
+        assert run(*verb) == 2
+        assert "multi-token prediction: --mtp-layers 0 leaves it out" in said().err
+    assert run("check", place, "--mtp-layers", "0") == run("check", place, "--mtp-layers", "1") == 0
+    assert run("check", place, "--mtp-layers", "3") == 2
+    assert f"--mtp-layers 3: {place}/config.json names 2" in said().err
+    job = job_of(tmp_path / "job.yaml", {"path": str(place)})
+    assert run("check", place, job) == 2
+    assert "multi-token prediction: model.mtp.layers: 0 trains without it" in said().err
+    assert run("check", place, job_of(job, {"path": str(place), "mtp": {"layers": 0}})) == 0
+    assert run("check", place, job, "--mtp-layers", "0") == 2
 
 
 def test_check_imports_no_torch(tmp_path):
@@ -161,13 +199,7 @@ def trained(directory: Path, model: Path, tokenizer: str) -> Path:
     step.mkdir(parents=True)
     (directory.with_suffix(".torch_dist") / "release").rename(step / "megatron")
     manifest.write(step, {name: manifest.digest(step / name) for name in manifest.file_names(step)})
-    job = {
-        "name": "j",
-        "model": {"path": str(model)},
-        "data": {"source": "text", "path": ["none"], "tokenizer": tokenizer, "sequence_length": 64},
-        "train": {"steps": 1, "global_batch_size": 1},
-    }
-    (directory / "recipe.yaml").write_text(json.dumps(job))
+    job_of(directory / "recipe.yaml", {"path": str(model)}, tokenizer)
     return directory
 
 

@@ -119,6 +119,17 @@ def test_one_odd_value_in_a_config(tmp_path, data):
         assert weights_in(directory) is not None, "a change that no tensor shows"
 
 
+@pytest.mark.parametrize("key", ["num_hidden_layers", "n_routed_experts"])
+@pytest.mark.parametrize("many", [5000, 10**7, 2**31 - 1])
+def test_more_layers_or_experts_than_any_model_has_are_refused_before_all_are_named(tmp_path, key, many):
+    write(tmp_path, "deepseek_v3")
+    place = tmp_path / "config.json"
+    place.write_text(json.dumps(json.loads(place.read_text()) | {key: many}))
+    with pytest.raises(UsageError) as refused:
+        by_its_config(tmp_path)
+    assert f"{key}: must be an integer from 1 to 4096" in " ".join(refused.value.violations)
+
+
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 1500), st.binary(min_size=1, max_size=8), st.integers(0, 5))
 def test_bytes_of_a_config_overwritten_or_cut_off(tmp_path, at, odd, cut):

@@ -1,5 +1,6 @@
 """Experts that are one tensor of a layer, as on the Hub and as transformers 5 writes them: the same model."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -67,3 +68,28 @@ def test_gpt_oss_lies_one_way(tmp_path):
     with pytest.raises(UsageError) as refused:
         _matched(found, config, of, 0, "other weights")
     assert "mlp.experts.gate_up_proj is [" in " ".join(refused.value.violations)
+
+
+def test_what_transformers_saves_is_what_was_imported_and_exported(tmp_path, capfd):
+    """transformers 5 turns the stacks, which the Hub does not: `weights diff` compares the models."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    from tests.cli.test_weights import run
+
+    torch.manual_seed(2)
+    config = AutoConfig.for_model(**copy.deepcopy(dict(CONFIG)))
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.5, 0.2)
+    theirs, between, out = (tmp_path / name for name in ("theirs", "between", "out"))
+    model.save_pretrained(theirs)
+    assert run("import", theirs, between) == 0
+    assert run("export", between, out, "--like", theirs) == 0
+    for one, other in ((theirs, out), (theirs, between), (out, between), (out, theirs)):
+        assert run("diff", one, other) == 0, capfd.readouterr().out
+    with torch.no_grad():
+        next(x for name, x in model.named_parameters() if name.endswith("experts.down_proj"))[1, 2, 3] += 1
+    model.save_pretrained(theirs)
+    assert run("diff", theirs, out) == 1
+    assert "1 of" in capfd.readouterr().out
