@@ -34,13 +34,15 @@ class Options:
     """`address` of the dashboard, which takes jobs, "http://127.0.0.1:8265"; what runs our driver there.
 
     `restarts`: how often ranks are started again, in place or, when a machine is lost, on another, without a
-    new checkpoint between; `wait`: the seconds until the machines are free.
+    new checkpoint between; `wait`: the seconds until the machines are free; `preflight`: first every node
+    does what the job will ask of it.
     """
 
     address: str = ""
     restarts: int = 0
     wait: int = 1800
     python: str = sys.executable
+    preflight: bool = False
 
     def violations(self) -> Iterator[str]:
         """All that Ray would not take."""
@@ -84,6 +86,7 @@ def request(job: Job, options: Options, workdir: Path) -> dict[str, Any]:
         raise UsageError("no job of Ray can be written", wrong)
     words = [options.python, "-m", "bundle", "launch", "ray", f"--job={placed(job) / NAME}"]
     words += [f"--restarts={options.restarts}", f"--wait={options.wait}"]
+    words += ["--preflight"] if options.preflight else []
     return {
         "entrypoint": f"cd {shlex.quote(str(workdir))} && exec {shlex.join(words)}",
         "metadata": {"recipe": job.recipe.name, "folder": str(placed(job))},

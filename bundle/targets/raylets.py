@@ -128,7 +128,8 @@ class Run:
 
     def _follow(self, rank: int, node: Any, where: str) -> None:
         ray = imported()
-        words = job_file.words(self._job, self._file, rank, where, self._options.restarts)
+        asked = self._options
+        words = job_file.words(self._job, self._file, rank, where, asked.restarts, preflight=asked.preflight)
         try:
             for said in node.run.options(num_returns="streaming").remote(words, str(Path.cwd())):
                 line = ray.get(said)

@@ -14,7 +14,7 @@ import pytest
 
 from bundle.errors import LaunchUnavailable, UsageError
 from bundle.launch.job import Job
-from bundle.targets import docker, local
+from bundle.targets import docker, local, ray
 from bundle.targets.local import Options
 from bundle.targets.slurm import batch
 from bundle.targets.slurm.options import Options as SlurmOptions
@@ -63,8 +63,10 @@ def test_preflight_is_asked_of_what_starts_a_node_where_somebody_asks_for_it(ask
         local.command(job, Options(preflight=asked), folder).shell(),
         docker.command(job, docker.Options("bundle", preflight=asked), folder).shell(),
         batch.script(job, SlurmOptions(preflight=asked), folder),
+        batch.script(job, SlurmOptions(preflight=asked, ray=True), folder),
+        ray.request(job, ray.Options(preflight=asked), folder)["entrypoint"],
     )
-    assert [" --preflight" in text for text in said] == [asked] * 3
+    assert [" --preflight" in text for text in said] == [asked] * 5
 
 
 @pytest.fixture

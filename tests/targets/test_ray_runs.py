@@ -66,14 +66,15 @@ def until(condition: Callable[[], object], seconds: float = 600) -> None:
 
 
 def test_two_machines_train_what_one_trains_and_the_driver_ends_as_they_do(bundle, tmp_path):
-    said, _ = ended(bundle("launch", "ray", *RECIPE, *TWO), 0)
+    said, _ = ended(bundle("launch", "ray", *RECIPE, *TWO, "--preflight"), 0)
+    assert len((tmp_path / "runs/demo/logs/preflight/passing.txt").read_text().splitlines()) == 2
     assert re.search(r"^\[0/0\] .*step 6/6", said, re.MULTILINE), said
     executed = json.loads((tmp_path / "runs/demo/job.json").read_text())
     assert (executed["nodes"], executed["per_node"]) == (2, 1)
     ended(bundle("train", *RECIPE, "--run-directory=alone"), 0)
     assert losses(tmp_path / "runs/demo") == pytest.approx(losses(tmp_path / "alone"), rel=1e-6)
-    # Once more: a run that is finished is none to go on with, and the launch ends as its nodes do.
-    assert "this run is finished" in ended(bundle("launch", "ray", *RECIPE, *TWO), 2)[0]
+    # Once more: a run that is finished is none to go on with, and no machine is asked for.
+    assert "this run is finished" in ended(bundle("launch", "ray", *RECIPE, *TWO), 2)[1]
 
 
 def test_a_job_is_submitted_stopped_and_goes_on(bundle, cluster, tmp_path):

@@ -255,7 +255,7 @@ def test_through_ray_no_signal_reaches_it_and_the_step_is_waited_for_to_its_end(
         in_bash(text, f"exit {code}")
         assert (where / "ended-7").read_text() == f"{code}\n"
     options = Options(ray=True, spares=1)
-    with pytest.raises(UsageError, match="--ray: leave out --preflight and --spares"):
+    with pytest.raises(UsageError, match="--ray: leave out --spares"):
         batch.script(job, options, Path("/work"))
 
 

@@ -43,6 +43,7 @@ def ray(
         ),
     ] = False,
     restarts: options.Restarts = 0,
+    preflight: options.Preflight = False,
     wait: Annotated[
         int, typer.Option(min=1, metavar="SECONDS", help="How long to wait for machines that are free.")
     ] = WAIT_SECONDS,
@@ -56,7 +57,7 @@ def ray(
         raise UsageError("--detach: name the cluster that takes the job with --address")
     if start and (job is None or address):
         raise UsageError("--start: say --job FILE with it, and no --address")
-    wanted = cluster.Options(address, restarts, wait)
+    wanted = cluster.Options(address, restarts, wait, preflight=preflight)
     if job is None:
         built = image.named(record) if record else None
         decided = decided_here(

@@ -131,7 +131,8 @@ def _through_ray(step: Sequence[str], where: Path, options: Options) -> str:
 
     Slurm's signal would reach Ray's processes as well, of some clusters: to save is asked for by a file.
     """
-    words = ("launch", "ray", f"--job={where / NAME}", f"--restarts={options.restarts}", "--start")
+    words = ["launch", "ray", f"--job={where / NAME}", f"--restarts={options.restarts}", "--start"]
+    words += ["--preflight"] if options.preflight else []
     stop = shlex.quote(str(where / ray.STOP))
     return f"""rm -f {stop}
 save() {{ touch {stop}; }}

@@ -70,8 +70,8 @@ class Options:
             yield f"--container {shown(self.container)}: one of {', '.join(CONTAINERS)}"
         if self.mounts and not self.image:
             yield "--mount: only a container has mounts: say --image as well"
-        if self.ray and (self.preflight or self.spares):
-            yield "--ray: leave out --preflight and --spares, which nodes do that Slurm starts by itself"
+        if self.ray and self.spares:
+            yield "--ray: leave out --spares, which are of nodes that Slurm starts by itself"
 
 
 def named(option: str) -> tuple[str, str]:
