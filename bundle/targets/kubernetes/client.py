@@ -35,6 +35,8 @@ class _Cluster(NamedTuple):
 
     core: Any
     custom: Any
+    # That asks nothing twice: what was asked of the last so many seconds is of others then.
+    streams: Any
     namespace: str
 
 
@@ -82,7 +84,7 @@ def stream(namespace: str, pod: str, since: int | None = None) -> Iterator[str]:
     how: dict[str, Any] = {} if since is None else {"since_seconds": since}
     how |= {"_preload_content": False, "_request_timeout": (SECONDS, SILENT_SECONDS)}
     with _answers():
-        read = _cluster().core.read_namespaced_pod_log
+        read = _cluster().streams.read_namespaced_pod_log
         for line in read(pod, namespace, follow=True, timestamps=True, **how):
             yield line.decode("utf-8", errors="replace")
 
@@ -235,4 +237,7 @@ def _cluster() -> _Cluster:
         except config.ConfigException:
             raise LaunchUnavailable(f"no cluster is configured: {files.printable(str(error))}") from error
         namespace = files.read(_NAMESPACE)
-    return _Cluster(client.CoreV1Api(), client.CustomObjectsApi(), namespace or "default")
+    once = client.Configuration.get_default_copy()
+    once.retries = False
+    streams = client.CoreV1Api(client.ApiClient(once))
+    return _Cluster(client.CoreV1Api(), client.CustomObjectsApi(), streams, namespace or "default")

@@ -176,7 +176,9 @@ def test_what_pods_write_is_shown_once_also_of_those_that_a_restart_made(recorde
     recorder.logs = {"demo-0": ["one\n"], "demo-1": ["two\n"], "demo-0-again": ["three\n"]}
     begun = [pod("demo-0", "Running"), pod("demo-1", "Pending")]
     recorder.pods = [begun, begun, [pod("demo-0-again", "Running"), pod("demo-1", "Running")]]
+    before = time.monotonic()
     assert sorted(running.follow(NAME, seconds=0.05)) == ["one\n", "three\n", "two\n"]
+    assert time.monotonic() - before < client.SECONDS / 2  # pods that are said to run write no more
     assert running.wait(NAME, seconds=0.05) == 0
     recorder.pods = [[pod("demo-1", "Succeeded", 0), pod("demo-0", "Succeeded", 0)]]
     assert running.written(NAME) == "one\ntwo\n"
@@ -199,6 +201,23 @@ def test_a_stream_that_was_cut_goes_on_where_it_was_and_ends_with_the_last_line(
     assert len(asked) > 5 and "sinceSeconds" not in asked[0]
     # From a minute before the last line that came, of those that began ten minutes ago.
     assert 659 - 89 * tick <= int(asked[-1]["sinceSeconds"]) <= 660 + 30
+
+
+def test_a_stream_that_is_lost_before_it_begins_is_asked_for_anew(recorder, small, monkeypatch):
+    running.submit(small, LEAST)
+    recorder.statuses = [*[{}] * 5, DONE]
+    recorder.logs = {"demo-0": ["one\n"]}
+    recorder.pods = [[pod("demo-0", "Running")]]
+    recorder.lost = {("GET", "/log"): (2, False)}
+    asked = []
+
+    def stream(*words, stream=client.stream):
+        asked.append(words)
+        return stream(*words)
+
+    monkeypatch.setattr(client, "stream", stream)
+    assert list(running.follow(NAME, seconds=0.05)) == ["one\n"]
+    assert len(asked) == len([each for each in recorder.requests if each.path.endswith("/log")]) > 2
 
 
 def test_what_a_pod_wrote_between_a_cut_and_its_end_is_shown(recorder, small):
