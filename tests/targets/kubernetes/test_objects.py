@@ -146,6 +146,9 @@ def test_nodes_of_a_super_pod_get_the_block_that_mindcluster_wants(npus, form):
     for block in ("8", "24", "64", "", "x"):
         with pytest.raises(UsageError, match=f"--annotation sp-block='{block}': for this job one of 16, 32"):
             annotations(f"sp-block={block}")
+    three = replace(LEAST, form=form, annotations=("sp-block=32",))
+    with pytest.raises(UsageError, match="for this job one of 16, 48"):
+        kubernetes.objects(replace(npus, nodes=3), three)
 
 
 def test_a_job_file_too_large_for_a_configmap_is_refused(small):

@@ -220,6 +220,15 @@ def test_a_stream_that_is_lost_before_it_begins_is_asked_for_anew(recorder, smal
     assert len(asked) == len([each for each in recorder.requests if each.path.endswith("/log")]) > 2
 
 
+def test_who_follows_goes_on_where_the_server_is_away_for_a_moment(recorder, small):
+    running.submit(small, LEAST)
+    recorder.statuses = [*[{}] * 5, DONE]
+    recorder.logs = {"demo-0": ["one\n"]}
+    recorder.pods = [[pod("demo-0", "Succeeded", 0)]]
+    recorder.lost = {("GET", "/pods"): (4, False)}  # the client itself asks four times
+    assert list(running.follow(NAME, seconds=0.05)) == ["one\n"]
+
+
 def test_what_a_pod_wrote_between_a_cut_and_its_end_is_shown(recorder, small):
     running.submit(small, LEAST)
     recorder.statuses = [{}, BROKEN]
@@ -319,6 +328,31 @@ def test_what_was_there_before_stays_when_the_workload_is_refused(recorder, smal
     with pytest.raises(LaunchUnavailable, match="exceeded quota"):
         running.submit(small, LEAST)
     assert recorder.objects == before
+
+
+def test_what_has_changed_since_it_was_made_or_found_is_left(recorder, small, monkeypatch, caplog):
+    def make(each, make=client.make):
+        for there in recorder.objects.values():
+            there["metadata"]["resourceVersion"] = "of somebody else"
+        return make(each)
+
+    recorder.late = {"/jobsets": (403, "exceeded quota")}
+    with monkeypatch.context() as patched, pytest.raises(LaunchUnavailable, match="exceeded quota"):
+        patched.setattr(client, "make", make)
+        running.submit(small, LEAST)
+    assert len(recorder.objects) == 1 and "is left: the cluster refuses" in caplog.text
+    recorder.late = {}
+    running.submit(small, LEAST)
+
+    def found(each, found=client.found):
+        there = found(each)
+        recorder.objects[f"{JOBSETS}/demo"]["metadata"]["uid"] = "another of that name"
+        return there
+
+    monkeypatch.setattr(client, "found", found)
+    with pytest.raises(LaunchUnavailable, match="precondition failed"):
+        running.stop(NAME)
+    assert f"{JOBSETS}/demo" in recorder.objects
 
 
 def test_a_workload_whose_answer_was_lost_is_the_job(recorder, small):
