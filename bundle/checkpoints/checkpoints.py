@@ -11,11 +11,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from bundle import files
 from bundle.architectures import identity
-from bundle.checkpoints import manifest, state
+from bundle.checkpoints import manifest, rng, state
 from bundle.checkpoints.directory import MEGATRON, CheckpointDirectory
 from bundle.distributed.world import on_all_ranks, on_rank_0
 from bundle.engine import Engine
-from bundle.errors import BundleError, JobFailed, UsageError
+from bundle.errors import BundleError, JobFailed
 from bundle.mcore import checkpoints as megatron_checkpoints
 from bundle.mcore import groups
 
@@ -36,10 +36,20 @@ class Checkpoints:
     """The checkpoints of one run, for one engine."""
 
     def __init__(
-        self, directory: CheckpointDirectory, engine: Engine, *, keep: int, background: bool = False
+        self,
+        directory: CheckpointDirectory,
+        engine: Engine,
+        *,
+        keep: int,
+        background: bool = False,
+        beside: Mapping[str, str] | None = None,
     ) -> None:
-        """`background`: files are written while training goes on, and `poll` makes them a checkpoint."""
+        """`background`: files are written while training goes on, and `poll` makes them a checkpoint.
+
+        `beside`: the digests of the weights that the engine's adapters are of, as `state.Saved` has them.
+        """
         self.directory, self.engine, self.keep, self.background = directory, engine, keep, background
+        self.beside = beside
         self._writing: tuple[int, megatron_checkpoints.Writing] | None = None
 
     def save(self, now: state.TrainState) -> None:
@@ -117,7 +127,7 @@ class Checkpoints:
     def _write_our_part(self, partial: Path, now: state.TrainState) -> None:
         engine = self.engine
         with engine.runtime.megatron():
-            state.write_rng(partial, dist.get_rank(), engine.device)
+            rng.write(partial, dist.get_rank(), engine.device)
         if dist.get_rank() == 0:
             (partial / MEGATRON).mkdir()
             state.Saved(
@@ -128,7 +138,8 @@ class Checkpoints:
                 optimizer=state.optimizer_kept(engine.recipe.optimizer),
                 mcore=megatron_checkpoints.version(),
                 model=identity.noted(engine.recipe.architecture),
-                adapters=engine.adapters,
+                adapters=state.adapters_kept(engine.recipe, loaded=engine.loaded),
+                beside=self.beside,
             ).write(partial)
 
     @contextmanager
@@ -183,18 +194,13 @@ class Checkpoints:
     def _read(self, directory: Path) -> Loaded:
         """Raises UsageError for another model's or optimizer's, JobFailed for one that cannot be loaded."""
         saved, engine = self._saved(directory), self.engine
-        if (own := state.optimizer_kept(engine.recipe.optimizer)) != saved.optimizer:
-            raise UsageError(
-                f"{directory} holds the state of another optimizer: {saved.optimizer} between data-parallel"
-                f" ranks; the recipe's (optimizer.name, optimizer.use_distributed_optimizer) is {own};"
-                " --weights-only begins with its weights alone"
-            )
+        state.refuse_another_optimizer(directory, saved, engine.recipe.optimizer)
         with _loading(directory / MEGATRON) as place, engine.runtime.megatron():
             megatron_checkpoints.load(place, engine.kept, engine.optimizer, saved.sharding)
         engine.scheduler.load_state_dict(dict(saved.scheduler))
         if dict(saved.layout) == dict(self._layout()):
             with engine.runtime.megatron():
-                state.read_rng(directory, dist.get_rank(), engine.device)
+                rng.read(directory, dist.get_rank(), engine.device)
             return Loaded(saved.state, directory)
         with engine.runtime.megatron():
             groups.begin_random(engine.recipe.seed, after=saved.state.step)
@@ -204,17 +210,8 @@ class Checkpoints:
     def _saved(self, directory: Path) -> state.Saved:
         """What a checkpoint says of itself. Raises UsageError for another model's, or other adapters."""
         saved = state.read(directory)
-        if changes := identity.changes(saved.model, self.engine.recipe.architecture, "the checkpoint"):
-            raise UsageError(f"{directory} holds another model than the recipe's", changes)
-        if saved.adapters != self.engine.adapters:
-            kept, asked = (
-                f"adapters {dict(of)}" if of else "all weights"
-                for of in (saved.adapters, self.engine.adapters)
-            )
-            raise UsageError(
-                f"{directory} holds {kept}, the recipe (model.lora) trains {asked}: export it with the recipe"
-                " that it was trained with (checkpoint.export: hf), and begin with that as model.path"
-            )
+        state.refuse_another_model(directory, saved, self.engine.recipe, loaded=self.engine.loaded)
+        state.refuse_other_weights(directory, saved, self.beside)
         return saved
 
     def _layout(self) -> Mapping[str, int]:

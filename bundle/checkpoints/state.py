@@ -1,24 +1,19 @@
-"""Our own part of a checkpoint: where the run was, of which model, and each rank's random states (RNG)."""
+"""Our own part of a checkpoint: where the run was, and of which model, weights and optimizer."""
 
 import json
-import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-
 from bundle import files
-from bundle.mcore import groups
+from bundle.architectures import identity
+from bundle.errors import UsageError
+from bundle.recipe import Recipe
 from bundle.recipe.sections import Optimizer
 
 NAME = "state.json"
 _SCHEMA = 3
-_MEGATRON = "megatron."
 
 
 @dataclass(frozen=True)
@@ -48,7 +43,9 @@ class Saved:
     model: Mapping[str, Any]
     """What the weights are of, as `architectures.identity.noted` says it."""
     adapters: Mapping[str, Any] | None = None
-    """What it holds in the place of the weights, as `models.adapters.noted` says it."""
+    """What it holds in the place of the weights, as `adapters_kept` says it."""
+    beside: Mapping[str, str] | None = None
+    """SHA-256 of the files of the weights that its adapters are of; none of those of random ones."""
 
     def write(self, directory: Path) -> None:
         """Writes it into a checkpoint."""
@@ -73,45 +70,52 @@ def optimizer_kept(optimizer: Optimizer) -> str:
     return f"{optimizer.name}, {'divided' if optimizer.use_distributed_optimizer else 'not divided'}"
 
 
-def write_rng(directory: Path, rank: int, device: torch.device) -> None:
-    """Writes the random states of this rank as safetensors: Python's, numpy's, torch's and megatron's.
+def adapters_kept(recipe: Recipe, *, loaded: bool) -> dict[str, Any] | None:
+    """What a checkpoint says of its adapters, as JSON gives it back; None where it holds the weights.
 
-    Raises JobFailed when they cannot be written.
+    `loaded`: whether the model begins with the weights of model.path.
     """
-    version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    tensors = {
-        "torch": torch.get_rng_state(),
-        "numpy": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
-        "python": torch.tensor(words, dtype=torch.int64),
-    }
-    if device.type != "cpu":
-        tensors["device"] = torch.get_device_module(device).get_rng_state()
-    tensors |= {_MEGATRON + name: state for name, state in groups.random_states().items()}
-    rest = {"python": [version, gauss], "numpy": [kind, position, has_gauss, cached]}
-    path = _rng_path(directory, rank)
-    try:
-        save_file({n: t.contiguous() for n, t in tensors.items()}, path, {"rest": json.dumps(rest)})
-    except (OSError, SafetensorError) as error:  # it wraps the system's errors in one of its own
-        raise files.failed(path, error) from error
+    lora = recipe.model.lora
+    if lora is None:
+        return None
+    beside = "the weights of model.path" if loaded else f"random weights of seed {recipe.seed}"
+    return {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets), "beside": beside}
 
 
-def read_rng(directory: Path, rank: int, device: torch.device) -> None:
-    """Puts back what `write_rng` wrote."""
-    with safe_open(_rng_path(directory, rank), framework="pt") as file:
-        rest = json.loads(file.metadata()["rest"])
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dict
-    version, gauss = rest["python"]
-    random.setstate((version, tuple(tensors["python"].tolist()), gauss))
-    kind, position, has_gauss, cached = rest["numpy"]
-    np.random.set_state((kind, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(tensors["torch"])
-    if "device" in tensors:
-        torch.get_device_module(device).set_rng_state(tensors["device"])
-    groups.set_random_states(
-        {n.removeprefix(_MEGATRON): t for n, t in tensors.items() if n.startswith(_MEGATRON)}
+def refuse_another_model(directory: Path, saved: Saved, recipe: Recipe, *, loaded: bool) -> None:
+    """Raises UsageError for a checkpoint of another model, or of other adapters; `loaded` as above."""
+    if changes := identity.changes(saved.model, recipe.architecture, "the checkpoint"):
+        raise UsageError(f"{directory} holds another model than the recipe's", changes)
+    own = adapters_kept(recipe, loaded=loaded)
+    if saved.adapters != own:
+        kept, asked = (f"adapters {dict(of)}" if of else "all weights" for of in (saved.adapters, own))
+        raise UsageError(
+            f"{directory} holds {kept}, the recipe (model.lora) trains {asked}: export it with the recipe"
+            " that it was trained with (checkpoint.export: hf), and begin with that as model.path"
+        )
+
+
+def refuse_other_weights(directory: Path, saved: Saved, beside: Mapping[str, str] | None) -> None:
+    """Raises UsageError where adapters were trained beside other weights than those that are there now."""
+    if saved.beside is None or beside is None or saved.beside == beside:
+        return  # all weights, or written before this was noted
+    was, now = dict(saved.beside), dict(beside)
+    changed = [name for name in sorted({*was, *now}) if was.get(name) != now.get(name)]
+    raise UsageError(
+        f"{directory}: its adapters were trained beside other weights than model.path has: put those back, or"
+        " begin another run with the adapters alone (checkpoint.export: peft there, model.lora.path here)",
+        [
+            f"{name} {'is missing' if name not in now else 'is new' if name not in was else 'is another one'}"
+            for name in changed
+        ],
     )
 
 
-def _rng_path(directory: Path, rank: int) -> Path:
-    return directory / f"random-{rank:05d}.safetensors"
+def refuse_another_optimizer(directory: Path, saved: Saved, optimizer: Optimizer) -> None:
+    """Raises UsageError for the state of another optimizer than the recipe's."""
+    if (own := optimizer_kept(optimizer)) != saved.optimizer:
+        raise UsageError(
+            f"{directory} holds the state of another optimizer: {saved.optimizer} between data-parallel"
+            f" ranks; the recipe's (optimizer.name, optimizer.use_distributed_optimizer) is {own};"
+            " --weights-only begins with its weights alone"
+        )

@@ -66,7 +66,7 @@ class Engine:
             if recipe.train.on_nan == "skip":
                 optimization.leave_out_what_is_not_finite(self.optimizer)
             self.scheduler = optimization.schedule(recipe, self.optimizer)
-        self.adapters = adapters.noted(recipe, loaded=weights is not None)
+        self.loaded = weights is not None  # whether it began with the weights of model.path
         self.replay = RouterReplay(recipe, self.models, groups)
         self.pace = Pace(device)
         self._balancing = Balancing(recipe, self.models, groups)

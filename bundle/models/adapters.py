@@ -131,15 +131,6 @@ def kept(chunk: torch.nn.Module) -> torch.nn.Module:
     return of(chunk) or chunk
 
 
-def noted(recipe: Recipe, *, loaded: bool) -> dict[str, Any] | None:
-    """What a checkpoint says of its adapters, as JSON gives it back; None where it holds the weights."""
-    lora = recipe.model.lora
-    if lora is None:
-        return None
-    base = "the weights of model.path" if loaded else f"random weights of seed {recipe.seed}"
-    return {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets), "beside": base}
-
-
 def add(chunks: Sequence[torch.nn.Module], recipe: Recipe, groups: Groups, lora: LoRA) -> list[Named]:
     """Freezes the chunks and puts new adapters beside their linear layers; returns every A and B."""
     table = {tensor.name: tensor for tensor in Tensors(recipe.architecture, groups.tp.size)}

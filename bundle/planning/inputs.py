@@ -33,28 +33,30 @@ class Weights(NamedTuple):
 
     described: str
     problems: tuple[Problem, ...] = ()
+    loaded: bool = False  # from model.path
 
 
 def weights(recipe: Recipe) -> Weights:
     """What the recipe's model begins with, by the headers of its files."""
-    described = ""
+    described, found = "", None
     problems: list[Problem] = []
     try:
         found = pretrained.of_recipe(recipe)
         described = pretrained.described(recipe, found)
         problems += _package("safetensors", "model.path with weights") if found else ()
     except UsageError as error:
-        problems += _problems("model.path", error)
+        problems += problems_of(error, "model.path: ")
     try:
         pretrained.adapter_of_recipe(recipe)
     except UsageError as error:
-        problems += _problems("model.lora.path", error)
-    return Weights(described, tuple(problems))
+        problems += problems_of(error, "model.lora.path: ")
+    return Weights(described, tuple(problems), found is not None)
 
 
-def _problems(key: str, error: UsageError) -> Iterator[Problem]:
+def problems_of(error: UsageError, before: str = "") -> Iterator[Problem]:
+    """What an error says, a problem a line, each behind the same words."""
     for line in (str(error).partition("\n")[0], *error.violations):
-        yield recipe_problem(f"{key}: {line}")
+        yield recipe_problem(f"{before}{line}")
 
 
 def input_problems(recipe: Recipe, directory: Path, begins: Weights | None = None) -> Iterator[Problem]:

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bundle import files
-from bundle.checkpoints import manifest
+from bundle.checkpoints import manifest, state
 from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.errors import UsageError
 from bundle.launch import Start
 from bundle.launch.job import LOCK
-from bundle.planning import recipe_problem
-from bundle.planning.inputs import Weights, weights
+from bundle.planning.inputs import Weights, problems_of, weights
 from bundle.recipe import Recipe, differences, load
 from bundle.recipe.document import written
 
@@ -140,15 +139,20 @@ class RunDirectory:
         """What the run begins with, or why it cannot: --from counts until it has a checkpoint of its own."""
         if start.origin is None:
             return weights(recipe)
+        # Adapters are beside the weights of model.path, whatever they begin with.
+        base = weights(recipe) if recipe.model.lora else Weights("")
         if not start.fresh and CheckpointDirectory(self.checkpoints).steps():
-            return Weights("the run's own newest checkpoint")
+            return base._replace(described="the run's own newest checkpoint")
         try:
             found = starting_checkpoint(start.origin)
+            _refuse_misfit(found, recipe, base, weights_only=start.weights_only)
         except UsageError as error:
-            return Weights("", (recipe_problem(str(error)),))
+            return Weights("", (*base.problems, *problems_of(error)))
         if start.weights_only:
-            return Weights(f"the weights of {found}; optimizer, schedule and data begin anew, at step 0")
-        return Weights(f"{found}: weights, optimizer and progress, which go on with the same data")
+            said = f"the weights of {found}; optimizer, schedule and data begin anew, at step 0"
+        else:
+            said = f"{found}: weights, optimizer and progress, which go on with the same data"
+        return base._replace(described=said)
 
     def began_with(self) -> Origin | None:
         """What this run's --from was."""
@@ -311,6 +315,32 @@ def starting_checkpoint(named: Path) -> Path:
         f"--from {named}: neither a checkpoint that mcore-bundle wrote (it has no {manifest.NAME})"
         " nor a run that has any"
     )
+
+
+def refuse_middle(checkpoint: Path, step: int, recipe: Recipe) -> None:
+    """Raises UsageError where a run cannot go on behind that step of another one."""
+    if recipe.task == "dpo":
+        raise UsageError(
+            f"--from {checkpoint}: a preference run's reference is what it begins with, and this is"
+            " in the middle of another run; take its weights alone (--weights-only)"
+        )
+    if recipe.train.epochs is None and step >= recipe.train.steps:
+        raise UsageError(
+            f"{checkpoint} is of step {step}: train.steps {recipe.train.steps} leaves"
+            " nothing to train; --weights-only begins at step 0"
+        )
+
+
+def _refuse_misfit(checkpoint: Path, recipe: Recipe, base: Weights, *, weights_only: bool) -> None:
+    """Raises UsageError for what a rank would refuse of a checkpoint by what that says of itself."""
+    try:
+        saved = state.read(checkpoint)
+    except ValueError as error:
+        raise UsageError(f"--from {checkpoint}: this checkpoint cannot be used: {error}") from error
+    state.refuse_another_model(checkpoint, saved, recipe, loaded=base.loaded)
+    if not weights_only:
+        state.refuse_another_optimizer(checkpoint, saved, recipe.optimizer)
+        refuse_middle(checkpoint, saved.state.step, recipe)
 
 
 def _lines(path: Path) -> list[str]:

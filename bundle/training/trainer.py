@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from bundle import data, files, pretrained
 from bundle.backends import Runtime
+from bundle.checkpoints import manifest
 from bundle.checkpoints.checkpoints import Checkpoints
 from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.checkpoints.state import TrainState
@@ -27,7 +28,7 @@ from bundle.mcore import groups
 from bundle.models import exporting
 from bundle.pretrained import Pretrained
 from bundle.recipe import Recipe, with_steps
-from bundle.runs.directory import Origin, RunDirectory, starting_checkpoint
+from bundle.runs.directory import Origin, RunDirectory, refuse_middle, starting_checkpoint
 from bundle.runs.metrics import (
     JsonLines,
     Metrics,
@@ -79,6 +80,7 @@ class Trainer:
             self.engine,
             keep=recipe.checkpoint.keep,
             background=recipe.checkpoint.async_,
+            beside=self._beside(weights),
         )
         with dog.patience("loading a checkpoint"):
             self.progress = self._restored(goes_on=goes_on)
@@ -162,6 +164,16 @@ class Trainer:
         kept = CheckpointDirectory(self.directory.checkpoints)
         return on_rank_0(lambda: bool(goes_on and kept.steps()) or self.directory.began_with() is not None)
 
+    def _beside(self, weights: Pretrained | None) -> Mapping[str, str] | None:
+        """Digests of the files that hold what adapters are trained beside; None where all is trained."""
+        if self.recipe.model.lora is None:
+            return None
+        paths = sorted({entry.file for entry in weights.entries.values()} if weights else ())
+        mine = paths[dist.get_rank() :: dist.get_world_size()]
+        with self.dog.patience("reading what the adapters are beside"):
+            shares = on_all_ranks(lambda: {path.name: manifest.digest(path) for path in mine})
+        return {name: digest for share in shares for name, digest in share.items()}
+
     def _reference(self, weights: Pretrained | None) -> reference.Numbers:
         """The reference's log-probabilities; `weights` are what the engine was built with."""
         recipe, kept = self.recipe, self.directory.reference
@@ -183,12 +195,8 @@ class Trainer:
                 self.checkpoints.load_weights(checkpoint)
                 _log.info("begins with the weights of %s", checkpoint)
                 return Progress()
-            if self.recipe.task == "dpo":
-                raise UsageError(
-                    f"--from {checkpoint}: a preference run's reference is what it begins with, and this is"
-                    " in the middle of another run; take its weights alone (--weights-only)"
-                )
             loaded = self.checkpoints.load_from(checkpoint)
+            refuse_middle(checkpoint, loaded.state.step, self.recipe)
         if loaded is None:
             return Progress()
         saved = loaded.state
@@ -198,11 +206,6 @@ class Trainer:
                 f"{loaded.directory.name} was trained on other data: put that back as it was, or begin"
                 f" another run with these weights alone (--from {loaded.directory} --weights-only)",
                 changes,
-            )
-        if origin is not None and saved.step >= self.recipe.train.steps:
-            raise UsageError(
-                f"{loaded.directory} is of step {saved.step}: train.steps {self.recipe.train.steps} leaves"
-                " nothing to train; --weights-only begins at step 0"
             )
         self.engine.restore_losses(saved.metrics["losses"])
         for note in loaded.notes:

@@ -4,21 +4,38 @@ from pathlib import Path
 
 import pytest
 
-from bundle.checkpoints import manifest
+from bundle.architectures.identity import noted
+from bundle.checkpoints import manifest, state
 from bundle.checkpoints.directory import CheckpointDirectory
-from bundle.errors import UsageError
+from bundle.errors import ExitCode, UsageError
 from bundle.launch import Start
-from bundle.recipe import load
+from bundle.recipe import Recipe, load
 from bundle.runs.directory import RunDirectory, starting_checkpoint
+
+
+def kept_by(root: Path, recipe: Recipe, *steps: int, loaded: bool = False) -> Path:
+    """A run that has these checkpoints of a recipe's model, without their tensors."""
+    kept = CheckpointDirectory(root / "checkpoints")
+    for step in steps:
+        place = kept.start(step)
+        state.Saved(
+            state=state.TrainState(step, 0, "digest"),
+            scheduler={},
+            layout={},
+            sharding="",
+            optimizer=state.optimizer_kept(recipe.optimizer),
+            mcore="",
+            model=noted(recipe.architecture),
+            adapters=state.adapters_kept(recipe, loaded=loaded),
+        ).write(place)
+        manifest.write(place, {})
+        kept.publish(step, keep=9)
+    return root
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    kept = CheckpointDirectory(tmp_path / "run" / "checkpoints")
-    for step in (10, 30, 20):
-        manifest.write(kept.start(step), {})
-        kept.publish(step, keep=9)
-    return tmp_path / "run"
+    return kept_by(tmp_path / "run", load("demo"), 10, 30, 20)
 
 
 def test_a_run_or_its_checkpoints_mean_the_newest_and_a_checkpoint_itself(run, tmp_path):
@@ -52,6 +69,45 @@ def test_from_counts_until_the_run_has_a_checkpoint_of_its_own_and_in_a_fresh_st
     assert RunDirectory(run).beginning(recipe, start).described == "the run's own newest checkpoint"
     fresh = start.model_copy(update={"fresh": True})
     assert RunDirectory(run).beginning(recipe, fresh).described.startswith(f"{newest}: ")
+
+
+LORA = ("model.lora={rank: 2, alpha: 4, targets: [o_proj]}", "model.mtp.layers=0")
+SGD = "optimizer={name: sgd, lr: 0.1}"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "alone", "why"),
+    [
+        (("model.config.num_hidden_layers=3",), (), True, "num_layers: 3 in the checkpoint, 4 in the recipe"),
+        (("model.config.rms_norm_eps=0.1",), (), True, "norm_epsilon: 0.1 in the checkpoint, 1e-0"),
+        (LORA, ("model.mtp.layers=0",), True, "'alpha': 4.0"),
+        (LORA, (LORA[0].replace("rank: 2", "rank: 3"), LORA[1]), True, "'rank': 3"),
+        (LORA, (*LORA, "seed=5"), True, "random weights of seed 5"),
+        ((SGD,), (), False, "holds the state of another optimizer: sgd"),
+        ((), ("train.steps=30",), False, "leaves nothing to train"),
+    ],
+)
+def test_what_a_rank_would_refuse_a_plan_refuses(tmp_path, before, after, alone, why):
+    """By what the checkpoint says of itself: on a cluster a rank would say it behind the queue."""
+    run = kept_by(tmp_path / "run", load("demo", before), 30)
+    new = RunDirectory(tmp_path / "new")
+
+    def problems(recipe: Recipe, *, weights_only: bool) -> str:
+        found = new.beginning(recipe, Start(origin=run, weights_only=weights_only))
+        assert bool(found.problems) is not bool(found.described)
+        assert all(problem.code is ExitCode.USAGE for problem in found.problems)
+        return "\n".join(problem.text for problem in found.problems)
+
+    for weights_only in (False, True):
+        said = problems(load("demo", after), weights_only=weights_only)
+        assert (why in said) if alone or not weights_only else not said
+        assert not problems(load("demo", before), weights_only=weights_only)
+
+
+def test_a_checkpoint_that_says_nothing_of_itself_is_refused(run, tmp_path):
+    (run / "checkpoints" / "step-00000030" / "state.json").write_text("{")
+    (found,) = RunDirectory(tmp_path / "new").beginning(load("demo"), Start(origin=run)).problems
+    assert "step-00000030: this checkpoint cannot be used: its state.json" in found.text
 
 
 @pytest.mark.parametrize(

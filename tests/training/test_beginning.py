@@ -1,6 +1,7 @@
 """What training begins with: the weights of model.path, random ones, or a checkpoint; what it exports."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -142,7 +143,7 @@ def test_weights_of_a_run_begin_another_task_on_other_data_in_another_layout(tmp
     )  # fmt: skip
     halves = ("parallel.tp=2", "devices.per_node=2")
     begins = ["--from", str(before)]
-    said = train(tmp_path / "refused", model, *task[:-1], *halves, code=2, flags=begins)
+    said = train(tmp_path / "refused", model, *task[:-2], "train.steps=3", *halves, code=2, flags=begins)
     assert "step-00000002 was trained on other data: put that back" in said
     assert f"(--from {before}/checkpoints/step-00000002 --weights-only)" in said
 
@@ -159,3 +160,26 @@ def test_weights_of_a_run_begin_another_task_on_other_data_in_another_layout(tmp
     assert noted(after, "train/samples") == [2, 4]
     more = train(after, model, *task, *halves, "train.steps=3", flags=[*begins, "--weights-only", "--resume"])
     assert "goes on after step 2" in more
+
+
+@pytest.mark.world
+def test_adapters_do_not_go_on_beside_other_weights(tmp_path):
+    """These are the same to the last byte, or the file is named."""
+    pytest.importorskip("megatron.core")
+    safetensors = pytest.importorskip("safetensors.torch")
+    model, run = tmp_path / "model", tmp_path / "run"
+    reference.write(CASE.__class__(CASE.name, CASE.config | {"vocab_size": 258}), model)
+    lora = ("model.lora={rank: 2, alpha: 4, targets: [o_proj]}", "train.steps=2")
+    two = ("devices.per_node=2", "train.micro_batch_size=1")
+    train(run, model, *lora, *two)
+    file = max(model.glob("model-*.safetensors"))
+    before = file.read_bytes()
+    values = safetensors.load_file(file)
+    values[min(values)].view(-1)[-1] += 1
+    safetensors.save_file(values, file, {"format": "pt"})
+    longer = (*lora[:1], "train.steps=3")
+    said = train(run, model, *longer, *two, code=2, flags=["--resume"])
+    assert "step-00000002: its adapters were trained beside other weights than model.path has" in said
+    assert set(re.findall(r"(model-\S+) is another one", said)) == {file.name}
+    file.write_bytes(before)
+    assert "goes on after step 2" in train(run, model, *longer, flags=["--resume"])  # in another layout
