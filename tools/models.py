@@ -29,6 +29,10 @@ Numbers are the largest distance that was seen, in fp32 on the cpu backend:
   then the same on two ranks: tensor and sequence parallel, two stages, divided experts, divided packs
 - export: transformers opens what is written again, misses no tensor and finds none that it does not know, and
   computes the same; every published tensor is the same, bit for bit
+- FP8: the same written in blocks of FP8 (`checkpoint.export: hf-fp8`), times the scales, against the weights,
+  of the largest of each block, whose numbers are half a step, 0.036, apart at most
+- LoRA: log-probabilities, gradients and their norm, a step and what goes on from a checkpoint, against
+  transformers with the adapters that PEFT made, in every layout; PEFT opens what is written
 - MTP: multi-token prediction, imported from the family's own names and exported under them: its losses
   against a plain model's, on one rank, at tp 2, over uneven and interleaved stages, and at tp 2 x ep 2
 
@@ -67,6 +71,17 @@ _LAYOUTS = {
 }
 _DENSE = ("llama", "mistral", "qwen2", "mimo", "qwen3", "qwen2_5_vl", "qwen3_vl")
 _MTP = ("MTP rows", "MTP tp", "MTP pp", "MTP vpp", "MTP tp ep")
+# Whose linear layers are those of another family, which was run with adapters in their place.
+_LORA_AS = {
+    "mistral": "llama",
+    "mixtral": "qwen3_moe",
+    "mimo": "qwen2",
+    "qwen3": "qwen2",
+    "deepseek_v2": "deepseek_v3",
+    "kimi_k2": "deepseek_v3",
+    "glm4_moe": "qwen3_moe",
+    "gpt_oss": "qwen2",
+}
 _NOT_RUN = "not run"
 Seen = dict[str, float]
 
@@ -81,7 +96,18 @@ def markdown() -> str:
     return "\n".join([*parts, _REFUSED])
 
 
-_HEAD = ("family", "models", "config", "forward", "gradients", *_LAYOUTS.values(), "export", "MTP")
+_HEAD = (
+    "family",
+    "models",
+    "config",
+    "forward",
+    "gradients",
+    *_LAYOUTS.values(),
+    "export",
+    "FP8",
+    "LoRA",
+    "MTP",
+)
 _REFUSED = """\
 ## Not here
 
@@ -104,6 +130,8 @@ def _rows(seen: dict[str, Seen], of_configs: dict[str, Seen]) -> Iterator[list[s
             _cell(own, "gradients"),
             *(_layout(family, own, layout) for layout in _LAYOUTS),
             _cell(own, "exported", shown=lambda _: "the same"),
+            "stacked experts" if NAMES[family].stacked_experts else _cell(own, "FP8"),
+            _adapted(family, own),
             _prediction(family, own),
         ]
 
@@ -114,6 +142,13 @@ def _cell(own: Seen, what: str, shown: Callable[[float], str] = lambda value: f"
 
 def _layout(family: str, own: Seen, layout: str) -> str:
     return "no experts" if layout == "ep2" and family in _DENSE else _cell(own, layout)
+
+
+def _adapted(family: str, own: Seen) -> str:
+    if family in _LORA_AS:
+        return f"as `{_LORA_AS[family]}`"
+    found = [distance for what, distance in own.items() if what.startswith("LoRA")]
+    return f"{max(found):.0e}" if found else _NOT_RUN
 
 
 def _prediction(family: str, own: Seen) -> str:

@@ -11,6 +11,7 @@ from tests.adapters import reference
 from tests.adapters.cases import CASES
 from tests.adapters.rank import LAYOUTS, SECOND
 from tests.families import reference as families
+from tests.families.record import note
 
 AGREES = 1e-5  # of the largest number
 # Of ranks: the layouts of the installed release, whose every kind of exchange is among them.
@@ -41,11 +42,14 @@ def test_every_layout_computes_and_trains_as_transformers_does(directories, core
         (root / case.name).mkdir()
         for path in (directories / case.name).iterdir():
             (root / case.name / path.name).symlink_to(path)
-    wrong = []
+    wrong, far = [], dict.fromkeys((case.of.family for case in CASES.values()), 0.0)
     for ranks, layouts in (_ALL if core.tree else _FEW).items():
         said = core.world.run("tests.adapters.rank", ranks, str(root), *layouts, timeout=500)
         found = json.loads(said[0].splitlines()[-1])
         assert len(found) >= len(layouts)
+        for name, of in found.items():
+            family = CASES[name.partition(": ")[2]].of.family
+            far[family] = max(far[family], *of.values())
         wrong += [
             f"{name}: {what} {distance:.1e}"
             for name, of in found.items()
@@ -53,6 +57,7 @@ def test_every_layout_computes_and_trains_as_transformers_does(directories, core
             if not distance <= AGREES
         ]
     assert not wrong
+    note(core.version, "LoRA", far)
     for case in CASES.values():
         given = reference.adapter(root / case.name / reference.ADAPTER)
         for out in (root / case.name / "out").iterdir():

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from bundle.architectures import adapters, from_config
 from bundle.architectures.tensors import Tensors
+from tests.families.record import note
 from tests.vision import adapting, reference
 from tests.vision.adapting import ALONE, HUB
 from tests.vision.cases import CASES
@@ -40,6 +41,7 @@ def test_adapters_are_those_of_peft(adapted, core, layout):
     assert len(found) == len(HUB)
     assert not {name: far for name, far in found.items() if not far["log-probs"] <= AGREES}
     assert not {name: far for name, far in found.items() if not far["gradients"] <= OF_GRADIENTS}
+    note(core.version, f"LoRA {layout}", {case.family: max(found[case.name].values()) for case in HUB})
     if layout == ALONE:
         for case in HUB:
             exported(adapted / case.name)
