@@ -34,7 +34,6 @@ class Form(NamedTuple):
     topology: str | None = ""  # what --topology must be, as an expression; None: it has no such thing
     backends: tuple[str, ...] = ()  # empty: all
     longest: int = 63  # name of the workload, in characters
-    preflight: bool = True  # whether its pods begin by themselves what they can be asked before
     extra: str = ""  # of ours that its image must have, and the images that we build have not
 
 
@@ -45,14 +44,7 @@ FORMS = {
     "trainjob": Form(trainer.API, "TrainJob", trainer.trainjob, "of Kubeflow Trainer"),
     "volcano": Form(volcano.API, "Job", volcano.job, "of Volcano", ended=by_phase, topology="[1-9][0-9]*"),
     "rayjob": Form(
-        rayjob.API,
-        "RayJob",
-        rayjob.rayjob,
-        "of KubeRay",
-        ended=by_ray,
-        longest=rayjob.LONGEST,
-        preflight=False,
-        extra="ray",
+        rayjob.API, "RayJob", rayjob.rayjob, "of KubeRay", ended=by_ray, longest=rayjob.LONGEST, extra="ray"
     ),
     "ascendjob": Form(
         ascendjob.API, "AscendJob", ascendjob.job, "of MindCluster", topology=None, backends=("ascend",)
@@ -114,8 +106,6 @@ def _misfits(job: Job, options: Options) -> Iterator[str]:
         yield f"--name {shown(name)}: --form {options.form} takes at most {form.longest} characters"
     if form.backends and job.backend not in form.backends:
         yield f"--form {options.form}: is for {', '.join(form.backends)}, and the job for {job.backend}"
-    if options.preflight and not form.preflight:
-        yield f"--preflight: --form {options.form} has Ray start the nodes, which cannot do it: leave it out"
     if options.device and capabilities.of(job.backend).resource(job.generation) is None:
         yield f"--device {shown(options.device)}: the job is for {job.backend}, and asks for no device"
     if options.topology and form.topology is None:

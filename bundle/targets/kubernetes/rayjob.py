@@ -41,7 +41,7 @@ def rayjob(of: Workload) -> list[dict[str, Any]]:
     workload["spec"] = {
         # No shell's `cd`: the submitter's shell reads this, and the driver's.
         "entrypoint": f"env --chdir={HOME} mcore-bundle launch ray --job={JOB}/{NAME}"
-        f" --restarts={of.options.restarts}",
+        f" --restarts={of.options.restarts}{' --preflight' if of.options.preflight else ''}",
         "submissionMode": "K8sJobMode",
         "backoffLimit": of.options.restarts,
         "shutdownAfterJobFinishes": True,

@@ -82,7 +82,6 @@ def test_all_that_no_cluster_takes_is_refused_at_once(small):
         ("has no such thing", {"form": "ascendjob", "topology": "rack"}),
         ("takes at most 47 characters", {"form": "rayjob", "name": "x" * 48}),
         ("asks for no device", {"device": "example.com/gpu"}),
-        ("--preflight: --form rayjob has Ray start the nodes", {"form": "rayjob", "preflight": True}),
     ],
 )
 def test_what_a_form_cannot_say_is_refused(small, said, options):
@@ -223,6 +222,15 @@ def test_every_pod_of_a_job_with_preflight_does_it(npus, form):
     for plain_words, told in zip(words(), words(preflight=True), strict=True):
         assert "--preflight" in told
         assert [word for word in told if word != "--preflight"] == plain_words
+
+
+def test_the_driver_of_a_rayjob_has_its_nodes_asked_first(wide):
+    options = replace(LEAST, form="rayjob")
+    before, told = (
+        kubernetes.objects(wide, replace(options, preflight=asks))[-1]["spec"]["entrypoint"]
+        for asks in (False, True)
+    )
+    assert told == f"{before} --preflight"
 
 
 def test_a_thousand_nodes_are_one_more_number(wide, npus):
