@@ -13,7 +13,7 @@ from bundle.errors import UsageError, bytes_shown
 from bundle.launch import Start
 from bundle.planning.inputs import input_problems
 from bundle.planning.size import Disk, disk
-from bundle.recipe import Recipe, load
+from bundle.recipe import Recipe, load, with_steps
 from bundle.runs.directory import RunDirectory
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -44,7 +44,7 @@ def check(
     corpus = prepare(job, place(job, directory), told())
     counts, shown = asdict(inspect(job, corpus)), first_samples(job, corpus, samples)
     counts |= counts.pop("left_out")
-    room = disk(job, directory)
+    room = disk(with_steps(job, len(corpus.training)), directory)
     if as_json:
         said = {"weights": begins.described, **counts, "disk": room._asdict(), "samples": shown}
         print(json.dumps({"schema": 1, **said}, indent=2))
@@ -60,6 +60,8 @@ def check(
 
 def _disk(room: Disk, directory: Path) -> str:
     needed = f"{bytes_shown(room.checkpoints)} of checkpoints, {bytes_shown(room.checkpoint)} each"
+    if room.exports:
+        needed += f", {bytes_shown(room.exports)} of exports"
     short = "" if room.suffices else ": NOT ENOUGH, free some, lower checkpoint.keep, or name --run-directory"
     return f"disk       {needed}; {bytes_shown(room.free)} free for {directory}{short}"
 

@@ -38,6 +38,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "weights": plan.weights or None,
         "step": {"tokens": plan.step_tokens, "flops": plan.step_flops, "peak": plain(plan.peak)},
         "checkpoint": {"bytes": plan.checkpoint_bytes},
+        "export": {"bytes": plan.export_bytes} if plan.export_bytes else None,
         "balancing": _balancing_json(plan.recipe),
         "stages": [_stage(chunks, memory) for chunks, memory in _stages(plan)],
         "attention": plain(plan.attention),
@@ -111,6 +112,7 @@ def to_text(plan: Plan, run: str, starts: str) -> str:
         ("stages", [f"{of.stage}: {'; '.join(map(_chunk, chunks))}" for chunks, of in _stages(plan)]),
         ("memory", list(_memory(plan))),
         ("checkpoint", [_checkpoint(plan)]),
+        ("export", list(_export(plan))),
         ("patches", list(_patches(plan))),
         ("environment", [f"{each.name}={each.value or repr('')}  {each.why}" for each in plan.environment]),
         ("run", [run] if run else []),
@@ -171,6 +173,20 @@ def _checkpoint(plan: Plan) -> str:
     size, keep = plan.checkpoint_bytes, plan.recipe.checkpoint.keep
     whole = bytes_shown(size * plan.recipe.checkpoint.most)
     return f"{bytes_shown(size)}, of which {keep} stay and one more is written: {whole} of disk"
+
+
+def _export(plan: Plan) -> Iterator[str]:
+    """What the run writes for others, if anything."""
+    kept, train = plan.recipe.checkpoint, plan.recipe.train
+    if kept.export is None:
+        return
+    most = "at most " if kept.export == "hf-fp8" else ""
+    each = f"{kept.export}, {most}{bytes_shown(plan.export_bytes)}"
+    if not kept.export_interval:
+        yield f"{each}, at the end"
+        return
+    count = "" if train.epochs is not None else f": {kept.exports(train.steps):,} of them, which all stay"
+    yield f"{each}, every {kept.export_interval:,} steps and at the end{count}"
 
 
 def _decimal(amount: float, prefixes: str) -> str:

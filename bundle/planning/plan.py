@@ -103,6 +103,11 @@ class Plan(NamedTuple):
         return self.size.checkpoint_bytes(self.recipe.model.dtype, self.recipe.optimizer)
 
     @property
+    def export_bytes(self) -> int:
+        """Bytes of one export at most; 0 where none is asked for."""
+        return self.size.export_bytes(self.recipe.model.dtype, self.recipe.checkpoint.export)
+
+    @property
     def variables(self) -> dict[str, str]:
         """The environment that ranks are started with."""
         return {variable.name: variable.value for variable in self.environment}

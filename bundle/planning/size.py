@@ -181,6 +181,11 @@ class ModelSize(NamedTuple):
         in_fp32 = len(optimizer.states) + (bf16 or optimizer.use_distributed_optimizer)
         return self.stored * (BF16 if bf16 else FP32) + (self.stored - self.frozen) * in_fp32 * FP32
 
+    def export_bytes(self, dtype: str, kind: str | None) -> int:
+        """Bytes of an export (checkpoint.export) of a model in `dtype`; of one in FP8 the most."""
+        written = self.adapters if kind == "peft" else self.parameters + self.mtp if kind else 0
+        return written * (FP32 if dtype == "fp32" else BF16)
+
 
 def model_size(architecture: Architecture, model: Model | None = None) -> ModelSize:
     """The size of a model, of which is trained what `model` says; None: all of it."""
@@ -218,20 +223,22 @@ def _count(tensors: Iterable[Parameter], experts: int) -> int:
 
 
 class Disk(NamedTuple):
-    """Bytes of the checkpoints of a run, and those that are free where it lives."""
+    """Bytes that a run leaves, and those that are free where it lives."""
 
     checkpoint: int
     checkpoints: int  # of those that stay and one more, which is being written
+    exports: int  # at most, all together
     free: int
 
     @property
     def suffices(self) -> bool:
         """Whether they fit."""
-        return self.checkpoints <= self.free
+        return self.checkpoints + self.exports <= self.free
 
 
 def disk(recipe: Recipe, directory: Path) -> Disk:
-    """The disk of the run that would live in `directory`, which need not be there yet."""
-    size = model_size(recipe.architecture, recipe.model)
+    """The disk of the run that would live in `directory`, which need not be there yet; epochs are steps."""
+    size, kept = model_size(recipe.architecture, recipe.model), recipe.checkpoint
     one = size.checkpoint_bytes(recipe.model.dtype, recipe.optimizer)
-    return Disk(one, one * recipe.checkpoint.most, files.free(directory))
+    exports = kept.exports(recipe.train.steps) * size.export_bytes(recipe.model.dtype, kept.export)
+    return Disk(one, one * kept.most, exports, files.free(directory))

@@ -234,6 +234,8 @@ def _arithmetic(recipe: Recipe) -> Iterator[Violation]:
     family = recipe.architecture.model_type
     if recipe.checkpoint.export == "hf-fp8" and NAMES[family].stacked_experts:
         yield "checkpoint.export", f"nobody loads {family} in FP8 blocks: use hf"
+    if recipe.checkpoint.export_interval and recipe.checkpoint.export is None:
+        yield "checkpoint.export_interval", "exports nothing without checkpoint.export: hf, hf-fp8 or peft"
 
 
 def _adapters(recipe: Recipe) -> Iterator[Violation]:

@@ -300,11 +300,22 @@ class Checkpoint(Section):
         " adapters merged. hf-fp8: with the linear layers in FP8, a scale for each block of 128 x 128, as"
         " DeepSeek-V3 is. peft: the adapters of model.lora alone, as PEFT loads them, into peft/.",
     )
+    export_interval: CountOrZero = Field(
+        default=0,
+        description="Steps between exports before the last one, each in a folder with its step (hf-00000100),"
+        " none of which is removed; 0: only at the end.",
+    )
 
     @property
     def most(self) -> int:
         """How many lie on the disk at once: those that stay, and one more that is being written."""
         return self.keep + 1
+
+    def exports(self, steps: int) -> int:
+        """How many exports a run of so many steps leaves."""
+        if self.export is None:
+            return 0
+        return 1 + ((steps - 1) // self.export_interval if self.export_interval else 0)
 
 
 class WeightsAndBiases(Section):

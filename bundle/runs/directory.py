@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import shutil
 import socket
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,7 @@ from bundle.recipe.document import written
 
 # The first line of a run's recipe.yaml, by which a directory is known as a run's.
 _OURS = "# The recipe of the run in this directory, written by mcore-bundle.\n"
+_EXPORTED = re.compile(r"(hf|peft)(-\d{8,})?")
 
 
 class Origin(NamedTuple):
@@ -57,16 +59,22 @@ class RunDirectory:
         self.tensorboard = root / "tensorboard"  # event files
         self.reference = root / "reference.npz"  # what the reference says of each answer of preference data
         self.checkpoints = root / "checkpoints"  # one folder per checkpoint
-        # The trained model as Hugging Face has it, or its adapters as PEFT has them, if a recipe asks for it.
-        self.exports = (root / "hf", root / "peft")
         # What the ranks of each launch said; kept by a fresh start, which is itself logged there.
         self.logs = root / "logs"
         self.result = root / "result.json"  # written when the run is finished, and only then
 
-    def exported(self, kind: str) -> Path:
-        """Where an export of that kind (checkpoint.export) goes."""
-        whole, adapters = self.exports
-        return adapters if kind == "peft" else whole
+    def exported(self, kind: str, step: int | None = None) -> Path:
+        """Where an export of that kind (checkpoint.export) goes; `step`: one before the last, by its number.
+
+        It is the trained model as Hugging Face has it, or its adapters as PEFT has them.
+        """
+        name = "peft" if kind == "peft" else "hf"
+        return self.root / (name if step is None else f"{name}-{step:08d}")
+
+    @property
+    def exports(self) -> list[Path]:
+        """Every export that is there."""
+        return [path for path in self.root.glob("*") if _EXPORTED.fullmatch(path.name)]
 
     def begun(self) -> tuple[int, int] | None:
         """Which start made the run what it is, as something to compare; None where none has."""
@@ -176,7 +184,7 @@ class RunDirectory:
         CheckpointDirectory(self.checkpoints).empty()
         for exported in self.exports:
             if exported.exists():
-                shutil.rmtree(exported)
+                shutil.rmtree(exported.resolve())  # a link may say where there is room
         for path in (
             *self.tensorboard.glob("events.out.tfevents.*"),
             self.metrics,
@@ -247,8 +255,10 @@ class RunDirectory:
             )
 
     def _refuse_own_export(self, named: Mapping[str, str | None]) -> None:
+        own = {self.exported(kind).resolve() for kind in ("hf", "peft")} | {
+            place.resolve() for place in self.exports
+        }
         for key, path in named.items():
-            own = [place.resolve() for place in self.exports]
             if path is not None and any(Path(path).resolve().is_relative_to(place) for place in own):
                 raise UsageError(
                     f"{key} {path} is where this run would export to: name another directory with"

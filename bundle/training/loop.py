@@ -142,6 +142,8 @@ class Hooks:
     flops: Callable[[], float]  # of a device, in the step that was just made
     gauges: Callable[[float, float], Mapping[str, float]]  # of FLOPs and the seconds that they took
     of_rank_0: Callable[[float], float]  # on every rank, what rank 0 calls it with
+    # Writes the model as others open it, after this many steps: before the next one, or when a run goes on.
+    export: Callable[[int], None] = lambda _: None
     # What is unusual about the steps that are about to be reported, as metrics.
     unusual: Callable[[Progress], Mapping[str, float]] = lambda _: {}
 
@@ -158,6 +160,8 @@ def train(engine: Engine, data: Batches, progress: Progress, metrics: Metrics, h
     if early_stop is not None and not validation:
         raise UsageError("train.early_stop: so little data is held out that there is no evaluation")
     while progress.step < recipe.train.steps and not progress.early_end(early_stop):
+        if progress.step and _due(progress.step, recipe.checkpoint.export_interval):
+            hooks.export(progress.step)
         started = time.perf_counter()
         with hooks.profiled(progress.step + 1):
             engine.forward_backward(data.training(progress.consumed_samples))

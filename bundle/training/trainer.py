@@ -103,6 +103,7 @@ class Trainer:
                 profiled=profiler.step,
                 flops=lambda: self.speed.flops(self.batches.lengths),
                 gauges=self.speed.gauges,
+                export=self._export,
                 unusual=self._unusual,
                 of_rank_0=lambda loss: on_rank_0(lambda: loss),
             )
@@ -133,11 +134,12 @@ class Trainer:
         with self.dog.patience("completing the last checkpoint"):
             self.checkpoints.poll(wait=True)
 
-    def _export(self) -> None:
+    def _export(self, step: int | None = None) -> None:
+        """Writes what the recipe asks for, if anything; `step`: of one before the last, by its number."""
         kind = self.recipe.checkpoint.export
         if kind is None:
             return
-        place = self.directory.exported(kind)
+        place = self.directory.exported(kind, step)
         self.engine.gather_weights()
         with self.dog.patience("exporting"), self.engine.runtime.megatron():
             if kind == "peft":

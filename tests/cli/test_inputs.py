@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 import bundle
-from bundle.checkpoints import manifest
-from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.planning import inputs
 from bundle.recipe import load
+from tests.runs.test_origin import kept_by
 
 ROOT = Path(bundle.__file__).parents[1]
 VERBS = [("plan",), ("train", "--dry-run"), ("train",)]
@@ -61,9 +60,7 @@ def test_a_checkpoint_that_is_not_there(tmp_path):
 
 @pytest.mark.parametrize("verb", ["plan", "check"])
 def test_what_a_run_would_take_of_a_checkpoint_is_said(tmp_path, verb):
-    kept = CheckpointDirectory(tmp_path / "before" / "checkpoints")
-    manifest.write(kept.start(7), {})
-    kept.publish(7, keep=1)
+    kept_by(tmp_path / "before", load("demo"), 7)
     few = sets(
         "data.path=[text.txt]", "data.validation=0", "train.global_batch_size=2", "train.micro_batch_size=1"
     )
@@ -78,6 +75,10 @@ def test_what_a_run_would_take_of_a_checkpoint_is_said(tmp_path, verb):
     assert "--from gone: there is no such checkpoint" in run(
         verb, "demo", "--from", "gone", *few, cwd=tmp_path, code=2
     )
+    other = sets("model.config.num_hidden_layers=3")
+    said = run(verb, "demo", *flags, *other, cwd=tmp_path, code=2)
+    assert "step-00000007 holds another model than the recipe's" in said
+    assert "num_layers: 4 in the checkpoint, 3 in the recipe" in said
     assert "name that with --from" in run(verb, "demo", "--weights-only", *few, cwd=tmp_path, code=2)
 
 

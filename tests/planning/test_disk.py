@@ -1,8 +1,12 @@
-"""Whether the checkpoints of a run fit on the disk where it lives."""
+"""Whether the checkpoints and exports of a run fit on the disk where it lives."""
 
 import shutil
 from collections import namedtuple
 
+import pytest
+
+from bundle.errors import UsageError
+from bundle.planning import plan_for, to_text
 from bundle.planning.size import disk, model_size
 from bundle.recipe import load
 
@@ -23,3 +27,42 @@ def test_checkpoints_that_stay_and_one_more_must_fit_where_the_run_will_be(tmp_p
         assert (found.checkpoint, found.checkpoints, found.free) == (one, 5 * one, free)
         assert found.suffices == fits
     assert asked == [tmp_path, tmp_path]
+
+
+def test_exports_take_room_too_each_that_of_its_weights(tmp_path):
+    words = "checkpoint={export: %s, export_interval: %d}"
+    for kind, every, steps, count in (
+        ("hf", 0, 40, 1),
+        ("hf", 10, 40, 4),
+        ("hf", 10, 41, 5),
+        ("hf", 50, 40, 1),
+    ):
+        recipe = load("demo", [words % (kind, every), f"train.steps={steps}", "model.dtype=bf16"])
+        size = model_size(recipe.architecture)
+        found = disk(recipe, tmp_path)
+        assert found.exports == count * 2 * (size.parameters + size.mtp)
+        full = found._replace(free=found.checkpoints + found.exports)
+        assert full.suffices and not full._replace(free=full.free - 1).suffices
+    lora = "model.lora={rank: 2, alpha: 4, targets: [o_proj]}"
+    recipe = load(
+        "demo", [words % ("peft", 10), "train.steps=40", "model.mtp.layers=0", lora, "model.dtype=fp32"]
+    )
+    assert disk(recipe, tmp_path).exports == 4 * 4 * model_size(recipe.architecture, recipe.model).adapters
+    assert disk(load("demo"), tmp_path).exports == 0
+
+
+def test_a_plan_says_what_is_exported_and_when():
+    def said(*overrides: str) -> str:
+        made = plan_for(load("demo", overrides), named="cpu")
+        return next((line for line in to_text(made, "", "").splitlines() if line.startswith("export ")), "")
+
+    assert said() == ""
+    assert said("checkpoint.export=hf").endswith(", at the end")
+    every = "checkpoint={export: hf-fp8, export_interval: 100}"
+    assert "hf-fp8, at most " in said(every, "train.steps=250")
+    assert said(every, "train.steps=250").endswith(
+        "every 100 steps and at the end: 3 of them, which all stay"
+    )
+    assert said(every, "train.steps=null", "train.epochs=2").endswith("every 100 steps and at the end")
+    with pytest.raises(UsageError, match=r"export_interval: exports nothing without checkpoint\.export"):
+        load("demo", ["checkpoint.export_interval=5"])

@@ -2,6 +2,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -352,13 +353,29 @@ def test_an_export_is_asked_of_a_finished_run_and_removed_by_a_fresh_one(run):
     train(run)
     finish(run)
     assert begin(run, "checkpoint.export=hf")
-    run.exported("hf").mkdir()
-    (run.exported("hf") / "config.json").write_text("{}")
+    exported = [run.exported("hf"), run.exported("hf", 20), run.exported("peft", 123456789)]
+    assert [path.name for path in exported] == ["hf", "hf-00000020", "peft-123456789"]
+    big = run.root.parent / "big"
+    (big / "hf").mkdir(parents=True)
+    run.exported("hf").symlink_to(big / "hf")
+    for path in exported[1:]:
+        path.mkdir()
+    for path in exported:
+        (path / "config.json").write_text("{}")
+    (run.root / "hf-notes").mkdir()
     with pytest.raises(UsageError, match="this run is finished"):
         begin(run, "checkpoint.export=hf")
     assert not begin(run, fresh=True)
     run.write_start(recipe(), {}, {})
-    assert not run.exported("hf").exists()
+    assert not any(path.exists() for path in exported) and not list(big.iterdir())
+    assert (run.root / "hf-notes").is_dir(), "which no run has made"
+
+
+def test_exports_alone_are_no_run_of_ours(run):
+    run.exported("hf", 20).mkdir(parents=True)
+    (run.exported("hf", 20) / "config.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"holds hf-00000020, but no recipe\.yaml"):
+        begin(run)
 
 
 @pytest.mark.parametrize("flags", [{}, {"fresh": True}, {"resume": True}])
@@ -366,5 +383,7 @@ def test_a_run_does_not_begin_with_what_it_would_replace(run, flags):
     train(run)
     run.exported("hf").mkdir()
     (run.exported("hf") / "config.json").write_text(json.dumps(recipe().model.config))
-    with pytest.raises(UsageError, match="is where this run would export to"):
-        begin(run, f"model.path={run.exported('hf')}", **flags)
+    shutil.copytree(run.exported("hf"), run.exported("hf", 20))
+    for own in (run.exported("hf"), run.exported("hf", 20)):
+        with pytest.raises(UsageError, match="is where this run would export to"):
+            begin(run, f"model.path={own}", **flags)

@@ -75,8 +75,8 @@ def test_a_run_begins_with_the_weights_of_its_path_and_exports_what_it_trained(t
     (model / "chat_template.jinja").write_text("{{ messages }}")
     held.write_text(_TEXT)
     evaluated = f"data.validation_sets={{held: {{path: [{held}]}}}}"
-    export = "checkpoint.export=hf"
-    said = train(tmp_path / "loaded", model, "train.steps=2", evaluated, export)
+    export, every = "checkpoint.export=hf", "checkpoint.export_interval=1"
+    said = train(tmp_path / "loaded", model, "train.steps=2", evaluated, export, every)
     exported = tmp_path / "loaded" / "hf"
     assert f"begins with {model}: " in said and "random" not in said
     assert f"exported to {exported}" in said
@@ -84,6 +84,13 @@ def test_a_run_begins_with_the_weights_of_its_path_and_exports_what_it_trained(t
     assert noted(tmp_path / "loaded", "train/loss")[0] == pytest.approx(wanted, rel=1e-5)
     assert noted(tmp_path / "loaded", "validation/held/loss")[-1] == pytest.approx(trained, rel=1e-5)
     assert trained != pytest.approx(wanted, rel=1e-2)
+    first, second = (tmp_path / "loaded" / f"hf-{step:08d}" for step in (1, 2))
+    after_one = loss(transformers, first)
+    assert noted(tmp_path / "loaded", "train/loss")[1] == pytest.approx(after_one, rel=1e-5)
+    assert after_one != pytest.approx(trained, rel=1e-3) and not second.exists(), "that is the last one's"
+    planned = json.loads((tmp_path / "loaded" / "job.json").read_text())["plan"]["export"]["bytes"]
+    written = sum(path.stat().st_size for path in exported.glob("*.safetensors"))
+    assert planned < written < planned + 2**14, "what is more is headers"
     assert (exported / "chat_template.jinja").read_text() == "{{ messages }}"
     train(tmp_path / "again", exported)
     assert noted(tmp_path / "again", "train/loss")[0] == pytest.approx(trained, rel=1e-5)
@@ -98,7 +105,8 @@ def test_a_run_begins_with_the_weights_of_its_path_and_exports_what_it_trained(t
 
     for file in model.glob("*.safetensors*"):
         file.unlink()
-    said = train(tmp_path / "loaded", model, "train.steps=3", evaluated, export, flags=["--resume"])
+    said = train(tmp_path / "loaded", model, "train.steps=3", evaluated, export, every, flags=["--resume"])
+    assert loss(transformers, second) == pytest.approx(trained, rel=1e-6), "what was the last one's"
     assert "goes on after step 2" in said and "begins with" not in said
     assert loss(transformers, exported) != pytest.approx(trained, rel=1e-4)
     assert "random weights: " + str(model) + " holds none" in train(tmp_path / "none", model)
@@ -182,4 +190,4 @@ def test_adapters_do_not_go_on_beside_other_weights(tmp_path):
     assert "step-00000002: its adapters were trained beside other weights than model.path has" in said
     assert set(re.findall(r"(model-\S+) is another one", said)) == {file.name}
     file.write_bytes(before)
-    assert "goes on after step 2" in train(run, model, *longer, flags=["--resume"])  # in another layout
+    assert "goes on after step 2" in train(run, model, *longer, *two[1:], flags=["--resume"])  # on one rank

@@ -90,7 +90,11 @@ def same(loss: float) -> float:
 
 
 def run(
-    engine: Slow, progress: Progress, saved: list[int] | None = None, stops_at: int | None = None
+    engine: Slow,
+    progress: Progress,
+    saved: list[int] | None = None,
+    stops_at: int | None = None,
+    exported: list[int] | None = None,
 ) -> list[dict[str, float]]:
     kept, either = Kept(), engine
 
@@ -107,6 +111,7 @@ def run(
         lambda: 6e12,
         gauges,
         same,
+        export=lambda step: exported.append(step) if exported is not None else None,
     )
     loop.train(either, either, progress, Metrics([kept]), hooks)  # type: ignore[arg-type]
     return kept.lines
@@ -115,6 +120,22 @@ def run(
 def recipe(*overrides: str) -> Recipe:
     short = ("train.steps=6", "optimizer.warmup_steps=1", "train.log_interval=2", "train.eval_interval=1")
     return load("demo", [*short, "checkpoint.interval=1", *overrides])
+
+
+def test_every_so_many_steps_are_exported_but_for_the_last_also_after_an_interruption_there():
+    every = "checkpoint={interval: 2, export: hf, export_interval: 2}"
+    engine, progress = Slow(recipe(every)), Progress()
+    exported: list[int] = []
+    with pytest.raises(Preempted):  # what stops a run leaves no time for an export
+        run(engine, progress, stops_at=2, exported=exported)
+    assert exported == []
+    run(engine, progress, exported=exported)
+    assert exported == [2, 4]
+    longer = Slow(recipe("train.steps=7", every))
+    run(longer, progress, exported=exported)
+    assert exported == [2, 4, 6]
+    run(Slow(recipe("checkpoint={interval: 2, export: hf}")), Progress(), exported=exported)
+    assert exported == [2, 4, 6]
 
 
 def test_rates_are_those_of_steps_whatever_is_evaluated_and_saved_between():
