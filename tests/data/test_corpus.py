@@ -1,7 +1,6 @@
 """From a recipe to batches: right tokens, disjoint parts, and the same run at any number of ranks."""
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -230,22 +229,3 @@ def test_the_demo_reads_the_standard_library(tmp_path):
         len(corpus.training) + len(corpus.validation["validation"])
     )
     assert share == pytest.approx(0.02, abs=0.001)
-
-
-GSM8K = Path(os.environ.get("BUNDLE_GSM8K", "shared/data/gsm8k")) / "train.jsonl"
-
-
-@pytest.mark.skipif(not GSM8K.exists(), reason="GSM8K is not here: set BUNDLE_GSM8K to its directory")
-@pytest.mark.parametrize("packed", [False, True])
-def test_gsm8k_answers_are_what_is_learned(tmp_path, packed):
-    overrides = [
-        "data.fields={prompt: question, response: answer}",
-        "task=sft",
-        "model.config.max_position_embeddings=2048",
-    ]
-    length = ["data.sequence_length=2048", f"data.packed={str(packed).lower()}", "train.micro_batch_size=1"]
-    corpus = prepare(recipe(GSM8K, *overrides, *length), tmp_path)
-    assert corpus.left_out.skipped_rows == () and len(corpus.stores[0].lengths) == 7473
-    batch = corpus.training.batch(np.asarray([0]))
-    learned = bytes(i for i in batch.labels[batch.loss_mask > 0].tolist() if i < 256).decode()
-    assert "#### " in learned and "### User" not in learned
