@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bundle.errors import EnvironmentUnfit, UsageError
+from bundle.planning.inputs import unread_tokenizer
 from bundle.recipe.data import BYTE_VOCABULARY
 
 Tokens = NDArray[np.uint32]
@@ -59,6 +60,8 @@ class HuggingFace:
             raise UsageError(
                 f"data.tokenizer: {directory} is no directory; hf: takes a local tokenizer directory"
             )
+        if why := unread_tokenizer(directory):  # transformers 5 would make one with other cuts of it
+            raise UsageError(f"data.tokenizer: {why}")
         try:
             from transformers import AutoTokenizer
         except ImportError as error:

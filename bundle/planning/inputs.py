@@ -19,6 +19,7 @@ from bundle.planning.problems import Problem, hardware_problem, recipe_problem
 from bundle.pretrained.directory import has_tokenizer
 from bundle.recipe import Recipe
 
+_TIKTOKEN = ("tiktoken.model", "*.tiktoken")
 _TOKENIZER_BYTES = 2**28  # published ones have some 2**25
 
 STDLIB = "stdlib"
@@ -95,6 +96,8 @@ def _tokenizer(recipe: Recipe) -> Iterator[Problem]:
         yield recipe_problem(
             f"data.tokenizer: {place} is no directory; hf: takes a local directory, nothing is downloaded"
         )
+    elif why := unread_tokenizer(directory):
+        yield recipe_problem(f"data.tokenizer: {why}")
     elif not has_tokenizer(directory):
         yield recipe_problem(f"data.tokenizer: {place} holds no tokenizer (tokenizer.json, ...)")
     yield from _package("transformers", "data.tokenizer: hf:")
@@ -102,6 +105,18 @@ def _tokenizer(recipe: Recipe) -> Iterator[Problem]:
         yield recipe_problem(
             f"data.tokenizer: {place} has ids up to {highest}, the model's vocab_size is {vocabulary}"
         )
+
+
+def unread_tokenizer(directory: Path) -> str | None:
+    """Why the tokenizer of a directory is none that can be read, where its files are tiktoken's."""
+    found = sorted(path for pattern in _TIKTOKEN for path in directory.glob(pattern))
+    if not found or files.is_file(directory / "tokenizer.json"):
+        return None
+    return (
+        f"{found[0]} is tiktoken's, and how it cuts texts stands in code beside it, which is never run;"
+        " name a directory with a tokenizer.json that is made of it, as docs/pretrained.md says under"
+        ' "A tokenizer of tiktoken\'s"'
+    )
 
 
 def _highest_id(path: Path) -> int:

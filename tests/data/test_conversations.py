@@ -1,6 +1,8 @@
 """SFT: what is written, and that only the assistant's words are learned."""
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,6 +152,24 @@ def test_a_tokenizer_whose_files_say_something_odd_is_a_usage_error(tmp_path, co
     (path / "tokenizer_config.json").write_text(content)
     with pytest.raises(UsageError, match=r"data\.tokenizer: .* holds no tokenizer that loads"):
         HuggingFace(path)
+
+
+@pytest.mark.parametrize("name", ["tiktoken.model", "qwen.tiktoken"])
+def test_a_tokenizer_of_tiktokens_is_refused_with_what_to_do_and_no_code_of_it_runs(tmp_path, name):
+    pytest.importorskip("transformers")
+    (tmp_path / name).write_text("YQ== 0\n")
+    (tmp_path / "tokenization_own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: ...\n")
+    said = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
+    with pytest.raises(UsageError) as refused:
+        HuggingFace(tmp_path)
+    assert str(refused.value).startswith(f"data.tokenizer: {tmp_path / name} is tiktoken's, and ")
+    (heading,) = re.findall(r'docs/pretrained\.md .* "(.*?)"', str(refused.value))
+    assert f"### {heading}\n" in (Path(__file__).parents[2] / "docs" / "pretrained.md").read_text()
+    assert not (tmp_path / "ran").exists()
+    (tmp_path / "tokenizer_config.json").unlink()
+    (chat.directory(tmp_path / "made") / name).write_text("YQ== 0\n")
+    assert HuggingFace(tmp_path / "made").end_of_text  # beside a tokenizer.json it is nothing
 
 
 def test_ids_may_have_gaps_and_the_highest_one_must_fit_the_model(tmp_path):
