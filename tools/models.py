@@ -40,6 +40,12 @@ gpt-oss needs megatron-core 0.15 or newer, `parallel.etp: 1`, and on cuda unpack
 parallelism: Transformer Engine's kernels take no sinks otherwise. It was run on the cpu alone. Experts are
 read in MXFP4 as published, as the numbers that transformers makes of them, and written in bf16.
 
+Qwen3-Next needs megatron-core 0.16 or newer for its gated delta nets, unpacked rows (`data.packed: false`),
+and `parallel.cp: 1`; adapters, FP8, megatron's own checkpoints (`weights`), NPUs are refused. Without
+flash-linear-attention the nets are computed by torch alone, which costs memory: a plan counts it. It was run
+on the cpu alone; 0.17.1, 0.18.2 and 0.19.2 compute the same. Its multi-token prediction (`mtp.` in files) is
+neither read nor written, as in transformers.
+
 A model that sees images is tried on texts with several, of unequal sizes; gradients are those of the tower
 and of the projector too, in every layout. Either can be frozen, or have a learning rate of its own
 (`model.vision`). The experts of Qwen3-VL-MoE are one tensor of a layer, which is read as on the Hub and as
@@ -58,6 +64,7 @@ MODELS = {
     "kimi_k2": "Kimi-K2",
     "glm4_moe": "GLM-4.5, GLM-4.5-Air",
     "gpt_oss": "gpt-oss-20b, 120b (from 0.15)",
+    "qwen3_next": "Qwen3-Next (from 0.16)",
     "qwen2_5_vl": "Qwen2.5-VL",
     "qwen3_vl": "Qwen3-VL",
     "qwen3_vl_moe": "Qwen3-VL-MoE",
@@ -69,6 +76,7 @@ _LAYOUTS = {
     "ep2": "ep2",
     "packed cp2": "packed cp2",
 }
+_HYBRID = ("qwen3_next",)  # some layers are gated delta nets
 _DENSE = ("llama", "mistral", "qwen2", "mimo", "qwen3", "qwen2_5_vl", "qwen3_vl")
 _MTP = ("MTP rows", "MTP tp", "MTP pp", "MTP vpp", "MTP tp ep")
 # Whose linear layers are those of another family, which was run with adapters in their place.
@@ -82,7 +90,7 @@ _LORA_AS = {
     "glm4_moe": "qwen3_moe",
     "gpt_oss": "qwen2",
 }
-_NOT_RUN = "not run"
+_NOT_RUN, _NO = "not run", "refused"
 Seen = dict[str, float]
 
 
@@ -111,11 +119,10 @@ _HEAD = (
 _REFUSED = """\
 ## Not here
 
-Any other `model_type` is refused before anything starts, Qwen3-Next and Qwen3.5 with the reason: their gated
-delta nets are not built here. In the families above, windows and biases in o_proj (but for gpt-oss), biases
-in dense feed-forward layers, mrope in families of text, and stretchings other than linear, llama3 and yarn
-are refused by the name of their key. Of models that see images those are left out that come with FP8 or
-multi-token prediction.
+Any other `model_type` is refused before anything starts, Qwen3.5 with the reason. In the families above,
+windows and biases in o_proj (but for gpt-oss), biases in dense feed-forward layers, mrope in families of
+text, and stretchings other than linear, llama3 and yarn are refused by the name of their key. Of models that
+see images those are left out that come with FP8 or multi-token prediction.
 """
 
 
@@ -130,7 +137,7 @@ def _rows(seen: dict[str, Seen], of_configs: dict[str, Seen]) -> Iterator[list[s
             _cell(own, "gradients"),
             *(_layout(family, own, layout) for layout in _LAYOUTS),
             _cell(own, "exported", shown=lambda _: "the same"),
-            "stacked experts" if NAMES[family].stacked_experts else _cell(own, "FP8"),
+            _in_fp8(family, own),
             _adapted(family, own),
             _prediction(family, own),
         ]
@@ -141,10 +148,20 @@ def _cell(own: Seen, what: str, shown: Callable[[float], str] = lambda value: f"
 
 
 def _layout(family: str, own: Seen, layout: str) -> str:
+    if layout == "packed cp2" and family in _HYBRID:
+        return _NO
     return "no experts" if layout == "ep2" and family in _DENSE else _cell(own, layout)
 
 
+def _in_fp8(family: str, own: Seen) -> str:
+    if family in _HYBRID:
+        return _NO
+    return "stacked experts" if NAMES[family].stacked_experts else _cell(own, "FP8")
+
+
 def _adapted(family: str, own: Seen) -> str:
+    if family in _HYBRID:
+        return _NO
     if family in _LORA_AS:
         return f"as `{_LORA_AS[family]}`"
     found = [distance for what, distance in own.items() if what.startswith("LoRA")]
@@ -152,6 +169,8 @@ def _adapted(family: str, own: Seen) -> str:
 
 
 def _prediction(family: str, own: Seen) -> str:
+    if NAMES[family].left_out:
+        return "left out"
     if NAMES[family].mtp is None:
         return "none published"
     found = [own[what] for what in _MTP if what in own]

@@ -80,7 +80,7 @@ def pairs(tensor: Tensor, targets: Sequence[str], rank: int) -> tuple[Pair | Non
         if not any(is_target(module, target) for target in targets):
             found.append(None)
             continue
-        of_rows = how._replace(blocks=1) if how and how.dim == 0 else None
+        of_rows = how._replace(blocks=(1,)) if how and how.dim == 0 else None
         of_columns = how if how and how.dim == 1 else None
         found.append(
             Pair(

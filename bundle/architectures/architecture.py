@@ -60,6 +60,30 @@ class MoE:
     aux_loss_coeff: float = 0.0  # of the loss that balances experts
     aux_loss_per_sequence: bool = False
     unused_aux_loss_coeff: float = 0.0  # stands in the config, which does not ask for the loss
+    shared_gate: bool = False  # a token's own weight for the shared experts
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """Gated delta nets: linear attention with a state of keys times values, in place of attention."""
+
+    num_key_heads: int  # of queries, too
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    convolution: int  # a token's channels are mixed with those of so many tokens, itself the last
+    layers: tuple[int, ...]  # per decoder layer: 1 a gated delta net, 0 attention
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Of what it is that the first projection gives: queries, keys, values, gates, betas and alphas."""
+        keys, values = self.num_key_heads * self.key_head_dim, self.num_value_heads * self.value_head_dim
+        return keys, keys, values, values, self.num_value_heads, self.num_value_heads
+
+    @property
+    def convolved(self) -> tuple[int, ...]:
+        """Those of them that go through the convolution: queries, keys and values."""
+        return self.widths[:3]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +152,9 @@ class Architecture:
     sinks: bool = False  # a learned logit for each head, in every softmax, of a key without a value
     window: int | None = None  # a token sees so many, itself the last, in layers that `windows` says 1 of
     windows: tuple[int, ...] = ()
+    output_gate: bool = False  # attention's output is multiplied by the sigmoid of a second query
+    zero_centered_norms: bool = False  # norms multiply by 1 + weight; that in a gated delta net does not
+    delta_net: DeltaNet | None = None
     attention_dropout: float = 0.0
     initializer_range: float = 0.02
     mla: MLA | None = None
@@ -141,6 +168,11 @@ class Architecture:
         if self.mla:
             return self.mla.q_head_dim, self.mla.v_head_dim
         return self.kv_channels, self.kv_channels
+
+    @property
+    def attention_layers(self) -> int:
+        """How many decoder layers have attention, and no gated delta net."""
+        return self.num_layers - (sum(self.delta_net.layers) if self.delta_net else 0)
 
     @property
     def layer_pattern(self) -> tuple[int, ...]:
@@ -177,6 +209,11 @@ def contradictions(a: Architecture) -> list[str]:
                 f"vision_config.deepstack_visual_indexes: {len(a.vision.deepstack)} for a decoder of"
                 f" {a.num_layers} layers"
             )
+    if a.delta_net and a.delta_net.num_value_heads % a.delta_net.num_key_heads:
+        found.append(
+            f"linear_num_value_heads {a.delta_net.num_value_heads} is not a multiple of"
+            f" linear_num_key_heads {a.delta_net.num_key_heads}"
+        )
     if a.moe:
         found += _routing_contradictions(a.moe)
     return found

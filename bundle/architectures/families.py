@@ -5,11 +5,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from bundle.architectures.architecture import MLA, Architecture, MoE
+from bundle.architectures.architecture import MLA, Architecture, DeltaNet, MoE
 from bundle.architectures.config import REQUIRED, Keys, Rope, read_rope
 
 MOST_LAYERS = MOST_EXPERTS = 4096  # a table of tensors has them all: published models have 128 and 512
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 def _decoder(
@@ -17,12 +17,12 @@ def _decoder(
     *,
     num_key_value_heads: Any = REQUIRED,
     head_dim: Any = None,
-    windows: bool = False,
+    mixed: bool = False,
     **chosen: Any,
 ) -> dict:
     """The arguments of an Architecture that all families read alike; `chosen` overrides.
 
-    `windows`: the family's reader says itself which layers have one.
+    `mixed`: the family's reader says itself which layer is of what kind.
     """
     heads = keys.integer("num_attention_heads")
     hidden = keys.integer("hidden_size")
@@ -37,7 +37,7 @@ def _decoder(
     keys.only("mlp_bias", False, why="biases in feed-forward layers are not computed")
     keys.only("use_mrope", False, why="positions in several dimensions are not computed")
     kinds = keys.value("layer_types") or [FULL]
-    if not windows and (not isinstance(kinds, list) or any(kind != FULL for kind in kinds)):
+    if not mixed and (not isinstance(kinds, list) or any(kind != FULL for kind in kinds)):
         keys.refuse("layer_types", kinds, f"only {FULL} is computed")
     groups = keys.optional("num_key_value_heads", num_key_value_heads) or heads
     common = {
@@ -141,21 +141,82 @@ def qwen3_moe(keys: Keys, rope: Rope | None = None, *, norm_topk_prob: Any = REQ
     _no_window_in_use(keys)
     _no_output_bias(keys)
     base = _decoder(keys, qk_layernorm=True, **_rotary(rope or read_rope(keys)))
+    moe = _sparse(keys, base["num_layers"], pre_softmax=not keys.flag("norm_topk_prob", norm_topk_prob))
+    return Architecture("qwen3_moe", **base, moe=moe)
+
+
+def _sparse(keys: Keys, layers: int, **routing: Any) -> MoE:
+    """Experts in the layers that decoder_sparse_step and mlp_only_layers leave."""
     step = keys.integer("decoder_sparse_step", 1)
     dense = set(keys.integers("mlp_only_layers"))
-    pattern = (int(i not in dense and (i + 1) % step == 0) for i in range(base["num_layers"]))
+    return _of_layers(
+        keys, tuple(int(i not in dense and (i + 1) % step == 0) for i in range(layers)), **routing
+    )
+
+
+def _of_layers(keys: Keys, pattern: tuple[int, ...], **routing: Any) -> MoE:
     # transformers 5 writes num_local_experts for what the published configs call num_experts.
     name = "num_local_experts" if keys.present("num_local_experts") else "num_experts"
-    moe = MoE(
+    return MoE(
         num_experts=keys.integer(name, most=MOST_EXPERTS),
         topk=keys.integer("num_experts_per_tok"),
         ffn_hidden_size=keys.integer("moe_intermediate_size"),
-        shared_ffn_hidden_size=0,
-        layer_pattern=tuple(pattern),
-        pre_softmax=not keys.flag("norm_topk_prob", norm_topk_prob),
-        **_on_demand(keys),
+        layer_pattern=pattern,
+        **{"shared_ffn_hidden_size": 0, **_on_demand(keys), **routing},
     )
-    return Architecture("qwen3_moe", **base, moe=moe)
+
+
+def qwen3_next(keys: Keys) -> Architecture:
+    """Qwen3-Next: gated delta nets in three of four layers, gated attention, experts and a shared one."""
+    _no_window_in_use(keys)
+    base = _hybrid(keys)
+    moe = _sparse(
+        keys,
+        base["num_layers"],
+        pre_softmax=not keys.flag("norm_topk_prob", True),
+        shared_ffn_hidden_size=keys.integer("shared_expert_intermediate_size"),
+        shared_gate=True,
+    )
+    return Architecture("qwen3_next", **base, moe=moe)
+
+
+def _hybrid(keys: Keys, **chosen: Any) -> dict[str, Any]:
+    """The decoder of Qwen3-Next and Qwen3.5."""
+    _no_output_bias(keys)
+    rotary = _rotary(read_rope(keys, default_fraction=0.25))
+    base = _decoder(
+        keys,
+        head_dim=256,
+        mixed=True,
+        qk_layernorm=True,
+        output_gate=True,
+        zero_centered_norms=True,
+        **rotary,
+        **chosen,
+    )
+    net = DeltaNet(
+        num_key_heads=keys.integer("linear_num_key_heads", 16),
+        num_value_heads=keys.integer("linear_num_value_heads", 32),
+        key_head_dim=keys.integer("linear_key_head_dim", 128),
+        value_head_dim=keys.integer("linear_value_head_dim", 128),
+        convolution=keys.integer("linear_conv_kernel_dim", 4),
+        layers=_linear(keys, base["num_layers"]),
+    )
+    return base | {"delta_net": net if any(net.layers) else None}
+
+
+def _linear(keys: Keys, layers: int) -> tuple[int, ...]:
+    """Which layers have gated delta nets; all but every fourth, if nobody says."""
+    every, kinds = keys.integer("full_attention_interval", 4), keys.value("layer_types")
+    if kinds is None:
+        return tuple(int((number + 1) % every != 0) for number in range(layers))
+    if not isinstance(kinds, list) or any(kind not in (FULL, LINEAR) for kind in kinds):
+        keys.refuse("layer_types", kinds, f"must be a list of {FULL} and {LINEAR}")
+    elif len(kinds) != layers:
+        keys.refuse("layer_types", kinds, f"{len(kinds)} of them for num_hidden_layers {layers}")
+    else:
+        return tuple(int(kind == LINEAR) for kind in kinds)
+    return (0,) * layers
 
 
 def deepseek_v2(keys: Keys) -> Architecture:
@@ -207,7 +268,7 @@ def gpt_oss(keys: Keys) -> Architecture:
     base = _decoder(
         keys,
         head_dim=64,
-        windows=True,
+        mixed=True,
         norm_epsilon=keys.number("rms_norm_eps", 1e-5, most=1.0),
         linear_bias=True,
         gate_limit=keys.number("swiglu_limit", 7.0, least=1e-3),
@@ -319,6 +380,6 @@ FAMILIES: dict[str, Callable[[Keys], Architecture]] = {
     read.__name__: read
     for read in (
         llama, mistral, mixtral, qwen2, mimo, qwen3, qwen3_moe, deepseek_v2, deepseek_v3, kimi_k2, glm4_moe,
-        gpt_oss,
+        gpt_oss, qwen3_next,
     )
 }  # fmt: skip

@@ -38,6 +38,16 @@ _GPT_OSS = {
     "self_attention.core_attention": "self_attn",
     "mlp.router": "mlp.router",
 }
+_HYBRID = {
+    "self_attention": "linear_attn",
+    "self_attention.conv1d": "linear_attn.conv1d",
+    "self_attention.out_norm": "linear_attn.norm",
+    "self_attention.out_proj": "linear_attn.out_proj",
+    "mlp.shared_experts": "mlp.shared_expert_gate",
+    "mlp.shared_experts.linear_fc1": "mlp.shared_expert.{gate,up}_proj",
+    "mlp.shared_experts.linear_fc2": "mlp.shared_expert.down_proj",
+}
+_BY_HEADS = {"self_attention.in_proj": "linear_attn.in_proj_{qkvz,ba}"}
 _STACKED = {
     "mlp.experts.local_experts.#.linear_fc1": "mlp.experts.gate_up_proj",
     "mlp.experts.local_experts.#.linear_fc2": "mlp.experts.down_proj",
@@ -83,6 +93,9 @@ class Names:
     # nobody loads it in FP8 blocks.
     stacked_experts: Literal["turns", "copy"] | None = None
     either_way: bool = False  # some write [expert, out, in], of which all are read
+    left_out: str = ""  # what the names of tensors begin with that are there, and that nobody reads here
+    # The first projection of gated delta nets is two, each head by head of the keys.
+    by_key_heads: bool = False
 
     def of_model(self, module: str) -> str:
         """The published name of a module outside all layers."""
@@ -111,7 +124,7 @@ def kind_of(kind: str, *, stacked: bool) -> str:
     return f".{_KINDS.get(kind, kind)}"
 
 
-_KINDS = {"expert_bias": "e_score_correction_bias", "softmax_offset": "sinks"}
+_KINDS = {"expert_bias": "e_score_correction_bias", "softmax_offset": "sinks", "gate_weight": "weight"}
 
 
 def _spread(pattern: str) -> tuple[str, ...]:
@@ -162,6 +175,9 @@ NAMES: dict[str, Names] = {
     "kimi_k2": Names("DeepseekV3ForCausalLM", _LAYER | _LATENT, _DEEPSEEK_MTP, config=_NOAUX_TC),
     "glm4_moe": Names("Glm4MoeForCausalLM", mtp=_DEEPSEEK_MTP),
     "gpt_oss": Names("GptOssForCausalLM", _LAYER | _STACKED | _GPT_OSS, stacked_experts="turns"),
+    "qwen3_next": Names(
+        "Qwen3NextForCausalLM", _LAYER | _HYBRID | _BY_HEADS, left_out="mtp.", by_key_heads=True
+    ),
     "qwen2_5_vl": Names(
         "Qwen2_5_VLForConditionalGeneration",
         vision="visual.",

@@ -15,6 +15,7 @@ from bundle.architectures.tensors import Tensor, is_expert
 # Projection: the norm before it in the same layer, which becomes its `layer_norm_weight`.
 _FOLDED = {
     "self_attention.linear_qkv": "input_layernorm",
+    "self_attention.in_proj": "input_layernorm",
     "self_attention.linear_q_up_proj": "self_attention.q_layernorm",
     "self_attention.linear_kv_up_proj": "self_attention.kv_layernorm",
     "mlp.linear_fc1": "pre_mlp_layernorm",

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
 from bundle.architectures import multimodal
-from bundle.architectures.architecture import MLA, Architecture, padded_vocabulary
+from bundle.architectures.architecture import MLA, Architecture, DeltaNet, padded_vocabulary
 from bundle.architectures.published import NAMES, Names, kind_of
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -18,36 +18,47 @@ SINKS = "softmax_offset"  # what megatron-core and Transformer Engine call a lay
 TOWER = "vision.tower."  # what the names of a vision tower's tensors begin with; every tp rank holds it whole
 _PROJECTOR = (f"{TOWER}merger.", f"{TOWER}deepstack_merger_list.")
 
-# What tensor-parallel ranks hold parts of, by module: the dimension that is cut, and how many equal blocks of
-# it are cut one by one (2: gate and up). Experts are cut alike, between expert-tensor-parallel ranks.
+# What tensor-parallel ranks hold parts of, by module: the dimension that is cut, and the sizes, as shares, of
+# the blocks of it that are cut one by one (gate and up). Experts are cut alike, by expert tensor parallelism.
+_ONE = (1,)
 _CUTS = {
-    "word_embeddings": (0, 1),
-    "output_layer": (0, 1),
-    "linear_qkv": (0, 1),
-    "linear_q_proj": (0, 1),
-    "linear_q_up_proj": (0, 1),
-    "linear_kv_up_proj": (0, 1),
-    "eh_proj": (0, 1),
-    "linear_fc1": (0, 2),
-    "linear_proj": (1, 1),
-    "linear_fc2": (1, 1),
+    "word_embeddings": (0, _ONE),
+    "output_layer": (0, _ONE),
+    "linear_qkv": (0, _ONE),
+    "linear_q_proj": (0, _ONE),
+    "linear_q_up_proj": (0, _ONE),
+    "linear_kv_up_proj": (0, _ONE),
+    "eh_proj": (0, _ONE),
+    "linear_fc1": (0, (1, 1)),
+    "linear_proj": (1, _ONE),
+    "linear_fc2": (1, _ONE),
+    "out_proj": (1, _ONE),
 }
+# Of what a rank has the entries of its own heads.
+_BY_HEAD = (SINKS, "A_log", "dt_bias")
 
 
 class Cut(NamedTuple):
-    """The axis whose ranks hold one part each of a tensor, cut along `dim` in each of `blocks` blocks."""
+    """The axis whose ranks hold one part each of a tensor, cut along `dim` in each of several blocks.
+
+    `blocks` are their sizes, as shares of the whole.
+    """
 
     axis: Literal["tp", "etp"]
     dim: int
-    blocks: int
+    blocks: tuple[int, ...]
 
 
-def cut(name: str) -> Cut | None:
-    """How the tensor of that name is cut; None: every rank holds all of it."""
+def cut(name: str, net: DeltaNet | None = None) -> Cut | None:
+    """How the tensor of that name is cut; None: every rank holds all of it. `net`: of its model."""
     *_, module, kind = name.split(".")
-    if kind == SINKS:
-        return Cut("tp", 0, 1)
-    if module not in _CUTS or kind not in ("weight", "bias") or name.startswith(TOWER):
+    if kind in _BY_HEAD:
+        return Cut("tp", 0, _ONE)
+    if name.startswith(TOWER) or kind not in ("weight", "bias"):
+        return None
+    if net is not None and module in ("in_proj", "conv1d"):
+        return Cut("tp", 0, net.widths if module == "in_proj" else net.convolved)
+    if module not in _CUTS:
         return None
     dim, blocks = _CUTS[module]
     if kind == "bias" and dim == 1:
@@ -94,14 +105,16 @@ class Rule(NamedTuple):
     - turns: the first of every two entries, then the second
     - qkv: group by group the group's part of each
     - halves: the second half of its columns, then the first
+    - heads: the pieces of `order` for each head of keys, or for each group of queries
 
     `widths` are the entries along `dim` of one piece of each source, `repeats` how often one of each comes.
     """
 
-    kind: Literal["copy", "vocabulary", "gated", "turns", "qkv", "halves"]
+    kind: Literal["copy", "vocabulary", "gated", "turns", "qkv", "halves", "heads"]
     widths: tuple[int, ...]
     repeats: int = 1
     dim: int = 0
+    order: tuple[Piece, ...] = ()
 
     def pieces(self) -> Iterator[Piece]:
         """What ours consists of, from its first entry on; behind the last piece there is padding."""
@@ -115,9 +128,11 @@ class Rule(NamedTuple):
             yield Piece(0, 0, width, 2)
             yield Piece(0, 1, width, 2)
             return
+        order = self.order or tuple(Piece(source, 0, width) for source, width in enumerate(self.widths))
         for i in range(self.repeats):
-            for source, width in enumerate(self.widths):
-                yield Piece(source, i * width, (i + 1) * width)
+            for source, start, stop, step in order:
+                at = i * self.widths[source]
+                yield Piece(source, at + start, at + stop, step)
 
 
 class Stack(NamedTuple):
@@ -202,8 +217,9 @@ class Tensors:
         """The tensors of decoder layer `number`, from 0; of all experts, or of those with these numbers."""
         published = f"{self.names.decoder}layers.{number}."
         place = _Place(self.names, f"decoder.layers.{number}.", published)
-        routed = bool(self.architecture.layer_pattern[number])
-        yield from _layer(self.architecture, place, routed=routed, experts=experts)
+        routed, net = bool(self.architecture.layer_pattern[number]), self.architecture.delta_net
+        linear = net if net and net.layers[number] else None
+        yield from _layer(self.architecture, place, routed=routed, experts=experts, net=linear)
 
     def tower(self) -> Iterator[Tensor]:
         """The tensors of the vision tower, if there is one, the projector's among them."""
@@ -281,10 +297,20 @@ class _Place(NamedTuple):
         return Tensor(name, shape, tuple(published), rule, stack)
 
 
-def _layer(a: Architecture, to: _Place, *, routed: bool, experts: Iterable[int] | None) -> Iterator[Tensor]:
+def _layer(
+    a: Architecture,
+    to: _Place,
+    *,
+    routed: bool,
+    experts: Iterable[int] | None,
+    net: DeltaNet | None = None,
+) -> Iterator[Tensor]:
     hidden = a.hidden_size
     yield to.tensor("input_layernorm", (hidden,))
-    yield from _latent_attention(a, to, a.mla) if a.mla else _attention(a, to)
+    if net is not None:
+        yield from _delta_net(a, to, net)
+    else:
+        yield from _latent_attention(a, to, a.mla) if a.mla else _attention(a, to)
     yield to.tensor("pre_mlp_layernorm", (hidden,))
     if routed:
         yield from _experts(a, to, experts)
@@ -294,8 +320,11 @@ def _layer(a: Architecture, to: _Place, *, routed: bool, experts: Iterable[int] 
 
 def _attention(a: Architecture, to: _Place) -> Iterator[Tensor]:
     width, groups, at = a.kv_channels, a.num_query_groups, "self_attention"
-    rows = (a.num_attention_heads + 2 * groups) * width
-    by_group = Rule("qkv", (a.num_attention_heads // groups * width, width, width), repeats=groups)
+    heads = a.num_attention_heads // groups
+    by_group = Rule("qkv", (heads * width, width, width), repeats=groups)
+    if a.output_gate:
+        by_group = _gated_queries(heads, width)._replace(repeats=groups)
+    rows = sum(by_group.widths) * groups
     if a.sinks:
         yield to.tensor(f"{at}.core_attention", (a.num_attention_heads,), kind=SINKS)
     yield to.tensor(f"{at}.linear_proj", (a.hidden_size, a.num_attention_heads * width))
@@ -307,6 +336,46 @@ def _attention(a: Architecture, to: _Place) -> Iterator[Tensor]:
     if a.qk_layernorm:
         yield to.tensor(f"{at}.q_layernorm", (width,))
         yield to.tensor(f"{at}.k_layernorm", (width,))
+
+
+def _gated_queries(heads: int, width: int) -> Rule:
+    """A head's gate is published behind its query; ours are all queries of a group, then all gates."""
+    queries, gates = (
+        [Piece(0, at + first, at + first + width) for at in range(0, 2 * heads * width, 2 * width)]
+        for first in (0, width)
+    )
+    return Rule(
+        "heads",
+        (2 * heads * width, width, width),
+        order=(*queries, *gates, Piece(1, 0, width), Piece(2, 0, width)),
+    )
+
+
+def _delta_net(a: Architecture, to: _Place, net: DeltaNet) -> Iterator[Tensor]:
+    at, heads = "self_attention", net.num_value_heads
+    rule = _by_key_heads(net) if to.names.by_key_heads else Rule("gated", net.widths)
+    yield to.tensor(at, (heads,), kind="dt_bias")
+    yield to.tensor(at, (heads,), kind="A_log")
+    yield to.tensor(f"{at}.in_proj", (sum(net.widths), a.hidden_size), rule)
+    yield to.tensor(f"{at}.conv1d", (sum(net.convolved), 1, net.convolution))
+    yield to.tensor(f"{at}.out_norm", (net.value_head_dim,))
+    yield to.tensor(f"{at}.out_proj", (a.hidden_size, heads * net.value_head_dim))
+
+
+def _by_key_heads(net: DeltaNet) -> Rule:
+    """Published are, for each head of keys, its query, key, values and gates, and its betas and alphas."""
+    of_head = [width // net.num_key_heads for width in net.widths]
+    sources = (0, 0, 0, 0, 1, 1)
+    widths = tuple(
+        sum(width for width, of in zip(of_head, sources, strict=True) if of == source) for source in (0, 1)
+    )
+    order = []
+    for number, (source, width) in enumerate(zip(sources, of_head, strict=True)):
+        first = sum(of_head[:number]) - (widths[0] if source else 0)
+        for head in range(net.num_key_heads):
+            start = head * widths[source] + first
+            order.append(Piece(source, start, start + width))
+    return Rule("heads", tuple(width * net.num_key_heads for width in widths), order=tuple(order))
 
 
 def _latent_attention(a: Architecture, to: _Place, mla: MLA) -> Iterator[Tensor]:
@@ -350,5 +419,7 @@ def _experts(a: Architecture, to: _Place, numbers: Iterable[int] | None) -> Iter
         stack = Stack(number, moe.num_experts) if to.names.stacked_experts else None
         at = f"mlp.experts.local_experts.{number}"
         yield from _gated(to, at, hidden, moe.ffn_hidden_size, bias=a.linear_bias, stack=stack)
+    if moe.shared_gate:
+        yield to.tensor("mlp.shared_experts", (1, hidden), kind="gate_weight")
     if moe.shared_ffn_hidden_size:
         yield from _gated(to, "mlp.shared_experts", hidden, moe.shared_ffn_hidden_size)

@@ -24,21 +24,22 @@ from bundle.errors import UsageError
 class Norm(torch.nn.Module):
     """RMSNorm or LayerNorm, as `config.normalization` says, over the last dimension.
 
+    With zero-centred weights (`config.layernorm_zero_centered_gamma`) RMSNorm multiplies by one more.
     Its weights say whether they see only this rank's part of the sequence (`sequence_parallel`): then
     finalize_model_grads sums their gradients over the tensor parallel ranks.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
-        if config.layernorm_zero_centered_gamma or config.normalization not in ("RMSNorm", "LayerNorm"):
+        self.centered = config.layernorm_zero_centered_gamma
+        if config.normalization not in ("RMSNorm", *(() if self.centered else ("LayerNorm",))):
             raise UsageError(
                 f"without Transformer Engine there is no norm {config.normalization} with"
-                f" zero_centered_gamma={config.layernorm_zero_centered_gamma}: there are RMSNorm and"
-                " LayerNorm with plain weights"
+                f" zero_centered_gamma={self.centered}: there are RMSNorm, and LayerNorm with plain weights"
             )
         self.eps = eps
         made = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, **made))
+        self.weight = torch.nn.Parameter(torch.full((hidden_size,), float(not self.centered), **made))
         self.register_parameter("bias", None)
         if config.normalization == "LayerNorm":
             self.bias = torch.nn.Parameter(torch.zeros(hidden_size, **made))
@@ -48,6 +49,8 @@ class Norm(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Same shape and dtype as `x`."""
         shape = self.weight.shape
+        if self.centered:
+            return F.rms_norm(x.float(), shape, 1 + self.weight.float(), self.eps).to(x.dtype)
         if self.bias is None:
             return F.rms_norm(x, shape, self.weight, self.eps)
         return F.layer_norm(x, shape, self.weight, self.bias, self.eps)

@@ -192,6 +192,7 @@ class Capabilities(NamedTuple):
     peaks: tuple[Peak, ...] = ()  # of the devices whose rate somebody read
     operators: tuple[Operator, ...] = ()
     conflicts: tuple[Conflict, ...] = ()
+    delta_nets: bool = True  # gated delta nets, and around them norms whose weights are zero-centred
     without_fp8: str = ""  # why no scaling is offered, where there is none
     emulated: Emulated | None = None  # where it was tested on what stands in for the device
 

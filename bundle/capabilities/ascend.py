@@ -30,6 +30,7 @@ ASCEND = Capabilities(
     backend="ascend",
     device="npu",
     collectives="hccl",
+    delta_nets=False,
     layers=LayerTraits(
         fused_norms=False,
         grouped_experts=False,

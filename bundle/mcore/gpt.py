@@ -4,7 +4,6 @@ And attention layers, each built by itself.
 """
 
 import copy
-import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,13 +21,12 @@ from megatron.core.transformer.attention import CrossAttention, CrossAttentionSu
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from bundle.architectures import MLA, Architecture, MoE, padded_vocabulary
 from bundle.architectures.tensors import SINKS
 from bundle.errors import EnvironmentUnfit
-from bundle.mcore import known, rotary, routers
+from bundle.mcore import gated_delta, known, rotary, routers
 from bundle.mcore.groups import Groups
 from bundle.recipe import Parallel, Recipe
 
@@ -90,6 +88,12 @@ def transformer_config(recipe: Recipe, backend_options: Mapping[str, Any]) -> Tr
         options |= _clamped_gate(architecture.gate_limit)
     if architecture.sinks:
         options["softmax_type"] = "learnable"
+    if architecture.zero_centered_norms:
+        options["layernorm_zero_centered_gamma"] = True
+    if architecture.output_gate:
+        options["attention_output_gate"] = True  # since 0.16
+    if architecture.delta_net is not None:
+        options |= gated_delta.options(architecture.delta_net)
     if architecture.window is not None:
         # Keys before the query's own; each layer says whether it has a window.
         options["window_size"] = (architecture.window - 1, 0)
@@ -144,6 +148,7 @@ def _experts(moe: MoE) -> dict[str, Any]:
         "moe_router_topk": moe.topk,
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
         "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
+        "moe_shared_expert_gate": moe.shared_gate,
         "moe_layer_freq": list(moe.layer_pattern),
         "moe_router_score_function": moe.score_function,
         "moe_router_pre_softmax": moe.pre_softmax,
@@ -195,7 +200,8 @@ class Specs:
 
 
 def specs(config: TransformerConfig, chunk: int | None, *, transformer_engine: bool) -> Specs:
-    """Megatron's own specs of model chunk `chunk` (None without interleaving)."""
+    """Megatron's own specs of model chunk `chunk` (None without interleaving), all with attention."""
+    config = gated_delta.without(config)
     block = gpt_layer_specs.get_gpt_decoder_block_spec
     decoder = block(
         config,
@@ -225,9 +231,13 @@ def model(
     max_sequence_length: int,
 ) -> torch.nn.Module:
     """The GPTModel of model chunk `chunk`, on the current device, with megatron's own random weights."""
+    stage = chunk if groups.vpp > 1 else None
+    decoder = of.decoder
+    if architecture.delta_net is not None:
+        decoder = gated_delta.placed(decoder, architecture.delta_net, config, stage)
     built: torch.nn.Module = GPTModel(
         config,
-        of.decoder,
+        decoder,
         vocab_size=padded_vocabulary(architecture.vocab_size, groups.tp.size),
         max_sequence_length=max_sequence_length,
         pre_process=groups.is_first_stage(chunk),
@@ -239,7 +249,7 @@ def model(
         mtp_block_spec=of.mtp,
         # Images are put among the embeddings of whole sequences.
         scatter_embedding_sequence_parallel=architecture.vision is None,
-        **known(GPTModel, vp_stage=chunk if groups.vpp > 1 else None),
+        **known(GPTModel, vp_stage=stage),
     )
     built.model_type = ModelType.encoder_or_decoder
     drop_unread_head(built)
@@ -372,30 +382,4 @@ def cross_attention(
     )
     told = known(CrossAttention.__init__, pg_collection=groups, model_comm_pgs=groups)
     made: torch.nn.Module = CrossAttention(config, parts, 1, **told)
-    return made
-
-
-def gated_delta_net(config: TransformerConfig) -> torch.nn.Module:
-    """The linear attention of Qwen3-Next and Qwen3.5, by torch alone (since 0.16): [s, b, h] -> [s, b, h].
-
-    With this rank's part of the heads. Megatron refuses to build it without flash-linear-attention, of which
-    this computation has no need.
-    """
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-
-    config = copy.copy(config)
-    config.deterministic_mode = True
-    config.sequence_parallel = config.persist_layer_norm = False
-    config.linear_conv_kernel_dim = 4
-    config.linear_key_head_dim = config.linear_value_head_dim = 16
-    config.linear_num_key_heads = config.linear_num_value_heads = 4
-    inspect.unwrap(GatedDeltaNet.__init__).__globals__["HAVE_FLA"] = True
-    made: torch.nn.Module = GatedDeltaNet(
-        config,
-        GatedDeltaNetSubmodules(ColumnParallelLinear, WrappedTorchNorm, RowParallelLinear),
-        layer_number=1,
-        use_qk_l2norm=False,
-        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-    )
     return made

@@ -116,6 +116,7 @@ def found_in(checkpoint: Directory, table: Tensors) -> dict[str, Place]:
 
     Raises UsageError with every one that it lacks or has in another shape.
     """
+    _refuse_delta_nets(table)
     found, violations = {}, []
     for tensor in table:
         if not tensor.published:
@@ -237,8 +238,10 @@ def to_torch_dist(weights: Pretrained, table: Tensors, directory: Path) -> None:
     """Writes a directory that Megatron-LM's `--load` takes, in the place of one that has that name.
 
     `weights` must have been held against the table. Layers for MTP that are not published are not written.
-    Raises JobFailed; what had the name before is there until the new one is whole.
+    Raises UsageError for models with gated delta nets, JobFailed; what had the name before is there until
+    the new one is whole.
     """
+    _refuse_delta_nets(table)
     loading.refuse_unequal(weights, table.copies())
     a = table.architecture
     parts = list(_parts(weights, table))
@@ -256,6 +259,15 @@ def to_torch_dist(weights: Pretrained, table: Tensors, directory: Path) -> None:
         (whole / RELEASE).mkdir()
         write(whole / RELEASE, parts, empty, arguments=arguments, content=spellings.checkpoint_content(a))
         files.write_text(whole / TRACKER, f"{RELEASE}\n")
+
+
+def _refuse_delta_nets(table: Tensors) -> None:
+    """Raises UsageError for a model whose tensors megatron's checkpoints have in parts of other names."""
+    if table.architecture.delta_net is not None:
+        raise UsageError(
+            f"{table.architecture.model_type}: gated delta nets are neither read from nor written as"
+            " megatron-core's checkpoints: train with checkpoint.export: hf"
+        )
 
 
 def newest(named: Path) -> Path:

@@ -23,7 +23,7 @@ from bundle.pretrained.matching import published
 from bundle.recipe import Recipe
 
 # Projections back onto the residual stream are drawn narrower, as in GPT-2 and Megatron-LM.
-_RESIDUAL = (".linear_proj.weight", ".linear_fc2.weight")
+_RESIDUAL = (".linear_proj.weight", ".linear_fc2.weight", ".out_proj.weight")
 
 
 def build(
@@ -57,7 +57,11 @@ def build(
     else:
         drawn = loading.load(chunks, groups, weights, published(recipe))
     initialize(
-        drawn, seed=recipe.seed, std=architecture.initializer_range, num_layers=architecture.num_layers
+        drawn,
+        seed=recipe.seed,
+        std=architecture.initializer_range,
+        num_layers=architecture.num_layers,
+        centered=architecture.zero_centered_norms,
     )
     if recipe.model.lora is not None:
         matrices = adapters.add(chunks, recipe, groups, recipe.model.lora)
@@ -66,21 +70,28 @@ def build(
     return chunks
 
 
-def initialize(named: Iterable[Named], *, seed: int, std: float, num_layers: int) -> None:
+def initialize(
+    named: Iterable[Named], *, seed: int, std: float, num_layers: int, centered: bool = False
+) -> None:
     """Overwrites each parameter in place: ones for norms, zeros for biases, normal draws for matrices.
 
-    `std` is that of the matrices; residual projections get std / sqrt(2 * num_layers).
+    `std` is that of the matrices; residual projections get std / sqrt(2 * num_layers). `centered`: norms
+    multiply by 1 + weight. Of gated delta nets decays are drawn as transformers draws them, from 0.01 to 16.
     """
     with torch.no_grad():
         for item in named:
-            item.parameter.copy_(_values(item, seed, std, num_layers))
+            item.parameter.copy_(_values(item, seed, std, num_layers, centered))
 
 
-def _values(item: Named, seed: int, std: float, num_layers: int) -> torch.Tensor:
+def _values(item: Named, seed: int, std: float, num_layers: int, centered: bool) -> torch.Tensor:
     """The local values of one parameter, float32, on the CPU (so that every device gets the same)."""
+    if item.name.endswith(".A_log"):
+        drawn = torch.rand(item.whole_shape(), generator=item.generator(seed))
+        return item.part((0.01 + 15.99 * drawn).log())
     if item.parameter.ndim == 1:
-        fill = 0.0 if item.name.endswith("bias") else 1.0
-        return torch.full(item.parameter.shape, fill)
+        zero = centered and not item.name.endswith((".out_norm.weight", ".dt_bias"))
+        zero |= item.name.endswith(".bias")
+        return torch.full(item.parameter.shape, 0.0 if zero else 1.0)
     if item.name.endswith(_RESIDUAL):
         std /= math.sqrt(2 * num_layers)
     return item.part(torch.randn(item.whole_shape(), generator=item.generator(seed)) * std)

@@ -162,11 +162,12 @@ def _held(shard: Shard | None, shape: tuple[int, ...], dim: int) -> Iterator[tup
     if shard is None:
         yield 0, shape[dim], 0
         return
-    block = shape[shard.dim] // shard.blocks
-    part = block // shard.size
-    for number in range(shard.blocks):
-        start = number * block + shard.rank * part
-        yield start, start + part, number * part
+    begin = place = 0
+    for block in shard.sizes(shape[shard.dim]):
+        part = block // shard.size
+        start = begin + shard.rank * part
+        yield start, start + part, place
+        begin, place = begin + block, place + part
 
 
 def _read(weights: Pretrained, reads: Iterable[Read], files: Files) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from bundle.architectures import spellings, tensors
 from bundle.errors import JobFailed
+from bundle.mcore.gated_delta import delta_net
 from bundle.mcore.groups import Groups
 
 # The module of a chunk that its adapters are in: they are no tensors of the model (`models.adapters`).
@@ -25,24 +26,32 @@ _RENAMED = {"mtp_model_layer": "transformer_layer"}
 class Shard:
     """This rank's part of a tensor: piece `rank` of `size` along `dim`.
 
-    The dimension is laid out as `blocks` equal blocks that are cut one by one (2 for the fused gate and up
-    projections of a gated MLP).
+    The dimension is laid out as blocks that are cut one by one (two equal ones for the fused gate and up
+    projections of a gated MLP); `blocks` are their sizes, as shares of it.
     """
 
     dim: int
     rank: int
     size: int
-    blocks: int = 1
+    blocks: tuple[int, ...] = (1,)
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of `whole`, same dtype, not a copy where one block allows it."""
-        parts = [block.chunk(self.size, self.dim)[self.rank] for block in whole.chunk(self.blocks, self.dim)]
+        parts = [block.chunk(self.size, self.dim)[self.rank] for block in self._blocks(whole)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
     def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """The whole tensor that all ranks' parts are of, in the order of the ranks."""
-        blocks = zip(*(part.chunk(self.blocks, self.dim) for part in parts), strict=True)
+        blocks = zip(*map(self._blocks, parts), strict=True)
         return torch.cat([part for block in blocks for part in block], self.dim)
+
+    def sizes(self, length: int) -> list[int]:
+        """The blocks of a dimension of this length, the whole's or a part's."""
+        return [length * share // sum(self.blocks) for share in self.blocks]
+
+    def _blocks(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        parts: Sequence[torch.Tensor] = tensor.split(self.sizes(tensor.shape[self.dim]), self.dim)
+        return parts
 
 
 @dataclass(frozen=True)
@@ -87,7 +96,7 @@ def buffers(chunk: torch.nn.Module, groups: Groups) -> Iterator[Named]:
 def _named(chunk: torch.nn.Module, path: str, tensor: torch.Tensor, groups: Groups) -> Named:
     owner = chunk.get_submodule(path.rpartition(".")[0])
     name = _unfolded(_global_name(chunk, path, groups), owner, groups)
-    return Named(name, tensor, _shard(name, groups))
+    return Named(name, tensor, _shard(tensors.cut(name, delta_net(chunk)), groups))
 
 
 def _global_name(chunk: torch.nn.Module, path: str, groups: Groups) -> str:
@@ -116,9 +125,8 @@ def _unfolded(name: str, owner: torch.nn.Module, groups: Groups) -> str:
     return spellings.expert_of(own, groups.ep.rank * getattr(owner, "num_gemms", 0))
 
 
-def _shard(name: str, groups: Groups) -> Shard | None:
+def _shard(cut: tensors.Cut | None, groups: Groups) -> Shard | None:
     """By name: Transformer Engine marks what it holds whole as parts, and its experts not at all."""
-    cut = tensors.cut(name)
     if cut is None:
         return None
     axis = groups.tp if cut.axis == "tp" else groups.etp

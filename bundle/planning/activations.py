@@ -7,7 +7,7 @@ Models", 2022, section 4), for the layers that are really built: from what one o
 
 from typing import NamedTuple
 
-from bundle.architectures import MLA, Vision, adapters, padded_vocabulary
+from bundle.architectures import MLA, DeltaNet, Vision, adapters, padded_vocabulary
 from bundle.architectures.tensors import Tensors
 from bundle.capabilities import LayerTraits
 from bundle.environment.packages import MegatronCode, SourcePredicate
@@ -19,6 +19,7 @@ from bundle.recipe.recipe import Vision as Trained
 # The gate of experts is computed with glu_linear_offset, zero or not.
 SHIFTED_GATE = SourcePredicate("transformer/mlp.py", "glu_linear_offset", "0.15")
 ID = 8  # bytes of a token's id, and of an expert's number
+CHUNK = 64  # rows that a gated delta net takes at once
 
 
 class ActivationBytes(NamedTuple):
@@ -132,14 +133,20 @@ class LayerBytes:
 
     def layers(self, chunk: Chunk) -> list[int]:
         """The decoder layers of a chunk, one by one."""
-        pattern = self.recipe.architecture.layer_pattern
-        return [self.layer(bool(pattern[number])) for number in chunk.layers]
+        a = self.recipe.architecture
+        nets = a.delta_net.layers if a.delta_net else (0,) * a.num_layers
+        return [
+            self.layer(bool(a.layer_pattern[number]), a.delta_net if nets[number] else None)
+            for number in chunk.layers
+        ]
 
-    def layer(self, experts: bool) -> int:
-        """One layer, dense or with experts."""
+    def layer(self, experts: bool, net: DeltaNet | None = None) -> int:
+        """One layer, dense or with experts, with attention or a gated delta net."""
         latent, fused = self.recipe.architecture.mla, self.traits.fused_norms
         first = self._norm(part_of_projection=fused and latent is None)
         attention = self._latent_attention(latent) if latent else self._attention()
+        if net is not None:
+            attention = self._delta_net(net)
         second = self._norm(part_of_projection=fused and not experts)
         return first + attention + second + (self._experts() if experts else self._dense())
 
@@ -157,6 +164,8 @@ class LayerBytes:
         if a.qk_layernorm:
             total += self.tokens * (heads + groups) * self.saved.norm(width)
         out = heads * width * size
+        if a.output_gate:  # what is multiplied, and the gate in fp32
+            total += self.tokens * heads * width * (size + 2 * FP32)
         if "core_attn" in self.again:
             # The values are a view of queries, keys and values together, which therefore stay.
             return total + self.tokens * ((2 * heads + 3 * groups) * width * size + out)
@@ -182,6 +191,19 @@ class LayerBytes:
             kept = self.saved.attention(heads, heads, width, value, self.cp)
         mask = 0 if "core_attn" in self.again else self.saved.mask(self.rows, self.cp)
         return total + mask + self.tokens * (kept + out)
+
+    def _delta_net(self, net: DeltaNet) -> int:
+        """A gated delta net as torch computes it, chunk by chunk, whole ones; read off like `saved`.
+
+        Of a chunk each head of values has seven squares, and all smaller ones by which the first is inverted
+        row by row; the widths are those of what is convolved, of copies in fp32, and of states.
+        """
+        tp, size = self.recipe.parallel.tp, self.saved.size
+        keys, values = (heads // tp for heads in (net.num_key_heads, net.num_value_heads))
+        key, value = net.key_head_dim, net.value_head_dim
+        head = FP32 * (CHUNK * CHUNK // 3 + 7 * CHUNK + 2 * key * value // CHUNK + 6 * key + 7 * value)
+        row = values * (head + 4 * value * size) + keys * key * (4 * size + 2 * FP32)
+        return -(-self.rows // CHUNK) * CHUNK * self.recipe.rows * row
 
     def _rotation(self, width: int) -> int:
         """Cosines and sines for queries and for keys, of every position once."""

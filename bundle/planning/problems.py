@@ -23,6 +23,7 @@ BF16_FROM = (8, 0)  # Transformer Engine's support matrix
 DISCARD_ASKS_FP8 = SourcePredicate("tensor_parallel/random.py", "FP8GlobalStateManager", "0.13")
 SHARED_EXPERTS_AGAIN = SourcePredicate("transformer/transformer_config.py", '"shared_experts"', "0.14")
 SINKS = SourcePredicate("transformer/transformer_config.py", "softmax_type", "0.15")
+DELTA_NETS = SourcePredicate("transformer/transformer_config.py", "linear_attention_freq", "0.16")
 # Weights of the layers that multiply in FP8: not the embedding, the output layer, routers and norms.
 _MULTIPLIED = r"(linear_\w+|eh_proj)\.weight\d*$"
 _NUMBERS = r"\.\d+|\d+$"
@@ -70,8 +71,24 @@ def backend_problems(
             f"model.config: megatron-core {code.release} has no learned sinks, windows in some layers and"
             f" clamped gate ({code.said_by(SINKS)}), which {model.config['model_type']} needs; 0.15 has"
         )
+    if recipe.architecture.delta_net is not None:
+        yield from _delta_nets(recipe, can, code)
     yield from _optimizer(recipe, can)
     yield from _recomputation(recipe, can, code)
+
+
+def _delta_nets(recipe: Recipe, can: Capabilities, code: MegatronCode) -> Iterator[Problem]:
+    family = recipe.model.config["model_type"]
+    if not code.has(DELTA_NETS):
+        yield recipe_problem(
+            f"model.config: megatron-core {code.release} has no gated delta nets"
+            f" ({code.said_by(DELTA_NETS)}), which {family} needs; 0.16 has"
+        )
+    if not can.delta_nets:
+        yield recipe_problem(
+            f"model.config: gated delta nets, which {family} needs, are not computed on {can.backend}: its"
+            " norms know no weights to which one is added"
+        )
 
 
 def mindspeed_problems(

@@ -10,7 +10,9 @@ FLOPs of a forward pass are those of the model's matrix products, 2 for each mul
   layer once for each loss, the main one and MTP's; the embedding is a look-up;
 - in every layer a query meets the keys up to its own position: n tokens make n (n + 1) / 2 pairs, each of as
   many multiply-adds as all heads of a key and of a value are wide; in a layer with a window of w no more than
-  n w, which is w (w - 1) / 2 for each sequence more than there are.
+  n w, which is w (w - 1) / 2 for each sequence more than there are;
+- a gated delta net has a state of keys times values for each head of values, and a token reads it for its
+  key, adds to it and reads it for its query, whatever came before.
 
 The backward pass takes twice as many; as many for weights that are frozen, which have no gradient. Norms,
 rotations, softmax and all else that goes element by element is not counted, nor are adapters, padding (of the
@@ -26,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bundle import files
-from bundle.architectures import Architecture, adapters, padded_vocabulary, spellings
+from bundle.architectures import Architecture, DeltaNet, adapters, padded_vocabulary, spellings
 from bundle.architectures.tensors import (
     EMBEDDING,
     HEAD,
@@ -76,7 +78,7 @@ def parameters(
     found: list[Parameter] = []
 
     def held(tensor: Tensor, name: str = "") -> Parameter:
-        how = cut(tensor.name)
+        how = cut(tensor.name, architecture.delta_net)
         shape = _local(tensor.shape, how, parallel)
         return Parameter(name or tensor.name, shape, how, is_expert(tensor.name))
 
@@ -207,14 +209,22 @@ def model_size(architecture: Architecture, model: Model | None = None) -> ModelS
         parameters=_count(main, experts) + tables * vocabulary,
         active=_count(main, chosen) + tables * vocabulary,
         mtp=_count(own, experts) - _count(main, experts),
-        flops_per_token=2 * (_count(matrices, chosen) + (1 + mtp) * vocabulary * hidden),
-        flops_per_pair=(architecture.num_layers + mtp - sum(architecture.windows)) * pair,
+        flops_per_token=2
+        * (_count(matrices, chosen) + (1 + mtp) * vocabulary * hidden + _states(architecture.delta_net)),
+        flops_per_pair=(architecture.attention_layers + mtp - sum(architecture.windows)) * pair,
         stored=added or _count(own, experts) + tables * padded_vocabulary(vocabulary, 1),
         adapters=added,
         frozen=0 if adapted else _count(tensors, experts) - _count(learning, experts),
         window=architecture.window or 0,
         flops_per_windowed_pair=sum(architecture.windows) * pair,
     )
+
+
+def _states(net: DeltaNet | None) -> int:
+    """The multiply-adds of a token in the states of all gated delta nets."""
+    if net is None:
+        return 0
+    return 3 * sum(net.layers) * net.num_value_heads * net.key_head_dim * net.value_head_dim
 
 
 def _count(tensors: Iterable[Parameter], experts: int) -> int:

@@ -181,6 +181,8 @@ def _against(found: Pretrained, table: Tensors, depths: int, without_mtp: str) -
         known |= {f"{name}{SCALE}"} if found.block else set()
         known |= {f"{name}{suffix}" for suffix in _beside(entries.get(name))}
     extra = [name for name in entries if name not in known and not _CONSTANTS.search(name)]
+    if unread := table.names.left_out:
+        extra = [name for name in extra if not name.startswith(unread)]
     yield from _alike(extra, "is no tensor of this model")
     for name, shape in expected.items():
         if name in entries:

@@ -374,6 +374,8 @@ class Recipe(Section):
             "sft": self.task == "sft",
             "mla": architecture.mla is not None,
             "attention-sinks": architecture.sinks,
+            "gated-delta-net": architecture.delta_net is not None,
+            "output-gate": architecture.output_gate,
             "gqa": architecture.num_query_groups < architecture.num_attention_heads,
             "unequal-head-dims": head_dims[0] != head_dims[1],
             "tied-embeddings": architecture.tied_embeddings,

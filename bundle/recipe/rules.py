@@ -27,6 +27,7 @@ def violations(recipe: Recipe) -> list[Violation]:
         _sequences,
         _prediction,
         _vision,
+        _delta_nets,
         _recomputation,
         _arithmetic,
         _adapters,
@@ -47,6 +48,9 @@ def _tensors(recipe: Recipe) -> Iterator[Violation]:
         sizes["intermediate_size"] = a.ffn_hidden_size
     if a.moe and a.moe.shared_ffn_hidden_size:
         sizes["width of the shared experts"] = a.moe.shared_ffn_hidden_size
+    if a.delta_net:
+        sizes["linear_num_key_heads"] = a.delta_net.num_key_heads
+        sizes["linear_num_value_heads"] = a.delta_net.num_value_heads
     for name, size in sizes.items():
         if size % tp:
             yield "parallel.tp", f"{tp} does not divide {name} {size}"
@@ -199,6 +203,32 @@ def _vision(recipe: Recipe) -> Iterator[Violation]:
         )
     if recipe.architecture.vision.channels != 3:
         yield "model.config.vision_config", "in_channels: images are read in three colours"
+
+
+def _delta_nets(recipe: Recipe) -> Iterator[Violation]:
+    """What is not computed beside gated delta nets."""
+    if recipe.architecture.delta_net is None:
+        return
+    if recipe.data.packed:
+        yield (
+            "data.packed",
+            "gated delta nets take unpacked rows: megatron-core computes packs with the kernels of"
+            " flash-linear-attention alone, from 0.18, which are not called here",
+        )
+    if recipe.parallel.cp > 1:
+        yield (
+            "parallel.cp",
+            f"{recipe.parallel.cp} ranks share a sequence, of which a gated delta net needs all: must be 1"
+            " (megatron-core has it from 0.18, which is not used here)",
+        )
+    if recipe.architecture.mtp_layers:
+        yield "model.mtp.layers", "multi-token prediction is not computed in models with gated delta nets: 0"
+    if recipe.model.lora is not None:
+        yield "model.lora", "adapters are not computed in models with gated delta nets"
+    if recipe.model.fp8 is not None:
+        yield "model.fp8", "FP8 products are not computed in models with gated delta nets"
+    if recipe.checkpoint.export == "hf-fp8":
+        yield "checkpoint.export", "models with gated delta nets are not written in FP8 blocks: use hf"
 
 
 MODULES = {"core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"}

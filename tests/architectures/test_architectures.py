@@ -188,12 +188,34 @@ def test_glm_rotates_half_a_head():
     assert read.moe and read.moe.groups is None and read.moe.score_function == "sigmoid"
 
 
+def test_which_layers_of_qwen3_next_have_gated_delta_nets():
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    config = DENSE | MOE | experts | {"model_type": "qwen3_next", "num_hidden_layers": 6}
+    config |= {"shared_expert_intermediate_size": 24}
+    full, linear = "full_attention", "linear_attention"
+    for said, layers in (
+        ({}, (1, 1, 1, 0, 1, 1)),
+        ({"full_attention_interval": 3}, (1, 1, 0, 1, 1, 0)),
+        ({"layer_types": [full, linear, full, full, full, full]}, (0, 1, 0, 0, 0, 0)),
+    ):
+        read = from_config(config | said)
+        assert read.delta_net and read.delta_net.layers == layers
+        assert read.attention_layers == layers.count(0)
+    assert read.moe and read.moe.shared_gate and read.moe.shared_ffn_hidden_size == 24
+    assert (read.rotary_fraction, read.output_gate, read.zero_centered_norms) == (0.25, True, True)
+    assert from_config(config | {"layer_types": [full] * 6}).delta_net is None
+    for wrong in ({"layer_types": [linear] * 5}, {"layer_types": ["sliding_attention"] * 6}):
+        assert "layer_types" in " ".join(violations(config | wrong))
+    (said_of_heads,) = violations(config | {"linear_num_value_heads": 24})
+    assert said_of_heads.startswith("linear_num_value_heads 24")
+
+
 @pytest.mark.parametrize("model_type", [t for t in FAMILIES if t not in {"mimo", "kimi_k2"}])
 def test_every_family_reads_what_transformers_writes(model_type):
     mapping = pytest.importorskip("transformers.models.auto.configuration_auto").CONFIG_MAPPING
     written = mapping[model_type]().to_dict() | {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1}
     written |= {"head_dim": 64} if "deepseek" in model_type else {"head_dim": 128, "sliding_window": None}
-    if model_type in {"llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt_oss"}:
+    if model_type in {"llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt_oss", "qwen3_next"}:
         written = {k: v for k, v in written.items() if k not in {"n_group", "topk_group"}}
     if model_type in {"llama", "mistral", "qwen2", "qwen3"}:
         del written["num_experts_per_tok"]
@@ -294,7 +316,7 @@ def test_unknown_model_types_list_the_supported_ones():
         from_config({})
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe_text"])
 def test_models_of_gated_delta_nets_are_refused_with_the_reason(family):
     (said,) = violations({"model_type": family})
     assert said.startswith(f"model_type {family}: ") and "gated delta net" in said

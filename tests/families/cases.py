@@ -58,6 +58,18 @@ _GPT_OSS = _SIZES | {
     "num_hidden_layers": 4,
 }
 
+_LINEAR_ATTENTION = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 3,
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+}
+_QWEN3_NEXT = _QWEN3_MOE | _LINEAR_ATTENTION | {"shared_expert_intermediate_size": 36}
+_ODD_LINEAR = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
+
 
 @dataclass(frozen=True)
 class Case:
@@ -71,6 +83,11 @@ class Case:
     def parallel(self) -> dict[str, Any]:
         """What every layout of this model says: experts with biases are never cut."""
         return {"etp": 1} if self.family == "gpt_oss" else {}
+
+    @property
+    def linear(self) -> bool:
+        """Whether some of its layers are gated delta nets."""
+        return "linear_num_key_heads" in self.config
 
     @property
     def family(self) -> str:
@@ -119,11 +136,15 @@ CASES = (
     _case("deepseek_v3", _V3, "llama3", **_new(_LLAMA3)),
     _case("gpt_oss", _GPT_OSS, "of other windows", **_new(_YARN), layer_types=_ODD_WINDOWS),
     _case("gpt_oss", _GPT_OSS, "as published", **_old(_YARN | {"truncate": False})),
+    _case("qwen3_next", _QWEN3_NEXT, "in other layers", **_new(_YARN), layer_types=_ODD_LINEAR),
+    _case("qwen3_next", _QWEN3_NEXT, "as published", rope_theta=700.0, norm_topk_prob=False),
 )  # fmt: skip
+
+
+_SINCE = {"gpt_oss": "0.15", "qwen3_next": "0.16"}
 
 
 def of_release(release: str) -> tuple[Case, ...]:
     """Those that this megatron-core computes."""
-    if packages.within(release, "<0.15"):
-        return tuple(case for case in CASES if case.family != "gpt_oss")
-    return CASES
+    absent = {family for family, since in _SINCE.items() if packages.within(release, f"<{since}")}
+    return tuple(case for case in CASES if case.family not in absent)

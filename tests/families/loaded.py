@@ -33,10 +33,15 @@ LENGTHS = (LENGTH, 13)
 
 
 def cases_of(layout: str, release: str) -> list[Case]:
-    """All on one process; elsewhere one of each family, Qwen2's tied one among them."""
+    """All on one process; elsewhere one of each family, Qwen2's tied one among them.
+
+    Packs are not for gated delta nets.
+    """
     if layout == ALONE:
         return list(of_release(release))
     of_families = {case.family: case for case in of_release(release)}.values()
+    if layout == "packed cp2":
+        return [case for case in of_families if not case.linear]
     return [case for case in of_families if layout != "ep2" or "num_experts_per_tok" in case.config]
 
 
@@ -91,7 +96,7 @@ def distance(case: Case, directory: Path, layout: str, runtime) -> float:
     wanted = torch.cat([numbers["log-probs"][:length] for length in lengths])
     if layout == ALONE:
         exporting.export(directory / EXPORTED, job, engine.models, made)
-        if not NAMES[case.family].stacked_experts:  # elsewhere a recipe that asks for it is refused
+        if not (NAMES[case.family].stacked_experts or case.linear):  # elsewhere it is refused
             asked = from_mapping(job.dump() | {"checkpoint": {"export": "hf-fp8"}})
             exporting.export(directory / IN_BLOCKS, asked, engine.models, made)
     groups.destroy()

@@ -26,7 +26,9 @@ def write(case: Case, directory: Path) -> None:
             if name.endswith("inv_freq"):
                 continue
             matrix = parameter.ndim > 1
-            parameter.copy_(torch.randn(parameter.shape) * (0.2 if matrix else 0.3) + (not matrix))
+            # Norms that begin with zeros multiply by one more.
+            around = not matrix and not (name.endswith("norm.weight") and not parameter.any())
+            parameter.copy_(torch.randn(parameter.shape) * (0.2 if matrix else 0.3) + around)
         tokens = torch.randint(0, config.vocab_size, (1, LENGTH + 1))
     # As large models are saved, in several files with an index, but for the tied ones.
     model.save_pretrained(directory, max_shard_size="5GB" if config.tie_word_embeddings else "60KB")

@@ -15,6 +15,9 @@ AGREES = 1e-5  # nats
 # A block of FP8 weights is 128 x 128; its numbers, up to 448 times its scale, have 32 between them at most.
 BLOCK, HALF_A_STEP = 128, 16.5 / 448
 OF_GRADIENTS = 2e-5  # of the largest in a tensor; both sides are float32
+# Those of a head's decay add up what nearly cancels: where each weight moves by its last bit, they move by
+# 3e-5 in transformers' own class.
+OF_DECAYS = 1e-4
 
 
 @pytest.mark.world
@@ -23,7 +26,8 @@ def test_every_family_computes_what_transformers_does(references, core):
     found = json.loads(said.splitlines()[-1])
     assert found.keys() == {case.name for case in of_release(core.version)}
     assert not {name: both for name, both in found.items() if not both[0] <= AGREES}
-    assert not {name: both for name, both in found.items() if not both[1] <= OF_GRADIENTS}
+    bounds = {case.name: OF_DECAYS if case.linear else OF_GRADIENTS for case in CASES}
+    assert not {name: both for name, both in found.items() if not both[1] <= bounds[name]}
     note(core.version, "forward", by_family({name: both[0] for name, both in found.items()}))
     note(core.version, "gradients", by_family({name: both[1] for name, both in found.items()}))
 
@@ -46,7 +50,8 @@ def test_loaded_weights_give_what_transformers_computes(references, core, layout
             for case in there
             if (references / case.name / IN_BLOCKS).is_dir()
         }
-        assert {case.family for case in there if case.name not in far} <= {"gpt_oss"}  # stacked experts
+        refused = {case.family for case in there if case.name not in far and not case.linear}
+        assert refused <= {"gpt_oss"}  # stacked experts
         assert not {name: distance for name, distance in far.items() if not 0 < distance <= HALF_A_STEP}
         note(core.version, "FP8", by_family(far))
 

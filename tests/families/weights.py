@@ -31,6 +31,12 @@ _LATENT = {
     "self_attention.linear_kv_up_proj": "self_attn.kv_b_proj",
 }
 _GATED = {"mlp.linear_fc1": "mlp", "mlp.shared_experts.linear_fc1": "mlp.shared_experts"}
+_OF_QWEN3_NEXT = {
+    "mlp.shared_experts.linear_fc2": "mlp.shared_expert.down_proj",
+    "self_attention.conv1d": "linear_attn.conv1d",
+    "self_attention.out_norm": "linear_attn.norm",
+    "self_attention.out_proj": "linear_attn.out_proj",
+}
 
 
 def ours(name: str, theirs: Mapping[str, Tensor], architecture: Architecture) -> Tensor:
@@ -41,6 +47,12 @@ def ours(name: str, theirs: Mapping[str, Tensor], architecture: Architecture) ->
         layer, part = f"model.layers.{found[1]}.", found[2]
     if leaf == "expert_bias":
         return theirs[f"{layer}mlp.gate.e_score_correction_bias"]
+    if leaf in ("A_log", "dt_bias"):
+        return theirs[f"{layer}linear_attn.{leaf}"]
+    if leaf == "gate_weight":
+        return theirs[f"{layer}mlp.shared_expert_gate.weight"]
+    if part == "self_attention.in_proj":
+        return _linear(theirs, f"{layer}linear_attn.", architecture)
     if leaf == "softmax_offset":
         return theirs[f"{layer}self_attn.sinks"]
     if found := re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])", part):
@@ -50,13 +62,15 @@ def ours(name: str, theirs: Mapping[str, Tensor], architecture: Architecture) ->
     if part == "self_attention.linear_qkv":
         return _qkv(theirs, f"{layer}self_attn", leaf, architecture)
     if part in _GATED:
-        both = (f"{layer}{_GATED[part]}.{half}_proj.{leaf}" for half in ("gate", "up"))
+        module = _GATED[part] if architecture.delta_net is None else _GATED[part].removesuffix("s")
+        both = (f"{layer}{module}.{half}_proj.{leaf}" for half in ("gate", "up"))
         return torch.cat([theirs[one] for one in both])
     if part == "mlp.router" and f"{layer}block_sparse_moe.gate.{leaf}" in theirs:
         return theirs[f"{layer}block_sparse_moe.gate.{leaf}"]
     if part == "mlp.router" and f"{layer}mlp.router.{leaf}" in theirs:
         return theirs[f"{layer}mlp.router.{leaf}"]
     names = _COPIED | _LATENT if architecture.mla else _COPIED
+    names = names | _OF_QWEN3_NEXT if architecture.delta_net else names
     return theirs[f"{layer}{names[part]}.{leaf}"]
 
 
@@ -83,7 +97,26 @@ def _of_stack(theirs: Mapping[str, Tensor], experts: str, number: int, linear: s
 
 
 def _qkv(theirs: Mapping[str, Tensor], attention: str, leaf: str, architecture: Architecture) -> Tensor:
-    """Group by group: the queries of the group, its key, its value."""
+    """Group by group: the queries of the group, gates behind them if there are any, its key, its value."""
     groups = architecture.num_query_groups
     parts = [theirs[f"{attention}.{one}_proj.{leaf}"].unflatten(0, (groups, -1)) for one in "qkv"]
+    if architecture.output_gate:
+        heads = parts[0].unflatten(1, (-1, 2, architecture.kv_channels))
+        parts[:1] = [heads[:, :, which].flatten(1, 2) for which in (0, 1)]
     return torch.cat(parts, 1).flatten(0, 1)
+
+
+def _linear(theirs: Mapping[str, Tensor], linear: str, architecture: Architecture) -> Tensor:
+    """All queries, keys, values, gates, betas and alphas, which transformers has by heads of keys."""
+    net = architecture.delta_net
+    assert net is not None
+    many = net.num_value_heads // net.num_key_heads
+    sizes = [net.key_head_dim, net.key_head_dim, many * net.value_head_dim, many * net.value_head_dim]
+    both = (("in_proj_qkvz", sizes), ("in_proj_ba", [many, many]))
+    return torch.cat(
+        [
+            of.flatten(0, 1)
+            for name, parts in both
+            for of in theirs[f"{linear}{name}.weight"].unflatten(0, (net.num_key_heads, -1)).split(parts, 1)
+        ]
+    )

@@ -71,7 +71,10 @@ def test_grouped_experts_are_named_and_cut_like_single_ones():
         for tree in experts_of_both_specs(4, 5)
     )
     assert own == grouped
-    assert own[f"{LAYER}mlp.experts.local_experts.7.linear_fc1.weight"] == (Shard(0, 1, 2, blocks=2), [20, 6])
+    assert own[f"{LAYER}mlp.experts.local_experts.7.linear_fc1.weight"] == (
+        Shard(0, 1, 2, blocks=(1, 1)),
+        [20, 6],
+    )
     assert own[f"{LAYER}mlp.experts.local_experts.4.linear_fc2.weight"] == (Shard(1, 1, 2), [6, 10])
 
 

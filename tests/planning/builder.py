@@ -22,7 +22,7 @@ from bundle.planning.layout import Chunk, RankLayout, rank_layout
 from bundle.planning.memory import StateBuffers, StateBytes, splits_shared_embedding
 from bundle.planning.size import parameters
 from bundle.recipe import Recipe
-from tests.planning.jobs import DEEPSEEK, QWEN2_TIED, QWEN3, job
+from tests.planning.jobs import DEEPSEEK, QWEN2_TIED, QWEN3, QWEN3_NEXT, job
 from tests.planning.megatron import ready
 from tests.reference.configs import CONFIGS
 from tests.vision.cases import CASES as CASES_THAT_SEE
@@ -65,6 +65,8 @@ CASES: tuple[tuple[int, dict[str, Any], dict[str, Any]], ...] = (
     (2, DEEPSEEK | {"num_nextn_predict_layers": 0}, {"parallel": {"tp": 1, "etp": 2}, "model": _LATENT}),
     (2, GPT_OSS, {"parallel": {"tp": 2, "etp": 1}}),
     (4, GPT_OSS, {"parallel": {"pp": 2, "ep": 2}, "distributed": _OVERLAP}),
+    (2, QWEN3_NEXT, {"parallel": {"tp": 2}}),
+    (4, QWEN3_NEXT, {"parallel": {"pp": 2, "ep": 2}, "distributed": _OVERLAP}),
     (2, SEEING, _TALK),
     (2, SEEING, {**_TALK, "parallel": {"tp": 2}}),
     (4, SEEING, {**_TALK, "parallel": {"pp": 2}, "distributed": _OVERLAP}),
@@ -90,6 +92,8 @@ def main() -> None:
             if release < Version("0.13") and _breaks(recipe, layout):
                 continue
             if release < Version("0.15") and recipe.architecture.sinks:
+                continue
+            if release < Version("0.16") and recipe.architecture.delta_net:
                 continue
             buffers = StateBuffers.of(recipe, layout, LOCAL, MegatronCode(release))
             for rank in range(world):

@@ -19,6 +19,17 @@ _BASE = {
     "max_position_embeddings": 256,
 }
 QWEN3 = _BASE | {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 16}
+QWEN3_NEXT = QWEN3 | {
+    "model_type": "qwen3_next",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 32,
+}
 QWEN2_TIED = _BASE | {"model_type": "qwen2", "num_key_value_heads": 2, "tie_word_embeddings": True}
 DEEPSEEK = _BASE | {
     "model_type": "deepseek_v3",

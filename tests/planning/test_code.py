@@ -7,11 +7,12 @@ import pytest
 from packaging.version import Version
 
 from bundle import capabilities
+from bundle.environment.hardware import preset
 from bundle.environment.packages import MegatronCode, SourcePredicate
 from bundle.errors import UsageError
 from bundle.planning import activations, memory, plan_for, problems
 from bundle.recipe import load
-from tests.planning.jobs import job
+from tests.planning.jobs import QWEN3_NEXT, job
 from tests.reference.configs import CONFIGS
 
 SIGNS = [
@@ -50,6 +51,39 @@ def test_gpt_oss_needs_a_release_with_sinks(release_trees: dict[str, Path]) -> N
         made = plan_for(recipe, backend="cpu", mcore=str(root))
         refused = [problem.text for problem in made.problems if "sinks" in problem.text]
         assert bool(refused) == (Version(number) < Version("0.15")), number
+
+
+def test_gated_delta_nets_need_a_release_and_a_backend_that_have_them(
+    release_trees: dict[str, Path],
+) -> None:
+    recipe = job(QWEN3_NEXT)
+    for number, root in release_trees.items():
+        made = plan_for(recipe, backend="cpu", mcore=str(root))
+        refused = [problem.text for problem in made.problems if "gated delta nets" in problem.text]
+        assert bool(refused) == (Version(number) < Version("0.16")), number
+    for backend, wrong in (("cuda", False), ("ascend", True)):
+        reasons = problems.backend_problems(
+            recipe, capabilities.of(backend), preset("h200"), MegatronCode(Version("0.16.1"))
+        )
+        assert any("gated delta nets" in problem.text for problem in reasons) is wrong
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"data": {"packed": True}}, "data.packed"),
+        ({"parallel": {"cp": 2}}, "parallel.cp"),
+        ({"parallel": {"tp": 4, "sequence_parallel": True}}, "linear_num_key_heads 2"),
+        ({"model": {"lora": {"rank": 2, "alpha": 2.0, "targets": ["q_proj"]}}}, "model.lora"),
+        ({"model": {"fp8": {}}}, "model.fp8"),
+        ({"model": {"mtp": {"layers": 1}}}, "model.mtp.layers"),
+        ({"checkpoint": {"export": "hf-fp8"}}, "checkpoint.export"),
+    ],
+)
+def test_what_nobody_computes_of_gated_delta_nets_is_refused_by_its_key(sections: Any, key: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        job(QWEN3_NEXT, **sections)
+    assert key in str(caught.value)
 
 
 def test_what_nobody_computes_of_gpt_oss_is_refused_by_its_key() -> None:

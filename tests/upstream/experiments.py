@@ -8,8 +8,7 @@ import torch
 
 from bundle.engine import Engine
 from bundle.engine.microbatch import from_packing, from_rows
-from bundle.mcore import gpt, known, optimization, routers
-from bundle.mcore.gpt import gated_delta_net
+from bundle.mcore import gated_delta, gpt, known, optimization, routers
 from bundle.mcore.groups import data_parallel_with_context
 from bundle.recipe import Recipe
 from bundle.recipe.alignment import Alignment
@@ -124,7 +123,7 @@ def packed_gated_delta(bench: Bench) -> float:
         config = groups.chunk(DENSE).config
         pack = groups.packed(texts((6, 10)), multiple=1).packed
         try:
-            layer = gated_delta_net(config)
+            layer = gated_delta.alone(config)
         except ImportError:
             return 0.0
         try:

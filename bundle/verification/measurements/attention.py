@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from bundle.capabilities.ascend import ASCEND
-from bundle.mcore import rotary
-from bundle.mcore.gpt import cross_attention, gated_delta_net, with_sinks
+from bundle.mcore import gated_delta, rotary
+from bundle.mcore.gpt import cross_attention, with_sinks
 from bundle.verification.check import NotProvable
 from bundle.verification.numbers import DENSE, LATENT, YARN, Bench, Layout, Numbers, gap, run, texts, worst
 
@@ -127,7 +127,7 @@ def output_norm(bench: Bench) -> float:
     """
     with bench.layout(tp=2) as layout:
         config = layout.chunk(DENSE).config
-        layer = gated_delta_net(config).to(bench.device)
+        layer = gated_delta.alone(config).to(bench.device)
         seen: list[torch.Tensor] = []
 
         def keep(_module: Any, given: Any, output: torch.Tensor) -> None:

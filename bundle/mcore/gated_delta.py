@@ -1,0 +1,154 @@
+"""Gated delta nets, the linear attention of Qwen3-Next and Qwen3.5, in megatron-core's layers (since 0.16).
+
+Megatron's own specs of them are made with Transformer Engine alone. Here a layer's attention gives its
+projections and its norm to a net that takes its place, so that every backend has it of its own layers.
+"""
+
+import copy
+import sys
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
+
+from bundle.architectures import DeltaNet
+from bundle.mcore import known
+
+_EPSILON = 1e-6  # of flash-linear-attention's l2norm
+
+
+def options(net: DeltaNet) -> dict[str, Any]:
+    """The fields of a TransformerConfig that say it."""
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": list(net.layers),
+        "linear_conv_kernel_dim": net.convolution,
+        "linear_key_head_dim": net.key_head_dim,
+        "linear_value_head_dim": net.value_head_dim,
+        "linear_num_key_heads": net.num_key_heads,
+        "linear_num_value_heads": net.num_value_heads,
+    }
+
+
+def delta_net(chunk: Any) -> DeltaNet | None:
+    """The nets of a model chunk, as its config says them; None where it has none."""
+    config = getattr(chunk, "config", None)
+    if config is None or getattr(config, "experimental_attention_variant", None) is None:
+        return None
+    return DeltaNet(
+        num_key_heads=config.linear_num_key_heads,
+        num_value_heads=config.linear_num_value_heads,
+        key_head_dim=config.linear_key_head_dim,
+        value_head_dim=config.linear_value_head_dim,
+        convolution=config.linear_conv_kernel_dim,
+        layers=tuple(config.linear_attention_freq),
+    )
+
+
+def without(config: TransformerConfig) -> TransformerConfig:
+    """The same config of attention alone, of which releases from 0.19 on make specs, and of no other."""
+    if getattr(config, "experimental_attention_variant", None) is not None:
+        config = copy.copy(config)
+        config.experimental_attention_variant = None
+    return config
+
+
+def placed(block: Any, net: DeltaNet, config: TransformerConfig, chunk: int | None) -> Any:
+    """The block spec of model chunk `chunk` (None without interleaving) with its nets for attention."""
+    first = get_transformer_layer_offset(config, **known(get_transformer_layer_offset, vp_stage=chunk))
+    layers = [
+        _with_net(layer) if net.layers[number] else layer
+        for number, layer in enumerate(block.layer_specs, start=first)
+    ]
+    return replace(block, layer_specs=layers)
+
+
+def _with_net(layer: ModuleSpec) -> ModuleSpec:
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
+
+    submodules = layer.submodules
+    attention = submodules.self_attention.submodules
+    parts = GatedDeltaNetSubmodules(
+        attention.linear_qkv, _plain(attention.q_layernorm), attention.linear_proj
+    )
+    # In checkpoints the norm before the net is its projection's, as Transformer Engine has it.
+    keys = {
+        name: key.replace("linear_qkv", "in_proj")
+        for name, key in submodules.sharded_state_dict_keys_map.items()
+    }
+    net = ModuleSpec(module=_kind(), submodules=parts)
+    return replace(
+        layer, submodules=replace(submodules, self_attention=net, sharded_state_dict_keys_map=keys)
+    )
+
+
+def _plain(norm: type) -> type:
+    """The same norm, which multiplies by its weights whatever those of the model do."""
+
+    def made(_: type, config: TransformerConfig, hidden_size: int, eps: float) -> torch.nn.Module:
+        config = copy.copy(config)
+        config.layernorm_zero_centered_gamma = False
+        built: torch.nn.Module = norm(config=config, hidden_size=hidden_size, eps=eps)
+        return built
+
+    return type(f"Plain{norm.__name__}", (), {"__new__": made})
+
+
+@cache
+def _kind() -> Any:
+    """Megatron's class; without flash-linear-attention by torch alone.
+
+    That is what megatron computes where it is asked to be deterministic. It refuses to be built without those
+    kernels, of which the computation needs one norm.
+    """
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+
+    names = {kind.__module__ for kind in GatedDeltaNet.__mro__}
+    (named,) = (found for name in names if "HAVE_FLA" in (found := vars(sys.modules[name])))
+    if named["HAVE_FLA"]:
+        return GatedDeltaNet
+
+    class ByTorch(GatedDeltaNet):  # type: ignore[misc]
+        """The same, deterministic."""
+
+        def __init__(self, config: TransformerConfig, *parts: Any, **more: Any) -> None:
+            config = copy.copy(config)
+            config.deterministic_mode = True
+            named.update(HAVE_FLA=True, l2norm=_l2norm)
+            try:
+                super().__init__(config, *parts, **more)
+            finally:
+                named["HAVE_FLA"] = False
+
+    return ByTorch
+
+
+def _l2norm(x: Tensor) -> Tensor:
+    """`x` over the root of the sum of its squares along the last dimension, which are added up in fp32."""
+    of = x.float()
+    return (of * (of.square().sum(-1, keepdim=True) + _EPSILON).rsqrt()).to(x.dtype)
+
+
+def alone(config: TransformerConfig) -> torch.nn.Module:
+    """A net of four heads by itself, of which this rank has its part: [s, b, h] -> [s, b, h]."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
+
+    config = copy.copy(config)
+    config.sequence_parallel = config.persist_layer_norm = False
+    for name, value in options(DeltaNet(4, 4, 16, 16, 4, ())).items():
+        setattr(config, name, value)
+    made: torch.nn.Module = _kind()(
+        config,
+        GatedDeltaNetSubmodules(ColumnParallelLinear, WrappedTorchNorm, RowParallelLinear),
+        layer_number=1,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    )
+    return made

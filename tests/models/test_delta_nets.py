@@ -1,0 +1,75 @@
+"""Gated delta nets: the parts of their tensors, their first weights, and checkpoints without them."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from bundle.architectures import from_config
+from bundle.architectures.tensors import Tensors, cut
+from bundle.errors import UsageError
+from bundle.models import conversion
+from bundle.models.gpt import initialize
+from bundle.models.naming import Named, Shard
+from bundle.pretrained import Pretrained
+from bundle.pretrained.matching import of_directory
+from tests.planning.jobs import QWEN3_NEXT
+
+NET = from_config(QWEN3_NEXT).delta_net
+AT = "decoder.layers.0.self_attention."
+
+
+def test_ranks_have_the_parts_of_their_own_heads():
+    """Queries and keys are 2 heads of 24, values and gates 4 of 32, each with a beta and an alpha."""
+    rows = torch.tensor([0] * 48 + [1] * 48 + [2] * 128 + [3] * 128 + [4] * 4 + [5] * 4)
+    numbers = torch.stack((rows, torch.arange(len(rows))), 1)
+    how = cut(f"{AT}in_proj.weight", NET)
+    assert how is not None
+    parts = [Shard(how.dim, rank, 2, how.blocks).of(numbers) for rank in range(2)]
+    for kind, width in enumerate((24, 24, 64, 64, 2, 2)):
+        first, second = (part[part[:, 0] == kind, 1] for part in parts)
+        assert len(first) == len(second) == width
+        assert torch.equal(torch.cat((first, second)), numbers[rows == kind, 1])
+    assert torch.equal(Shard(how.dim, 0, 2, how.blocks).joined(parts), numbers)
+    assert cut(f"{AT}out_norm.weight", NET) is None
+    assert cut(f"{AT}conv1d.weight", NET) == ("tp", 0, (48, 48, 128))
+    assert cut(f"{AT}out_proj.weight", NET) == ("tp", 1, (1,))
+    assert cut(f"{AT}A_log", NET) == cut(f"{AT}dt_bias", NET) == ("tp", 0, (1,))
+
+
+def test_first_weights_leave_what_goes_through_norms_as_it_is():
+    names = {
+        "decoder.layers.0.input_layernorm.weight": 0.0,
+        f"{AT}q_layernorm.weight": 0.0,
+        f"{AT}out_norm.weight": 1.0,
+        f"{AT}dt_bias": 1.0,
+    }
+    named = [Named(name, torch.full((8,), 7.0), None) for name in names]
+    decays = [Named(f"{AT}A_log", torch.empty(4), Shard(0, rank, 2)) for rank in range(2)]
+    whole = Named(f"{AT}A_log", torch.empty(8), None)
+    initialize([*named, *decays, whole], seed=3, std=0.02, num_layers=4, centered=True)
+    for item, value in zip(named, names.values(), strict=True):
+        assert torch.equal(item.parameter, torch.full((8,), value)), item.name
+    assert torch.equal(torch.cat([part.parameter for part in decays]), whole.parameter)
+    assert 0.01 <= whole.parameter.exp().min() < whole.parameter.exp().max() <= 16
+
+
+@pytest.mark.parametrize(
+    ("beside", "refused"), [("mtp.layers.0.input_layernorm", ""), ("mtx.norm", "mtx.norm")]
+)
+def test_multi_token_prediction_is_left_out_of_a_directory_that_has_it(tmp_path, beside, refused):
+    table = Tensors(from_config(QWEN3_NEXT))
+    shapes = dict(shape for tensor in table for shape in tensor.published_shapes())
+    shapes[f"{beside}.weight"] = (64,)
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
+    if refused:
+        with pytest.raises(UsageError, match=refused):
+            of_directory(tmp_path, QWEN3_NEXT, table.architecture)
+    else:
+        assert f"{beside}.weight" in of_directory(tmp_path, QWEN3_NEXT, table.architecture).entries
+
+
+def test_megatrons_own_checkpoints_of_them_are_refused(tmp_path):
+    table = Tensors(from_config(QWEN3_NEXT))
+    with pytest.raises(UsageError, match="gated delta nets"):
+        conversion.to_torch_dist(Pretrained(tmp_path, {}), table, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
