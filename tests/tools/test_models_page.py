@@ -6,6 +6,7 @@ from bundle.architectures import SUPPORTED
 from tests.families import record
 from tests.families.loaded import LAYOUTS
 from tests.models.test_loading import LAYOUTS as OF_PREDICTION
+from tests.vision.adapting import LAYOUTS as OF_TOWERS
 from tools.models import EVERY, markdown
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -24,7 +25,8 @@ def test_every_family_has_its_row_and_no_cell_is_empty():
 
 
 def test_what_is_recorded_is_shown():
-    shown = {"forward", "gradients", "exported", *LAYOUTS, *(f"MTP {layout}" for layout in OF_PREDICTION)}
+    shown = {"forward", "gradients", "exported", "FP8", "LoRA", *LAYOUTS}
+    shown |= {f"MTP {layout}" for layout in OF_PREDICTION} | {f"LoRA {layout}" for layout in OF_TOWERS}
     for release, families in record.read().items():
         assert families.keys() <= set(SUPPORTED)
         for seen in families.values():
