@@ -139,10 +139,18 @@ def test_through_a_ray_cluster_of_its_own_two_nodes_train_what_one_trains(bundle
     assert losses(tmp_path / "runs/demo") == pytest.approx(losses(tmp_path / "alone"), rel=1e-6)
 
 
-def test_a_job_that_its_nodes_refuse_ends_with_their_code(bundle):
-    ended = bundle("launch", "slurm", *RECIPE, "--set=data.path=[nowhere.txt]", "--hardware=cpu", "--nodes=1")
-    assert ended.returncode == 2
-    assert "nowhere.txt" in ended.stdout
+def test_a_job_that_its_nodes_refuse_ends_with_their_code(bundle, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("gone before a node has read it")
+    asked = bundle(
+        *("launch", "slurm", *RECIPE, "--set=data.path=[text.txt]", "--hardware=cpu", "--nodes=1"),
+        *("--sbatch=begin=now+5", "--detach"),
+    )
+    text.unlink()
+    assert asked.returncode == 0, asked.stderr
+    handle = asked.stdout.strip()
+    assert bundle("launch", "wait", handle).returncode == 2
+    assert "text.txt" in bundle("launch", "logs", handle).stdout
 
 
 def test_a_recipe_that_cannot_run_is_not_submitted(bundle, tmp_path):
