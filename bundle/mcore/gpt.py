@@ -148,7 +148,7 @@ def _experts(moe: MoE) -> dict[str, Any]:
         "moe_router_topk": moe.topk,
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
         "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
-        "moe_shared_expert_gate": moe.shared_gate,
+        **({"moe_shared_expert_gate": True} if moe.shared_gate else {}),  # a field from 0.16 on
         "moe_layer_freq": list(moe.layer_pattern),
         "moe_router_score_function": moe.score_function,
         "moe_router_pre_softmax": moe.pre_softmax,
