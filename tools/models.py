@@ -43,11 +43,11 @@ gpt-oss needs megatron-core 0.15 or newer, `parallel.etp: 1`, and on cuda unpack
 parallelism: Transformer Engine's kernels take no sinks otherwise. It was run on the cpu alone. Experts are
 read in MXFP4 as published, as the numbers that transformers makes of them, and written in bf16.
 
-Qwen3-Next needs megatron-core 0.16 or newer for its gated delta nets, unpacked rows (`data.packed: false`),
-and `parallel.cp: 1`; adapters, FP8, megatron's own checkpoints (`weights`), NPUs are refused. Without
-flash-linear-attention the nets are computed by torch alone, which costs memory: a plan counts it. It was run
-on the cpu alone; 0.17.1, 0.18.2 and 0.19.2 compute the same. Its multi-token prediction (`mtp.` in files) is
-neither read nor written, as in transformers.
+Qwen3-Next and the text models of Qwen3.5 need megatron-core 0.16 or newer for their gated delta nets,
+unpacked rows (`data.packed: false`) and `parallel.cp: 1`; adapters, FP8, megatron's own checkpoints
+(`weights`) and NPUs are refused. Without flash-linear-attention the nets are computed by torch alone, which
+costs memory: a plan counts it. They were run on the cpu alone; 0.17.1, 0.18.2 and 0.19.2 compute the same.
+Their multi-token prediction (`mtp.` in files) is neither read nor written, as in transformers.
 
 A model that sees images is tried on texts with several, of unequal sizes; gradients are those of the tower
 and of the projector too, in every layout. Either can be frozen, or have a learning rate of its own
@@ -68,6 +68,8 @@ MODELS = {
     "glm4_moe": "GLM-4.5, GLM-4.5-Air",
     "gpt_oss": "gpt-oss-20b, 120b (from 0.15)",
     "qwen3_next": "Qwen3-Next (from 0.16)",
+    "qwen3_5_text": "Qwen3.5, its text model (from 0.16)",
+    "qwen3_5_moe_text": "Qwen3.5-MoE, its text model (from 0.16)",
     "qwen2_5_vl": "Qwen2.5-VL",
     "qwen3_vl": "Qwen3-VL",
     "qwen3_vl_moe": "Qwen3-VL-MoE",
@@ -79,8 +81,8 @@ _LAYOUTS = {
     "ep2": "ep2",
     "packed cp2": "packed cp2",
 }
-_HYBRID = ("qwen3_next",)  # some layers are gated delta nets
-_DENSE = ("llama", "mistral", "qwen2", "mimo", "qwen3", "qwen2_5_vl", "qwen3_vl")
+_HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # some layers are gated delta nets
+_DENSE = ("llama", "mistral", "qwen2", "mimo", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5_text")
 _MTP = ("MTP rows", "MTP tp", "MTP pp", "MTP vpp", "MTP tp ep")
 # Whose linear layers are those of another family, which was run with adapters in their place.
 _LORA_AS = {
@@ -122,7 +124,7 @@ _HEAD = (
 _REFUSED = """\
 ## Not here
 
-Any other `model_type` is refused before anything starts, Qwen3.5 with the reason. In the families above,
+Any other `model_type` is refused before anything starts, Qwen3.5 with its tower too. In the families above,
 windows and biases in o_proj (but for gpt-oss), biases in dense feed-forward layers, mrope in families of
 text, and stretchings other than linear, llama3 and yarn are refused by the name of their key. Of models that
 see images those are left out that come with FP8 or multi-token prediction.

@@ -43,7 +43,7 @@ def _decoder(
     common = {
         "num_layers": keys.integer("num_hidden_layers", most=MOST_LAYERS),
         "hidden_size": hidden,
-        "ffn_hidden_size": keys.integer("intermediate_size"),
+        "ffn_hidden_size": chosen.get("ffn_hidden_size") or keys.integer("intermediate_size"),
         "num_attention_heads": heads,
         "num_query_groups": groups,
         "kv_channels": kv_channels,
@@ -180,10 +180,31 @@ def qwen3_next(keys: Keys) -> Architecture:
     return Architecture("qwen3_next", **base, moe=moe)
 
 
-def _hybrid(keys: Keys, **chosen: Any) -> dict[str, Any]:
+def qwen3_5_text(keys: Keys) -> Architecture:
+    """The decoder of Qwen3.5: that of Qwen3-Next without experts."""
+    return Architecture("qwen3_5_text", **_hybrid(keys, rope=_rope_of_text(keys)))
+
+
+def qwen3_5_moe_text(keys: Keys) -> Architecture:
+    """The decoder of Qwen3.5-MoE: experts in every layer, whose weights for a token always sum to one."""
+    shared = keys.integer("shared_expert_intermediate_size")
+    base = _hybrid(keys, rope=_rope_of_text(keys), ffn_hidden_size=shared)  # there is no dense layer
+    pattern = (1,) * base["num_layers"]
+    moe = _of_layers(keys, pattern, shared_ffn_hidden_size=shared, shared_gate=True)
+    return Architecture("qwen3_5_moe_text", **base, moe=moe)
+
+
+def _rope_of_text(keys: Keys) -> Rope:
+    """Positions in time, height and width, which are one number where there are no images."""
+    stretching = keys.mapping("rope_parameters") or keys.mapping("rope_scaling")
+    read = read_rope(keys, default_fraction=0.25, multimodal="mrope_section" in stretching, interleaved=True)
+    return read._replace(sections=(), interleaved=False)
+
+
+def _hybrid(keys: Keys, rope: Rope | None = None, **chosen: Any) -> dict[str, Any]:
     """The decoder of Qwen3-Next and Qwen3.5."""
     _no_output_bias(keys)
-    rotary = _rotary(read_rope(keys, default_fraction=0.25))
+    rotary = _rotary(rope or read_rope(keys, default_fraction=0.25))
     base = _decoder(
         keys,
         head_dim=256,
@@ -380,6 +401,6 @@ FAMILIES: dict[str, Callable[[Keys], Architecture]] = {
     read.__name__: read
     for read in (
         llama, mistral, mixtral, qwen2, mimo, qwen3, qwen3_moe, deepseek_v2, deepseek_v3, kimi_k2, glm4_moe,
-        gpt_oss, qwen3_next,
+        gpt_oss, qwen3_next, qwen3_5_text, qwen3_5_moe_text,
     )
 }  # fmt: skip

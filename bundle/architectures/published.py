@@ -48,6 +48,7 @@ _HYBRID = {
     "mlp.shared_experts.linear_fc2": "mlp.shared_expert.down_proj",
 }
 _BY_HEADS = {"self_attention.in_proj": "linear_attn.in_proj_{qkvz,ba}"}
+_APART = {"self_attention.in_proj": "linear_attn.in_proj_{qkv,z,b,a}"}
 _STACKED = {
     "mlp.experts.local_experts.#.linear_fc1": "mlp.experts.gate_up_proj",
     "mlp.experts.local_experts.#.linear_fc2": "mlp.experts.down_proj",
@@ -178,6 +179,8 @@ NAMES: dict[str, Names] = {
     "qwen3_next": Names(
         "Qwen3NextForCausalLM", _LAYER | _HYBRID | _BY_HEADS, left_out="mtp.", by_key_heads=True
     ),
+    "qwen3_5_text": Names("Qwen3_5ForCausalLM", _LAYER | _HYBRID | _APART, left_out="mtp."),
+    "qwen3_5_moe_text": Names("Qwen3_5MoeForCausalLM", _LAYER | _HYBRID | _APART, left_out="mtp."),
     "qwen2_5_vl": Names(
         "Qwen2_5_VLForConditionalGeneration",
         vision="visual.",

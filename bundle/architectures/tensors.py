@@ -353,7 +353,8 @@ def _gated_queries(heads: int, width: int) -> Rule:
 
 def _delta_net(a: Architecture, to: _Place, net: DeltaNet) -> Iterator[Tensor]:
     at, heads = "self_attention", net.num_value_heads
-    rule = _by_key_heads(net) if to.names.by_key_heads else Rule("gated", net.widths)
+    apart = Rule("gated", (sum(net.convolved), *net.widths[3:]))
+    rule = _by_key_heads(net) if to.names.by_key_heads else apart
     yield to.tensor(at, (heads,), kind="dt_bias")
     yield to.tensor(at, (heads,), kind="A_log")
     yield to.tensor(f"{at}.in_proj", (sum(net.widths), a.hidden_size), rule)

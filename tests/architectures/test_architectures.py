@@ -188,6 +188,9 @@ def test_glm_rotates_half_a_head():
     assert read.moe and read.moe.groups is None and read.moe.score_function == "sigmoid"
 
 
+HYBRID = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
+
+
 def test_which_layers_of_qwen3_next_have_gated_delta_nets():
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
     config = DENSE | MOE | experts | {"model_type": "qwen3_next", "num_hidden_layers": 6}
@@ -215,9 +218,9 @@ def test_every_family_reads_what_transformers_writes(model_type):
     mapping = pytest.importorskip("transformers.models.auto.configuration_auto").CONFIG_MAPPING
     written = mapping[model_type]().to_dict() | {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1}
     written |= {"head_dim": 64} if "deepseek" in model_type else {"head_dim": 128, "sliding_window": None}
-    if model_type in {"llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt_oss", "qwen3_next"}:
+    if model_type in {"llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt_oss"} | HYBRID:
         written = {k: v for k, v in written.items() if k not in {"n_group", "topk_group"}}
-    if model_type in {"llama", "mistral", "qwen2", "qwen3"}:
+    if model_type in {"llama", "mistral", "qwen2", "qwen3", "qwen3_5_text"}:
         del written["num_experts_per_tok"]
     assert from_config(written).num_layers == written["num_hidden_layers"]
 
@@ -316,7 +319,7 @@ def test_unknown_model_types_list_the_supported_ones():
         from_config({})
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 def test_models_of_gated_delta_nets_are_refused_with_the_reason(family):
     (said,) = violations({"model_type": family})
     assert said.startswith(f"model_type {family}: ") and "gated delta net" in said

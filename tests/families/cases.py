@@ -68,6 +68,10 @@ _LINEAR_ATTENTION = {
     "num_hidden_layers": 4,
 }
 _QWEN3_NEXT = _QWEN3_MOE | _LINEAR_ATTENTION | {"shared_expert_intermediate_size": 36}
+_QWEN3_5 = _SIZES | _LINEAR_ATTENTION | {"full_attention_interval": 2}
+_QWEN3_5_MOE = _QWEN3_NEXT | {"full_attention_interval": 2}
+del _QWEN3_5_MOE["intermediate_size"], _QWEN3_5_MOE["norm_topk_prob"]
+_MROPE = {"rope_type": "default", "mrope_section": [1, 1, 0], "mrope_interleaved": True}
 _ODD_LINEAR = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
 
 
@@ -138,10 +142,13 @@ CASES = (
     _case("gpt_oss", _GPT_OSS, "as published", **_old(_YARN | {"truncate": False})),
     _case("qwen3_next", _QWEN3_NEXT, "in other layers", **_new(_YARN), layer_types=_ODD_LINEAR),
     _case("qwen3_next", _QWEN3_NEXT, "as published", rope_theta=700.0, norm_topk_prob=False),
+    _case("qwen3_5_text", _QWEN3_5, "as published", **_new(_MROPE | {"partial_rotary_factor": 0.25})),
+    _case("qwen3_5_text", _QWEN3_5, "tied", **_new(_YARN), tie_word_embeddings=True),
+    _case("qwen3_5_moe_text", _QWEN3_5_MOE, "as published", **_new(_MROPE | {"partial_rotary_factor": 0.25})),
 )  # fmt: skip
 
 
-_SINCE = {"gpt_oss": "0.15", "qwen3_next": "0.16"}
+_SINCE = {"gpt_oss": "0.15", "qwen3_next": "0.16", "qwen3_5_text": "0.16", "qwen3_5_moe_text": "0.16"}
 
 
 def of_release(release: str) -> tuple[Case, ...]:

@@ -15,9 +15,9 @@ AGREES = 1e-5  # nats
 # A block of FP8 weights is 128 x 128; its numbers, up to 448 times its scale, have 32 between them at most.
 BLOCK, HALF_A_STEP = 128, 16.5 / 448
 OF_GRADIENTS = 2e-5  # of the largest in a tensor; both sides are float32
-# Those of a head's decay add up what nearly cancels: where each weight moves by its last bit, they move by
-# 3e-5 in transformers' own class.
-OF_DECAYS = 1e-4
+# Of models with gated delta nets: where each weight moves by its last bit, transformers' own log-probs
+# move by 4e-5, and gradients of decays, which add up what nearly cancels, by 3e-5.
+OF_NETS, OF_DECAYS = 5e-5, 1e-4
 
 
 @pytest.mark.world
@@ -25,7 +25,8 @@ def test_every_family_computes_what_transformers_does(references, core):
     (said,) = core.world.run("tests.families.rank", 1, str(references), timeout=300)
     found = json.loads(said.splitlines()[-1])
     assert found.keys() == {case.name for case in of_release(core.version)}
-    assert not {name: both for name, both in found.items() if not both[0] <= AGREES}
+    agrees = {case.name: OF_NETS if case.linear else AGREES for case in CASES}
+    assert not {name: both for name, both in found.items() if not both[0] <= agrees[name]}
     bounds = {case.name: OF_DECAYS if case.linear else OF_GRADIENTS for case in CASES}
     assert not {name: both for name, both in found.items() if not both[1] <= bounds[name]}
     note(core.version, "forward", by_family({name: both[0] for name, both in found.items()}))

@@ -110,6 +110,8 @@ def _linear(theirs: Mapping[str, Tensor], linear: str, architecture: Architectur
     """All queries, keys, values, gates, betas and alphas, which transformers has by heads of keys."""
     net = architecture.delta_net
     assert net is not None
+    if f"{linear}in_proj_z.weight" in theirs:
+        return torch.cat([theirs[f"{linear}in_proj_{part}.weight"] for part in ("qkv", "z", "b", "a")])
     many = net.num_value_heads // net.num_key_heads
     sizes = [net.key_head_dim, net.key_head_dim, many * net.value_head_dim, many * net.value_head_dim]
     both = (("in_proj_qkvz", sizes), ("in_proj_ba", [many, many]))
