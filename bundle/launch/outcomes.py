@@ -20,6 +20,8 @@ _log = logging.getLogger(__name__)
 
 # The variable that names the folder of one launch on one node; unset where somebody else started the ranks.
 DIRECTORY = "BUNDLE_OUTCOMES"
+# The variable in which a pod is told the name of its node: its own host name is the pod's.
+KUBERNETES_NODE = "K8S_NODE_NAME"
 AGENT = "agent.pid"
 STOP, HANG = "stop", "hang"
 NOTICED, _LAST_NOTICED = "noticed.log", 4
@@ -57,8 +59,8 @@ def launches_before() -> int:
 
 
 def node_name() -> str:
-    """What this node is called where somebody would leave it out: by Slurm, or by itself."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    """What this node is called where somebody would leave it out: by Slurm, Kubernetes, or itself."""
+    return os.environ.get("SLURMD_NODENAME") or os.environ.get(KUBERNETES_NODE) or socket.gethostname()
 
 
 def directory() -> Path | None:

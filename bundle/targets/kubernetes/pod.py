@@ -10,6 +10,7 @@ from bundle.errors import ExitCode, shown
 from bundle.launch import grace
 from bundle.launch import job as job_file
 from bundle.launch.job import NAME, Job
+from bundle.launch.outcomes import KUBERNETES_NODE
 from bundle.launch.starters import DEFAULT_PORT
 from bundle.targets.kubernetes.options import Options
 
@@ -150,6 +151,7 @@ class Workload(NamedTuple):
             "image": options.image,
             "args": words,
             "workingDir": HOME,
+            "env": [{"name": KUBERNETES_NODE, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}],
             **({"envFrom": [{"secretRef": {"name": options.secret}}]} if options.secret else {}),
             "resources": self.resources,
             "securityContext": {

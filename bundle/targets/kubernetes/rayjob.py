@@ -32,7 +32,7 @@ def rayjob(of: Workload) -> list[dict[str, Any]]:
     container["resources"] = {"limits": _HEAD, "requests": dict(_HEAD)}
     # How long a driver that is told to stop may take for that: Ray itself waits for 3 seconds.
     seconds = head["spec"]["terminationGracePeriodSeconds"]
-    container["env"] = [{"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": str(seconds)}]
+    container["env"].append({"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": str(seconds)})
     (container,) = submitter["spec"]["containers"]
     container["resources"] = {"limits": _SUBMITTER, "requests": dict(_SUBMITTER)}
     del container["args"]

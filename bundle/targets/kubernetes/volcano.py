@@ -69,4 +69,4 @@ def _name_devices(container: dict[str, Any]) -> None:
     """Ascend Docker Runtime mounts what this variable names, which the scheduler writes beside the pod."""
     device = next(iter(container["resources"]["limits"]))
     field = {"fieldRef": {"fieldPath": f"metadata.annotations['{device}']"}}
-    container["env"] = [{"name": "ASCEND_VISIBLE_DEVICES", "valueFrom": field}]
+    container["env"].append({"name": "ASCEND_VISIBLE_DEVICES", "valueFrom": field})

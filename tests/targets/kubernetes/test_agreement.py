@@ -82,6 +82,8 @@ def of_a_pod(pod: dict[str, Any], file: str, decided: dict[str, Any]) -> Iterato
     devices = [n for name, n in amounts["limits"].items() if name.startswith(("nvidia.com", "huawei.com"))]
     if devices != ([] if decided["backend"] == "cpu" else [str(decided["per_node"])]):
         yield "not as many devices as ranks"
+    if "spec.nodeName" not in str(container["env"]):
+        yield "nobody can name the node that a verdict is about"
 
 
 def of_an_indexed_job(objects: Objects, decided: dict[str, Any]) -> Iterator[str]:
@@ -153,7 +155,7 @@ def of_a_volcano_job(top: dict[str, Any], decided: dict[str, Any]) -> Iterator[s
         yield "a pod that fails does not restart the job"
     if decided["backend"] == "ascend":
         container = spec["tasks"][0]["template"]["spec"]["containers"][0]
-        variables = {each["name"]: each["valueFrom"] for each in container.get("env", ())}
+        variables = {each["name"]: each["valueFrom"] for each in container["env"]}
         (asked,) = (name for name in container["resources"]["limits"] if name.startswith("huawei.com/"))
         field = {"fieldRef": {"fieldPath": f"metadata.annotations['{asked}']"}}
         if variables.get("ASCEND_VISIBLE_DEVICES") != field:
@@ -235,7 +237,7 @@ def of_a_rayjob(top: dict[str, Any], decided: dict[str, Any]) -> Iterator[str]:
     for template in (head["template"], group["template"]):
         if template["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"] != waits:
             yield "a pod goes before the job has saved"
-    (variable,) = container["env"]
+    variable = container["env"][-1]
     if variable["name"] != "RAY_JOB_STOP_WAIT_TIME_S" or int(variable["value"]) < 300:
         yield "Ray kills the driver while its nodes save"
     if not spec["shutdownAfterJobFinishes"]:
@@ -277,6 +279,7 @@ BREAKING: list[tuple[str, str, Callable[[Objects], Any]]] = [
     ("job", "about no container", lambda o: container(o).update(name="main")),
     ("job", "no restart mends",
      lambda o: indexed(o)["podFailurePolicy"]["rules"][0]["onExitCodes"].update(values=[1])),
+    ("job", "nobody can name", lambda o: container(o)["env"].clear()),
     ("job", "no volume", lambda o: pods(o)[0][1]["spec"]["volumes"].pop()),
     ("job", "ConfigMap", lambda o: o[0]["metadata"].update(name="old")),
     ("job", "where the pod is told", lambda o: container(o)["args"].__setitem__(1, "--job=/job.json")),
@@ -296,7 +299,7 @@ BREAKING: list[tuple[str, str, Callable[[Objects], Any]]] = [
     ("volcano", "their index", lambda o: o[-1]["spec"]["plugins"].pop("env")),
     ("volcano", "no restart mends", lambda o: o[-1]["spec"]["policies"].reverse()),
     ("volcano", "does not restart", lambda o: o[-1]["spec"]["policies"].pop(3)),
-    ("volcano", "no device", lambda o: container(o).pop("env")),
+    ("volcano", "no device", lambda o: container(o)["env"].pop()),
     ("volcano", "rendezvous",
      lambda o: o[-1]["spec"]["tasks"][0].update(name="x") or container(o)["args"].pop()),
     ("rayjob", "its own", lambda o: o[-1]["spec"].update(entrypoint="cd / && mcore-bundle launch ray")),

@@ -80,7 +80,9 @@ def start(objects: Objects, form: str, index: int, root: Path, home: Path) -> su
     script += [f"cd {container['workingDir']}", 'exec "$@"']
     variables = told(form, name, index)
     words = [re.sub(r"\$\((\w+)\)", lambda of: variables[of[1]], word) for word in container["args"]]
-    variables |= {"HOSTS": str(hosts), "PATH": os.environ["PATH"]}
+    (node,) = container["env"]
+    assert node["valueFrom"] == {"fieldRef": {"fieldPath": "spec.nodeName"}}
+    variables |= {"HOSTS": str(hosts), "PATH": os.environ["PATH"], node["name"]: f"worker-{index}"}
     return subprocess.Popen(
         ["unshare", "--mount", "sh", "-ec", "\n".join(script), "sh", sys.executable, "-m", "bundle", *words],
         env=variables | {"HOME": mounts["home"], "PYTHONPATH": str(Path(__file__).parents[3])},
@@ -97,7 +99,8 @@ def test_the_pods_ask_their_nodes_first(tmp_path):
     pods = [start(objects, "job", index, tmp_path, home) for index in (1, 0)]
     said = [pod.communicate(timeout=300)[0] for pod in pods]
     assert [pod.returncode for pod in pods] == [0, 0], "\n".join(said)
-    assert len((home / "runs/demo/logs" / nodes.FOLDER / "passing.txt").read_text().splitlines()) == 2
+    passing = home / "runs/demo/logs" / nodes.FOLDER / "passing.txt"
+    assert passing.read_text().splitlines() == ["worker-0", "worker-1"]
 
 
 def losses(run: Path) -> dict[int, float]:
