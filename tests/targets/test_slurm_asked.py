@@ -59,7 +59,10 @@ def test_a_job_that_cannot_be_kept_from_the_queue_is_not_told_to_save(tmp_path, 
     assert not (tmp_path / "asked").exists()
 
 
-@pytest.mark.parametrize("name", ["SBATCH_OUTPUT", "SBATCH_ERROR", "SBATCH_WAIT", "SBATCH_ARRAY_INX"])
+@pytest.mark.parametrize(
+    "name",
+    ["SBATCH_OUTPUT", "SBATCH_ERROR", "SBATCH_WAIT", "SBATCH_ARRAY_INX", "SBATCH_TIMELIMIT", "SBATCH_SIGNAL"],
+)
 def test_a_variable_that_wins_over_the_script_is_refused_and_nothing_is_written(
     job, tmp_path, monkeypatch, name
 ):

@@ -14,6 +14,7 @@ _SCRIPT = "a job is one batch script, queued once"
 _PLACE = "`launch stop` and `launch logs` know a job by where its log lies, in its run directory"
 _NUMBER = "sbatch is to queue the job, say its number and end"
 _CLUSTER = "a handle names no cluster: say SLURM_CLUSTERS, which all of Slurm's clients read"
+_TOLD = "a limit is held against the time that a save takes: say --sbatch time=... or --sbatch signal=..."
 # Options that may not be said, by why; another value would start something else than what was checked.
 _DECIDED = {
     **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node"), _LAYOUT),
@@ -29,6 +30,8 @@ _VARIABLES = {
     "SBATCH_ERROR": _PLACE,
     "SBATCH_WAIT": _NUMBER,
     "SBATCH_CLUSTERS": _CLUSTER,
+    "SBATCH_TIMELIMIT": _TOLD,
+    "SBATCH_SIGNAL": _TOLD,
 }
 # Slurm may tell a job to save that much earlier than it was asked to (sbatch's manual page, --signal).
 _EARLIER_SECONDS = 60
