@@ -14,6 +14,7 @@ READY = [name for name in built_in() if name.startswith("sft-")]
 # Billions of parameters where the name does not say them.
 SIZES = {
     "deepseek-v2-lite": 15.7,
+    "deepseek-v2": 236,
     "deepseek-v3": 671,
     "kimi-k2": 1026,
     "glm-4.5-air": 106,
@@ -56,6 +57,15 @@ def test_its_model_has_the_published_size(name: str) -> None:
 def test_a_model_with_a_tower_has_as_many_parameters_as_its_published_files() -> None:
     # Qwen3-VL-8B-Instruct, whose safetensors have 750 tensors.
     assert planned("sft-qwen3-vl-8b-h200").size.parameters == 8_767_123_696
+
+
+def test_every_model_is_ready_for_both_machines_but_where_npus_refuse_it() -> None:
+    models = {name.removeprefix("sft-").rpartition("-")[0] for name in READY}
+    absent = {model for model in models if not {f"sft-{model}-h200", f"sft-{model}-a3"} <= set(READY)}
+    for model in absent:
+        on_npus = load(f"sft-{model}-h200", ["backend=ascend", "devices.per_node=16"])
+        problems = plan_for(on_npus, named="a3", mcore="0.16.1").problems
+        assert any("sinks" in problem.text for problem in problems), model
 
 
 def test_the_depths_that_stages_do_not_divide_are_among_them() -> None:
