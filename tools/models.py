@@ -8,6 +8,8 @@ from packaging.version import Version
 
 from bundle.architectures import SUPPORTED
 from bundle.architectures.published import NAMES
+from bundle.environment.packages import MegatronCode
+from bundle.planning.problems import lacking
 from tools.markdown import table
 
 RECORD = Path(__file__).parents[1] / "tests" / "families" / "record.json"
@@ -36,18 +38,18 @@ Numbers are the largest distance that was seen, in fp32 on the cpu backend:
 - MTP: multi-token prediction, imported from the family's own names and exported under them: its losses
   against a plain model's, on one rank, at tp 2, over uneven and interleaved stages, and at tp 2 x ep 2
 
-A cell that was not run for a release was left out of the run that is recorded, which ended before it: MTP is
-recorded for the default release alone; `make releases` tries the rest, and fails where a number is too large.
+Where a cell says "from", the release has not what the family needs, and a plan refuses it by name. "Not run"
+is what no run has recorded for the release: `make releases` tries it, and fails where a number is too large.
 
-gpt-oss needs megatron-core 0.15 or newer, `parallel.etp: 1`, and on cuda unpacked rows without context
-parallelism: Transformer Engine's kernels take no sinks otherwise. It was run on the cpu alone. Experts are
-read in MXFP4 as published, as the numbers that transformers makes of them, and written in bf16.
+gpt-oss needs `parallel.etp: 1`, and on cuda unpacked rows without context parallelism: Transformer Engine's
+kernels take no sinks otherwise. It was run on the cpu alone. Experts are read in MXFP4 as published, as the
+numbers that transformers makes of them, and written in bf16.
 
-Qwen3-Next and the text models of Qwen3.5 need megatron-core 0.16 or newer for their gated delta nets,
-unpacked rows (`data.packed: false`) and `parallel.cp: 1`; adapters, FP8, megatron's own checkpoints
-(`weights`) and NPUs are refused. Without flash-linear-attention the nets are computed by torch alone, which
-costs memory: a plan counts it. They were run on the cpu alone; 0.17.1, 0.18.2 and 0.19.2 compute the same.
-Their multi-token prediction (`mtp.` in files) is neither read nor written, as in transformers.
+Qwen3-Next and the text models of Qwen3.5 need unpacked rows (`data.packed: false`) and `parallel.cp: 1` for
+their gated delta nets; adapters, FP8, megatron's own checkpoints (`weights`) and NPUs are refused. Without
+flash-linear-attention the nets are computed by torch alone, which costs memory: a plan counts it. They were
+run on the cpu alone. Their multi-token prediction (`mtp.` in files) is neither read nor written, as in
+transformers.
 
 A model that sees images is tried on texts with several, of unequal sizes; gradients are those of the tower
 and of the projector too, in every layout. Either can be frozen, or have a learning rate of its own
@@ -66,10 +68,10 @@ MODELS = {
     "deepseek_v3": "DeepSeek-V3, R1, Moonlight",
     "kimi_k2": "Kimi-K2",
     "glm4_moe": "GLM-4.5, GLM-4.5-Air",
-    "gpt_oss": "gpt-oss-20b, 120b (from 0.15)",
-    "qwen3_next": "Qwen3-Next (from 0.16)",
-    "qwen3_5_text": "Qwen3.5, its text model (from 0.16)",
-    "qwen3_5_moe_text": "Qwen3.5-MoE, its text model (from 0.16)",
+    "gpt_oss": "gpt-oss-20b, 120b",
+    "qwen3_next": "Qwen3-Next",
+    "qwen3_5_text": "Qwen3.5, its text model",
+    "qwen3_5_moe_text": "Qwen3.5-MoE, its text model",
     "qwen2_5_vl": "Qwen2.5-VL",
     "qwen3_vl": "Qwen3-VL",
     "qwen3_vl_moe": "Qwen3-VL-MoE",
@@ -83,7 +85,10 @@ _LAYOUTS = {
 }
 _HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # some layers are gated delta nets
 _DENSE = ("llama", "mistral", "qwen2", "mimo", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5_text")
-_MTP = ("MTP rows", "MTP tp", "MTP pp", "MTP vpp", "MTP tp ep")
+# A cell of several runs is there when all of them are.
+_MTP = ("MTP rows", "MTP tp", "MTP pp", "MTP vpp")
+_MTP_OF_EXPERTS = "MTP tp ep"
+_LORA = ("LoRA one process", "LoRA recomputed pp2", "LoRA tp2 and sequence parallel", "LoRA packed cp2")
 # Whose linear layers are those of another family, which was run with adapters in their place.
 _LORA_AS = {
     "mistral": "llama",
@@ -105,22 +110,12 @@ def markdown() -> str:
     releases = sorted((release for release in record if release != EVERY), key=Version)
     parts = [_INTRODUCTION]
     for release in reversed(releases):
-        parts += [f"## megatron-core {release}\n", table(_HEAD, _rows(record[release], record[EVERY]))]
+        parts += [f"## megatron-core {release}\n", table(_HEAD, _rows(release, record))]
     return "\n".join([*parts, _REFUSED])
 
 
-_HEAD = (
-    "family",
-    "models",
-    "config",
-    "forward",
-    "gradients",
-    *_LAYOUTS.values(),
-    "export",
-    "FP8",
-    "LoRA",
-    "MTP",
-)
+_RUN = ("forward", "gradients", *_LAYOUTS.values(), "export", "FP8", "LoRA", "MTP")
+_HEAD = ("family", "models", "config", *_RUN)
 _REFUSED = """\
 ## Not here
 
@@ -131,21 +126,30 @@ see images those are left out that come with FP8 or multi-token prediction.
 """
 
 
-def _rows(seen: dict[str, Seen], of_configs: dict[str, Seen]) -> Iterator[list[str]]:
+def _rows(release: str, record: dict[str, dict[str, Seen]]) -> Iterator[list[str]]:
+    code = MegatronCode(Version(release))
     for family in SUPPORTED:
-        own = seen.get(family, {})
-        yield [
-            f"`{family}`",
-            MODELS[family],
-            _cell(of_configs.get(family, {}), "config", shown=lambda _: "every field"),
-            _cell(own, "forward"),
-            _cell(own, "gradients"),
-            *(_layout(family, own, layout) for layout in _LAYOUTS),
-            _cell(own, "exported", shown=lambda _: "the same"),
-            _in_fp8(family, own),
-            _adapted(family, own),
-            _prediction(family, own),
-        ]
+        config = _cell(record[EVERY].get(family, {}), "config", shown=lambda _: "every field")
+        lacks = lacking(family, code)
+        cells = (
+            [f"from {lacks.sign.since}"] * len(_RUN)
+            if lacks
+            else run(family, record[release].get(family, {}))
+        )
+        yield [f"`{family}`", MODELS[family], config, *cells]
+
+
+def run(family: str, own: Seen) -> list[str]:
+    """The cells of what a release has shown of a family."""
+    return [
+        _cell(own, "forward"),
+        _cell(own, "gradients"),
+        *(_layout(family, own, layout) for layout in _LAYOUTS),
+        _cell(own, "exported", shown=lambda _: "the same"),
+        _in_fp8(family, own),
+        _adapted(family, own),
+        _prediction(family, own),
+    ]
 
 
 def _cell(own: Seen, what: str, shown: Callable[[float], str] = lambda value: f"{value:.0e}") -> str:
@@ -169,8 +173,7 @@ def _adapted(family: str, own: Seen) -> str:
         return _NO
     if family in _LORA_AS:
         return f"as `{_LORA_AS[family]}`"
-    found = [distance for what, distance in own.items() if what.startswith("LoRA")]
-    return f"{max(found):.0e}" if found else _NOT_RUN
+    return _all(own, *(_LORA if NAMES[family].vision else ("LoRA",)))
 
 
 def _prediction(family: str, own: Seen) -> str:
@@ -178,8 +181,12 @@ def _prediction(family: str, own: Seen) -> str:
         return "left out"
     if NAMES[family].mtp is None:
         return "none published"
-    found = [own[what] for what in _MTP if what in own]
-    return f"{max(found):.0e}" if found else _NOT_RUN
+    return _all(own, *_MTP, *(() if family in _DENSE else (_MTP_OF_EXPERTS,)))
+
+
+def _all(own: Seen, *runs: str) -> str:
+    """The largest of what these runs have shown, if none is missing."""
+    return f"{max(own[run] for run in runs):.0e}" if own.keys() >= set(runs) else _NOT_RUN
 
 
 if __name__ == "__main__":

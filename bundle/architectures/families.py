@@ -141,7 +141,14 @@ def qwen3_moe(keys: Keys, rope: Rope | None = None, *, norm_topk_prob: Any = REQ
     _no_window_in_use(keys)
     _no_output_bias(keys)
     base = _decoder(keys, qk_layernorm=True, **_rotary(rope or read_rope(keys)))
-    moe = _sparse(keys, base["num_layers"], pre_softmax=not keys.flag("norm_topk_prob", norm_topk_prob))
+    # transformers 5 writes num_local_experts for what the published configs call num_experts.
+    name = "num_local_experts" if keys.present("num_local_experts") else "num_experts"
+    moe = _sparse(
+        keys,
+        base["num_layers"],
+        number=name,
+        pre_softmax=not keys.flag("norm_topk_prob", norm_topk_prob),
+    )
     return Architecture("qwen3_moe", **base, moe=moe)
 
 
@@ -154,11 +161,9 @@ def _sparse(keys: Keys, layers: int, **routing: Any) -> MoE:
     )
 
 
-def _of_layers(keys: Keys, pattern: tuple[int, ...], **routing: Any) -> MoE:
-    # transformers 5 writes num_local_experts for what the published configs call num_experts.
-    name = "num_local_experts" if keys.present("num_local_experts") else "num_experts"
+def _of_layers(keys: Keys, pattern: tuple[int, ...], number: str = "num_experts", **routing: Any) -> MoE:
     return MoE(
-        num_experts=keys.integer(name, most=MOST_EXPERTS),
+        num_experts=keys.integer(number, most=MOST_EXPERTS),
         topk=keys.integer("num_experts_per_tok"),
         ffn_hidden_size=keys.integer("moe_intermediate_size"),
         layer_pattern=pattern,
@@ -182,16 +187,27 @@ def qwen3_next(keys: Keys) -> Architecture:
 
 def qwen3_5_text(keys: Keys) -> Architecture:
     """The decoder of Qwen3.5: that of Qwen3-Next without experts."""
+    _as_published(keys)
     return Architecture("qwen3_5_text", **_hybrid(keys, rope=_rope_of_text(keys)))
 
 
 def qwen3_5_moe_text(keys: Keys) -> Architecture:
     """The decoder of Qwen3.5-MoE: experts in every layer, whose weights for a token always sum to one."""
+    _as_published(keys)
     shared = keys.integer("shared_expert_intermediate_size")
     base = _hybrid(keys, rope=_rope_of_text(keys), ffn_hidden_size=shared)  # there is no dense layer
     pattern = (1,) * base["num_layers"]
     moe = _of_layers(keys, pattern, shared_ffn_hidden_size=shared, shared_gate=True)
     return Architecture("qwen3_5_moe_text", **base, moe=moe)
+
+
+def _as_published(keys: Keys) -> None:
+    """What Qwen3.5's configs say besides, of which transformers' class reads nothing."""
+    keys.only("attn_output_gate", True, why="this family's attention has a gate")
+    keys.only("output_gate_type", "swish", why="the nets' gate is a swish")
+    keys.only("mlp_only_layers", [], why="all feed-forward layers of this family are alike")
+    for of_serving in ("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"):
+        keys.value(of_serving)
 
 
 def _rope_of_text(keys: Keys) -> Rope:

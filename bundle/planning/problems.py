@@ -24,6 +24,23 @@ DISCARD_ASKS_FP8 = SourcePredicate("tensor_parallel/random.py", "FP8GlobalStateM
 SHARED_EXPERTS_AGAIN = SourcePredicate("transformer/transformer_config.py", '"shared_experts"', "0.14")
 SINKS = SourcePredicate("transformer/transformer_config.py", "softmax_type", "0.15")
 DELTA_NETS = SourcePredicate("transformer/transformer_config.py", "linear_attention_freq", "0.16")
+
+
+class Need(NamedTuple):
+    """What a family needs that not every supported megatron-core has, and what tells one that has it."""
+
+    what: str
+    sign: SourcePredicate
+
+
+_OF_HYBRIDS = Need("gated delta nets", DELTA_NETS)
+# Every other family is computed with every supported megatron-core.
+NEEDED = {
+    "gpt_oss": Need("learned sinks, windows in some layers and clamped gate", SINKS),
+    "qwen3_next": _OF_HYBRIDS,
+    "qwen3_5_text": _OF_HYBRIDS,
+    "qwen3_5_moe_text": _OF_HYBRIDS,
+}
 # Weights of the layers that multiply in FP8: not the embedding, the output layer, routers and norms.
 _MULTIPLIED = r"(linear_\w+|eh_proj)\.weight\d*$"
 _NUMBERS = r"\.\d+|\d+$"
@@ -34,6 +51,12 @@ class Problem(NamedTuple):
 
     code: ExitCode
     text: str
+
+
+def lacking(family: str, code: MegatronCode) -> Need | None:
+    """What a family needs and this megatron-core has not; None: it computes the family."""
+    need = NEEDED.get(family)
+    return None if need is None or code.has(need.sign) else need
 
 
 def recipe_problem(text: str) -> Problem:
@@ -66,29 +89,19 @@ def backend_problems(
         why = can.fp8_refusal(model.fp8.scaling, model.fp8.format, hardware.generation.value)
         if why is not None:
             yield hardware_problem(f"model.fp8: {why}")
-    if recipe.architecture.sinks and not code.has(SINKS):
+    family = recipe.architecture.model_type
+    if lacks := lacking(family, code):
         yield recipe_problem(
-            f"model.config: megatron-core {code.release} has no learned sinks, windows in some layers and"
-            f" clamped gate ({code.said_by(SINKS)}), which {model.config['model_type']} needs; 0.15 has"
+            f"model.config: megatron-core {code.release} has no {lacks.what} ({code.said_by(lacks.sign)}),"
+            f" which {family} needs; {lacks.sign.since} has"
         )
-    if recipe.architecture.delta_net is not None:
-        yield from _delta_nets(recipe, can, code)
-    yield from _optimizer(recipe, can)
-    yield from _recomputation(recipe, can, code)
-
-
-def _delta_nets(recipe: Recipe, can: Capabilities, code: MegatronCode) -> Iterator[Problem]:
-    family = recipe.model.config["model_type"]
-    if not code.has(DELTA_NETS):
-        yield recipe_problem(
-            f"model.config: megatron-core {code.release} has no gated delta nets"
-            f" ({code.said_by(DELTA_NETS)}), which {family} needs; 0.16 has"
-        )
-    if not can.delta_nets:
+    if recipe.architecture.zero_centered_norms and not can.delta_nets:
         yield recipe_problem(
             f"model.config: gated delta nets, which {family} needs, are not computed on {can.backend}: its"
             " norms know no weights to which one is added"
         )
+    yield from _optimizer(recipe, can)
+    yield from _recomputation(recipe, can, code)
 
 
 def mindspeed_problems(

@@ -209,8 +209,35 @@ def test_which_layers_of_qwen3_next_have_gated_delta_nets():
     assert from_config(config | {"layer_types": [full] * 6}).delta_net is None
     for wrong in ({"layer_types": [linear] * 5}, {"layer_types": ["sliding_attention"] * 6}):
         assert "layer_types" in " ".join(violations(config | wrong))
+    (said_of_experts,) = violations(config | {"num_local_experts": 4})  # which transformers does not read
+    assert said_of_experts.startswith("num_local_experts: unknown key")
     (said_of_heads,) = violations(config | {"linear_num_value_heads": 24})
     assert said_of_heads.startswith("linear_num_value_heads 24")
+
+
+# Of the text sections that the Hub has of Qwen3.5 and 3.6: what transformers' class does not read.
+BESIDE_QWEN3_5 = {
+    "attn_output_gate": True,
+    "output_gate_type": "swish",
+    "full_attention_interval": 4,
+    "mamba_ssm_dtype": "float32",
+    "mlp_only_layers": [],
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+}
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_what_published_configs_of_qwen3_5_say_besides(family):
+    config = DENSE | {"model_type": family, "num_hidden_layers": 4}
+    if "moe" in family:
+        config |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        config |= {"shared_expert_intermediate_size": 24}
+        del config["intermediate_size"]
+    assert from_config(config | BESIDE_QWEN3_5) == from_config(config)
+    for other in ({"attn_output_gate": False}, {"output_gate_type": "sigmoid"}, {"mlp_only_layers": [1]}):
+        (said,) = violations(config | BESIDE_QWEN3_5 | other)
+        assert said.startswith(next(iter(other)))
 
 
 @pytest.mark.parametrize("model_type", [t for t in FAMILIES if t not in {"mimo", "kimi_k2"}])

@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from bundle.environment import packages
+from packaging.version import Version
+
+from bundle.environment.packages import MegatronCode
+from bundle.planning.problems import lacking
 
 LENGTH = 48  # tokens to predict: beyond the original length of every stretching below
 ORIGINAL = 16
@@ -67,11 +70,13 @@ _LINEAR_ATTENTION = {
     "head_dim": 16,
     "num_hidden_layers": 4,
 }
-_QWEN3_NEXT = _QWEN3_MOE | _LINEAR_ATTENTION | {"shared_expert_intermediate_size": 36}
+_QWEN3_NEXT = _QWEN3_MOE | _LINEAR_ATTENTION
+_QWEN3_NEXT |= {"num_experts_per_tok": 3, "shared_expert_intermediate_size": 36}
 _QWEN3_5 = _SIZES | _LINEAR_ATTENTION | {"full_attention_interval": 2}
 _QWEN3_5_MOE = _QWEN3_NEXT | {"full_attention_interval": 2}
 del _QWEN3_5_MOE["intermediate_size"], _QWEN3_5_MOE["norm_topk_prob"]
 _MROPE = {"rope_type": "default", "mrope_section": [1, 1, 0], "mrope_interleaved": True}
+_BESIDE: dict[str, Any] = {"rope_theta": 700.0, "partial_rotary_factor": 0.75}
 _ODD_LINEAR = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
 
 
@@ -140,18 +145,27 @@ CASES = (
     _case("deepseek_v3", _V3, "llama3", **_new(_LLAMA3)),
     _case("gpt_oss", _GPT_OSS, "of other windows", **_new(_YARN), layer_types=_ODD_WINDOWS),
     _case("gpt_oss", _GPT_OSS, "as published", **_old(_YARN | {"truncate": False})),
-    _case("qwen3_next", _QWEN3_NEXT, "in other layers", **_new(_YARN), layer_types=_ODD_LINEAR),
-    _case("qwen3_next", _QWEN3_NEXT, "as published", rope_theta=700.0, norm_topk_prob=False),
+    _case(
+        "qwen3_next", _QWEN3_NEXT, "in other layers", **_new(_YARN), layer_types=_ODD_LINEAR,
+        tie_word_embeddings=True, mlp_only_layers=[1], decoder_sparse_step=2,
+    ),
+    _case(
+        "qwen3_next", _QWEN3_NEXT, "as published", **_BESIDE, norm_topk_prob=False, full_attention_interval=3
+    ),
     _case("qwen3_5_text", _QWEN3_5, "as published", **_new(_MROPE | {"partial_rotary_factor": 0.25})),
-    _case("qwen3_5_text", _QWEN3_5, "tied", **_new(_YARN), tie_word_embeddings=True),
+    _case(
+        "qwen3_5_text", _QWEN3_5, "tied", **_old(_YARN), partial_rotary_factor=0.75, layer_types=_ODD_LINEAR,
+        tie_word_embeddings=True,
+    ),
+    _case(
+        "qwen3_5_moe_text", _QWEN3_5_MOE, "in other words", **_BESIDE, layer_types=_ODD_LINEAR,
+        tie_word_embeddings=True,
+    ),
     _case("qwen3_5_moe_text", _QWEN3_5_MOE, "as published", **_new(_MROPE | {"partial_rotary_factor": 0.25})),
 )  # fmt: skip
 
 
-_SINCE = {"gpt_oss": "0.15", "qwen3_next": "0.16", "qwen3_5_text": "0.16", "qwen3_5_moe_text": "0.16"}
-
-
 def of_release(release: str) -> tuple[Case, ...]:
     """Those that this megatron-core computes."""
-    absent = {family for family, since in _SINCE.items() if packages.within(release, f"<{since}")}
-    return tuple(case for case in CASES if case.family not in absent)
+    code = MegatronCode(Version(release))
+    return tuple(case for case in CASES if lacking(case.family, code) is None)

@@ -11,11 +11,14 @@ from collections.abc import Collection
 from pathlib import Path
 
 import torch
+from packaging.version import Version
 from safetensors.torch import load_file
 
 from bundle import backends, pretrained
 from bundle.architectures.tensors import Tensors
+from bundle.environment.packages import MegatronCode
 from bundle.patches import applying
+from bundle.planning.problems import lacking
 from bundle.pretrained.writing import Published
 from bundle.verification import decide, everything
 from tests import world
@@ -39,7 +42,10 @@ def main(directory: Path, layout: str) -> None:
         if "ep" not in parallel or experts.number(CONFIGS[name])
     ]
     with runtime.megatron():
-        cases = ((name, name) for name in names)
+        import megatron.core
+
+        code = MegatronCode(Version(megatron.core.__version__))
+        cases = ((name, name) for name in names if not lacking(CONFIGS[name]["model_type"], code))
         found = world.each(
             cases, lambda name: compared(name, directory / name, parallel, runtime, packed=form == "thd")
         )

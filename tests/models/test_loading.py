@@ -50,8 +50,8 @@ def write(directory, weights):
 
 @pytest.mark.world
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_rank_has_its_part_of_every_published_tensor(directories, installed, layout):
-    said = installed.world.run("tests.models.loading", LAYOUTS[layout], str(directories), layout, timeout=300)
+def test_every_rank_has_its_part_of_every_published_tensor(directories, core, layout):
+    said = core.world.run("tests.models.loading", LAYOUTS[layout], str(directories), layout, timeout=300)
     for rank in said:
         found = json.loads(rank.splitlines()[-1])
         assert found["compared"] > 100
@@ -60,7 +60,7 @@ def test_every_rank_has_its_part_of_every_published_tensor(directories, installe
         dense = set() if "ep" in layout else {"mimo"}  # experts are divided only where there are any
         assert predicted.keys() == {"deepseek_v3", "kimi_k2", "glm4_moe"} | dense
         assert not {family: far for family, far in predicted.items() if not far <= AGREES_WITH_DOUBLES}
-        note(installed.version, f"MTP {layout}", predicted)
+        note(core.version, f"MTP {layout}", predicted)
 
 
 @pytest.fixture

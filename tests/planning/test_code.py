@@ -53,10 +53,11 @@ def test_gpt_oss_needs_a_release_with_sinks(release_trees: dict[str, Path]) -> N
         assert bool(refused) == (Version(number) < Version("0.15")), number
 
 
+@pytest.mark.parametrize("layers", [None, ["full_attention"] * 4], ids=["nets", "their attention alone"])
 def test_gated_delta_nets_need_a_release_and_a_backend_that_have_them(
-    release_trees: dict[str, Path],
+    release_trees: dict[str, Path], layers: list[str] | None
 ) -> None:
-    recipe = job(QWEN3_NEXT)
+    recipe = job(QWEN3_NEXT | {"layer_types": layers})
     for number, root in release_trees.items():
         made = plan_for(recipe, backend="cpu", mcore=str(root))
         refused = [problem.text for problem in made.problems if "gated delta nets" in problem.text]

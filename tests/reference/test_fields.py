@@ -1,6 +1,12 @@
-"""Every field that a family reads is held by the plain models, refused, or named here as without effect."""
+"""Every field that a family reads is held by the plain models, refused, or named here as without effect.
 
+Models with gated delta nets have no plain one: tests/families holds them against transformers' own class,
+which shows here what a field does.
+"""
+
+import copy
 import functools
+import zlib
 from typing import Any
 
 import pytest
@@ -10,19 +16,22 @@ from bundle.architectures import from_config
 from bundle.architectures.config import ROPE_KINDS, Keys
 from bundle.architectures.families import FAMILIES
 from bundle.errors import UsageError
+from tests.families.cases import CASES
 from tests.families.record import note
 from tests.reference import model, rotary
 from tests.reference.configs import CONFIGS, Config
 from tests.reference.weights import drawn
 from tools.models import EVERY
 
+OF_TRANSFORMERS: dict[str, Config] = {case.name: case.config for case in CASES if case.linear}
+ALL = CONFIGS | OF_TRANSFORMERS
 # What a field has where nobody thinks of it: no config here has it, so that forgetting the field shows.
 USUAL: Config = {
     "hidden_size": 96,
     "intermediate_size": 64,
     "num_hidden_layers": 3,
     "num_attention_heads": 2,
-    "num_key_value_heads": None,
+    "num_key_value_heads": 1,
     "head_dim": 24,
     "vocab_size": 64,
     "rms_norm_eps": 1e-5,
@@ -54,6 +63,13 @@ USUAL: Config = {
     "swiglu_limit": 7.0,
     "sliding_window": 128,
     "layer_types": None,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "shared_expert_intermediate_size": 24,
     "rope_scaling": None,
     "rope_parameters": {"rope_type": "default"},
 }
@@ -78,6 +94,9 @@ REFUSABLE: dict[str, tuple[Any, ...]] = {
     "head_dim": (7,),
     "num_key_value_heads": (1,),
     "partial_rotary_factor": (0.5,),
+    "attn_output_gate": (False,),
+    "output_gate_type": ("sigmoid",),
+    "mlp_only_layers": ([0],),
 }
 SWITCHES: dict[str, Config] = {
     "sliding_window": {"use_sliding_window": True},
@@ -91,11 +110,14 @@ WITHOUT_EFFECT = {
     "output_router_logits": "balancing has an oracle of its own",
     "aux_loss_alpha": "balancing has an oracle of its own",
     "seq_aux": "balancing has an oracle of its own",
+    "mamba_ssm_dtype": "of what servers keep; states are in float32",
+    "mtp_num_hidden_layers": "left out, as transformers does: tests/models/test_delta_nets.py",
+    "mtp_use_dedicated_embeddings": "left out, as transformers does: tests/models/test_delta_nets.py",
 }
 
 
 def own(family: str) -> dict[str, Config]:
-    return {name: config for name, config in CONFIGS.items() if config["model_type"] == family}
+    return {name: config for name, config in ALL.items() if config["model_type"] == family}
 
 
 def taken(config: Config) -> set[str]:
@@ -123,18 +145,36 @@ def is_refusable(config: Config, field: str) -> bool:
 def logits(config: Config) -> torch.Tensor:
     ids = torch.randint(1, 60, (29,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
+        if config["model_type"] in {config["model_type"] for config in OF_TRANSFORMERS.values()}:
+            return of_transformers(config, ids)
         heads = model.heads(config, drawn(config, seed=2), ids)
     return torch.stack(heads)
 
 
+def of_transformers(config: Config, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of its own class, whose weights are drawn by their names."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    settings = transformers.AutoConfig.for_model(**copy.deepcopy(config))  # it writes into what it is given
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        settings, dtype=torch.float32, attn_implementation="eager"
+    )
+    for name, parameter in theirs.named_parameters():
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    found: torch.Tensor = theirs.eval()(ids[None]).logits[0]
+    return found
+
+
 @functools.cache
 def held(name: str) -> torch.Tensor:
-    return logits(CONFIGS[name])
+    return logits(ALL[name])
 
 
 def moves(name: str, changes: Config) -> bool:
-    """Whether the change shows far above what engines may be off."""
-    seen, before = logits(CONFIGS[name] | changes), held(name)
+    """Whether the change shows far above what engines may be off; one that cannot be shows nothing."""
+    if name in OF_TRANSFORMERS and is_refused(ALL[name] | changes, ""):
+        return False
+    seen, before = logits(ALL[name] | changes), held(name)
     if seen.shape != before.shape:
         return True
     return bool((seen - before).abs().max() > 1e-3 * before.abs().max())
@@ -143,6 +183,7 @@ def moves(name: str, changes: Config) -> bool:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_field_is_held(family):
     configs = own(family)
+    assert configs
     fields = set[str]().union(*map(taken, configs.values()))
     forgotten = {
         field

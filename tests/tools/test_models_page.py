@@ -2,12 +2,17 @@
 
 from pathlib import Path
 
+import pytest
+from packaging.version import Version
+
 from bundle.architectures import SUPPORTED
+from bundle.environment.packages import MegatronCode
+from bundle.planning.problems import lacking
 from tests.families import record
 from tests.families.loaded import LAYOUTS
 from tests.models.test_loading import LAYOUTS as OF_PREDICTION
 from tests.vision.adapting import LAYOUTS as OF_TOWERS
-from tools.models import EVERY, markdown
+from tools.models import EVERY, markdown, run
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
@@ -29,8 +34,25 @@ def test_what_is_recorded_is_shown():
     shown |= {f"MTP {layout}" for layout in OF_PREDICTION} | {f"LoRA {layout}" for layout in OF_TOWERS}
     for release, families in record.read().items():
         assert families.keys() <= set(SUPPORTED)
+        code = None if release == EVERY else MegatronCode(Version(release))
+        refused = {family for family in families if code and lacking(family, code)}
+        assert not refused, f"{release} takes none of these: they were run with another release"
         for seen in families.values():
             assert seen.keys() <= ({"config"} if release == EVERY else shown)
+
+
+@pytest.mark.parametrize(
+    ("family", "column", "runs"),
+    [
+        ("qwen3_vl", -2, [f"LoRA {layout}" for layout in OF_TOWERS]),
+        ("glm4_moe", -1, [f"MTP {layout}" for layout in OF_PREDICTION]),
+        ("mimo", -1, [f"MTP {layout}" for layout in OF_PREDICTION if "ep" not in layout]),
+    ],
+)
+def test_a_cell_of_several_runs_wants_all_of_them(family, column, runs):
+    assert run(family, dict.fromkeys(runs, 2e-8))[column] == "2e-08"
+    for missing in runs:
+        assert run(family, {what: 2e-8 for what in runs if what != missing})[column] == "not run"
 
 
 def test_only_runs_that_are_for_the_record_change_it(tmp_path, monkeypatch):
