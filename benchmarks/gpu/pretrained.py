@@ -2,10 +2,10 @@
 
 python -m benchmarks.gpu.pretrained [--backends cpu cuda] [--only RECIPE...]
 
-For latent attention with experts and MTP, and for grouped queries: a few steps on the cpu, exported. Each
-backend then begins with that directory, takes one step in fp32 with a learning rate that moves no weight,
-and exports. Ends with 1 where a backend's losses are not the first one's, within `NATS`, or where a tensor
-that it writes is not bit by bit the one that it read.
+For latent attention with experts and MTP, for grouped queries, and for gated delta nets with experts: a few
+steps on the cpu, exported. Each backend then begins with that directory, takes one step in fp32 with a
+learning rate that moves no weight, and exports. Ends with 1 where a backend's losses are not the first one's,
+within `NATS`, or where a tensor that it writes is not bit by bit the one that it read.
 """
 
 import argparse
@@ -18,7 +18,12 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-RECIPES = ("demo", "qwen3-cp2-packed")
+# What `train` is given by what it is called here.
+RECIPES = {
+    "demo": "demo",
+    "qwen3-cp2-packed": "qwen3-cp2-packed",
+    "hybrid": str(Path(__file__).with_name("hybrid.yaml")),
+}
 NATS = 1e-3
 _ALIKE = ("parallel={}", "model.dtype=fp32", "data.validation=0", "checkpoint.export=hf")
 # No fp32 weight feels 1e-30 of an update; the steering bias moves by its own rate.
@@ -34,7 +39,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--backends", nargs="+", default=["cpu", "cuda"])
-    parser.add_argument("--only", nargs="+", default=RECIPES, choices=RECIPES)
+    parser.add_argument("--only", nargs="+", default=list(RECIPES), choices=RECIPES)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         return max([judged(recipe, given.backends, Path(scratch) / recipe) for recipe in given.only])
@@ -65,7 +70,16 @@ def judged(recipe: str, backends: list[str], scratch: Path) -> int:
 def train(recipe: str, backend: str, directory: Path, *overrides: str) -> None:
     """Trains in `directory`. Raises CalledProcessError with what was written to the terminal."""
     sets = [word for each in (*_ALIKE, f"backend={backend}", *overrides) for word in ("--set", each)]
-    command = [sys.executable, "-m", "bundle", "train", recipe, "--run-directory", str(directory), *sets]
+    command = [
+        sys.executable,
+        "-m",
+        "bundle",
+        "train",
+        RECIPES[recipe],
+        "--run-directory",
+        str(directory),
+        *sets,
+    ]
     environment = os.environ | {"NVIDIA_TF32_OVERRIDE": "0"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if ended.returncode:

@@ -103,16 +103,17 @@ def _plain(norm: type) -> type:
 
 @cache
 def _kind() -> Any:
-    """Megatron's class; without flash-linear-attention by torch alone.
+    """Megatron's class; on the cpu and without flash-linear-attention by torch alone.
 
     That is what megatron computes where it is asked to be deterministic. It refuses to be built without those
-    kernels, of which the computation needs one norm.
+    kernels, which are a GPU's; of them the computation needs one norm.
     """
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 
     names = {kind.__module__ for kind in GatedDeltaNet.__mro__}
     (named,) = (found for name in names if "HAVE_FLA" in (found := vars(sys.modules[name])))
-    if named["HAVE_FLA"]:
+    there = named["HAVE_FLA"]
+    if there and torch.empty(0, device=torch.cuda.current_device()).is_cuda:
         return GatedDeltaNet
 
     class ByTorch(GatedDeltaNet):  # type: ignore[misc]
@@ -125,7 +126,7 @@ def _kind() -> Any:
             try:
                 super().__init__(config, *parts, **more)
             finally:
-                named["HAVE_FLA"] = False
+                named["HAVE_FLA"] = there
 
     return ByTorch
 

@@ -207,6 +207,7 @@ def plan_on(
         _caution(can, installed),
         _triton(can, target, decided),
         _mindspeed(recipe, can, target),
+        _delta_nets(recipe, can),
     )
     environment = can.variables(recipe.features, nodes, recipe.environment)
     problems = (
@@ -234,6 +235,16 @@ def plan_on(
         environment=environment,
         notes=(*notes, *hardware.notes, *filter(None, own)),
         problems=tuple(sorted(problems, key=lambda problem: _ORDER.index(problem.code))),
+    )
+
+
+def _delta_nets(recipe: Recipe, can: Capabilities) -> str:
+    """What computes gated delta nets where that depends on what ranks can import."""
+    if recipe.architecture.delta_net is None or can.backend == "cpu" or not can.delta_nets:
+        return ""
+    return (
+        "gated delta nets: torch alone computes them, slowly, and keeps what is counted; where ranks can"
+        " import flash-linear-attention (fla), its kernels do, which nobody has tried here"
     )
 
 

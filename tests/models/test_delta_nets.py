@@ -7,6 +7,7 @@ from safetensors.torch import save_file
 from bundle.architectures import from_config
 from bundle.architectures.tensors import Tensors, cut
 from bundle.errors import UsageError
+from bundle.mcore import gated_delta
 from bundle.models import conversion
 from bundle.models.gpt import initialize
 from bundle.models.naming import Named, Shard
@@ -34,6 +35,14 @@ def test_ranks_have_the_parts_of_their_own_heads():
     assert cut(f"{AT}conv1d.weight", NET) == ("tp", 0, (48, 48, 128))
     assert cut(f"{AT}out_proj.weight", NET) == ("tp", 1, (1,))
     assert cut(f"{AT}A_log", NET) == cut(f"{AT}dt_bias", NET) == ("tp", 0, (1,))
+
+
+@pytest.mark.usefixtures("megatron")
+def test_kernels_of_gpus_are_not_called_on_the_cpu(monkeypatch):
+    """Where flash-linear-attention can be imported, too."""
+    theirs = pytest.importorskip("megatron.core.ssm.gated_delta_net")
+    monkeypatch.setattr(theirs, "HAVE_FLA", True)
+    assert gated_delta._kind.__wrapped__() is not theirs.GatedDeltaNet
 
 
 def test_first_weights_leave_what_goes_through_norms_as_it_is():

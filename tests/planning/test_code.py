@@ -62,6 +62,9 @@ def test_gated_delta_nets_need_a_release_and_a_backend_that_have_them(
         made = plan_for(recipe, backend="cpu", mcore=str(root))
         refused = [problem.text for problem in made.problems if "gated delta nets" in problem.text]
         assert bool(refused) == (Version(number) < Version("0.16")), number
+    said = plan_for(recipe, backend="cuda", named="h200", mcore="0.16.1").notes
+    assert any("flash-linear-attention" in note for note in said) is (layers is None)
+    assert not any("flash-linear-attention" in note for note in plan_for(recipe, backend="cpu").notes)
     for backend, wrong in (("cuda", False), ("ascend", True)):
         reasons = problems.backend_problems(
             recipe, capabilities.of(backend), preset("h200"), MegatronCode(Version("0.16.1"))
