@@ -7,6 +7,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
 from bundle.errors import UsageError
 
+LOCK = ".lock"  # in the run directory; it is held for as long as ranks write there
+
 
 def _possible(path: Path) -> Path:
     if "\0" in str(path):

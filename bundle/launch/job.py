@@ -39,7 +39,6 @@ from bundle.planning.plan import with_kernel
 from bundle.recipe import Recipe, from_mapping
 
 NAME = "job.json"
-LOCK = ".lock"  # in the run directory; it is held for as long as ranks write there
 FORMAT, VERSION = "mcore-bundle job", 1
 UNDECIDED: Final = "undecided"
 LARGEST = 1 << 24

@@ -15,6 +15,7 @@ from bundle.fp8 import SCALINGS, Format, Scaling
 from bundle.recipe.alignment import Alignment
 from bundle.recipe.data import Data
 from bundle.recipe.section import (
+    Completed,
     Count,
     Names,
     NotNegative,
@@ -52,7 +53,7 @@ FREE_ON_RESUME = (
 )
 
 
-class FP8(Section):
+class FP8(Completed):
     """FP8 matrix products: Transformer Engine's on GPUs, emulated on the cpu backend."""
 
     scaling: Scaling = Field(
@@ -71,7 +72,7 @@ class FP8(Section):
         return {"format": named[0] if named else "hybrid"}
 
 
-class Recompute(Section):
+class Recompute(Completed):
     """Activations computed again in the backward pass instead of being kept."""
 
     granularity: Literal["full", "selective"] = Field(description="Whole layers, or only the named modules.")
@@ -265,7 +266,7 @@ class BackendOptions(Section):
     )
 
 
-class Recipe(Section):
+class Recipe(Completed):
     """Everything a job is asked to do. `bundle.recipe.load` makes it and checks the rules."""
 
     name: str = Field(

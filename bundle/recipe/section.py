@@ -35,6 +35,14 @@ class Section(BaseModel):
                     named = "NAME." if get_origin(of.annotation) is dict else ""
                     yield from kind.key_paths(f"{key}.{named}")
 
+    def dump(self) -> dict[str, Any]:
+        """The section as plain JSON values, every key present."""
+        return self.model_dump(mode="json", by_alias=True)
+
+
+class Completed(Section):
+    """A section some of whose keys follow others of it, where they are left out."""
+
     @classmethod
     def followers(cls, given: dict[str, Any]) -> dict[str, Any]:
         """What keys that were left out, or are null, are by what was given for others."""
@@ -46,10 +54,6 @@ class Section(BaseModel):
         if not isinstance(given, dict):
             return given
         return given | {key: value for key, value in cls.followers(given).items() if given.get(key) is None}
-
-    def dump(self) -> dict[str, Any]:
-        """The section as plain JSON values, every key present."""
-        return self.model_dump(mode="json", by_alias=True)
 
 
 def or_null(schema: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from bundle.environment import MOST_PER_NODE
 from bundle.recipe.section import (
     LISTED,
+    Completed,
     Count,
     CountOrZero,
     NotNegative,
@@ -30,7 +31,7 @@ class Devices(Section):
     )
 
 
-class Parallel(Section):
+class Parallel(Completed):
     """Sizes of the parallel groups: pp x dp x cp x tp ranks, for experts pp x expert dp x ep x etp."""
 
     tp: Count = Field(default=1, description="Tensor parallel size.")
@@ -199,7 +200,7 @@ class Train(Section):
         return self.steps is not None and other.steps is not None and self.steps > other.steps
 
 
-class Optimizer(Section):
+class Optimizer(Completed):
     """The optimizer, by megatron-core's names, and the learning rate of each step."""
 
     name: Literal["adam", "sgd"] = Field(

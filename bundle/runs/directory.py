@@ -15,8 +15,7 @@ from bundle import files
 from bundle.checkpoints import manifest, state
 from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.errors import UsageError
-from bundle.launch import Start
-from bundle.launch.job import LOCK
+from bundle.launch import LOCK, Start
 from bundle.planning.inputs import Weights, problems_of, weights
 from bundle.recipe import Recipe, differences, load
 from bundle.recipe.document import written

@@ -60,7 +60,7 @@ def test_a_verb_that_starts_no_rank_loads_nothing_that_watches_ranks():
     found = modules("-m", "bundle", "plan", "demo")
     assert "bundle.launch.command" in found
     assert not found & {
-        f"bundle.launch.{name}" for name in ("process", "verdict", "evidence", "hang", "causes")
+        f"bundle.launch.{name}" for name in ("job", "process", "verdict", "evidence", "hang", "causes")
     }
 
 
@@ -68,10 +68,22 @@ def test_one_validator_makes_every_section_of_a_recipe():
     program = (
         "from bundle.recipe import load, section, sections; made = load('demo'); "
         "assert isinstance(made.optimizer, sections.Optimizer); "
-        "print([of.__name__ for of in section.Section.__subclasses__() if of.__pydantic_complete__])"
+        "every = section.Section.__subclasses__() + section.Completed.__subclasses__(); "
+        "print([of.__name__ for of in every if of.__pydantic_complete__])"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert ran.stdout == "['Recipe']\n", ran.stderr[-2000:]
+
+
+def test_no_collection_looks_through_what_the_import_of_a_verb_makes():
+    program = (
+        "import gc, bundle.cli; group = bundle.cli.typer.main.get_command(bundle.cli.app); seen = []; "
+        "gc.callbacks.append(lambda phase, info: seen.append(phase)); group.get_command(None, 'plan'); "
+        "gc.callbacks.clear(); from bundle.cli.plan import plan; "
+        "print(len(seen) < 10, any(each is plan for each in gc.get_objects()), gc.isenabled())"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ran.stdout == "True False True\n", ran.stderr[-2000:]
 
 
 def test_what_the_measure_can_see():

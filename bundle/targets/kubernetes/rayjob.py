@@ -8,7 +8,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from bundle.launch.job import LOCK, NAME
+from bundle.launch import LOCK
+from bundle.launch.job import NAME
 from bundle.targets import ray
 from bundle.targets.kubernetes.pod import HOME, INSTANCE, JOB, Workload
 
