@@ -67,7 +67,6 @@ class SearchPath(NamedTuple):
         Of the finders that are installed in this interpreter only those of editable installs are asked: any
         other may do more than look.
         """
-        PathFinder.invalidate_caches()
         # By its last part: a namespace would look for its parent among the modules that were imported.
         within = self.names if parent is None else parent.places
         last = name.rpartition(".")[2]
@@ -130,7 +129,8 @@ def own() -> SearchPath:
 
 
 def search_path(paths: Sequence[str], python_path: str, cwd: Path) -> SearchPath:
-    """The search path whose entries are `paths` ("" is `cwd`), each with its origin."""
+    """The search path whose entries are `paths` ("" is `cwd`), each with its origin, as they are by now."""
+    PathFinder.invalidate_caches()
     names = dict.fromkeys(path if path.startswith(EDITABLE) else str(cwd / path) for path in paths)
     directories = [Path(name) for name in names if not name.startswith(EDITABLE)]
     named = {cwd / path for path in python_path.split(os.pathsep) if path}

@@ -21,6 +21,7 @@ vocabulary too) and what recomputation does again. This is what model FLOPs util
 among the parameters, and not in the FLOPs: what it computes follows from images, not from tokens.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
@@ -65,6 +66,7 @@ class Parameter(NamedTuple):
         return math.prod(self.shape)
 
 
+@functools.lru_cache(maxsize=64)  # a plan asks for those of a chunk three times and more
 def parameters(
     architecture: Architecture, parallel: Parallel, chunk: Chunk, traits: LayerTraits
 ) -> tuple[Parameter, ...]:
