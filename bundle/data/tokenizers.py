@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bundle.errors import EnvironmentUnfit, UsageError
-from bundle.planning.inputs import unread_tokenizer
+from bundle.pretrained.directory import unread_tokenizer
 from bundle.recipe.data import BYTE_VOCABULARY
 
 Tokens = NDArray[np.uint32]

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 from bundle import files, pretrained
 from bundle.errors import UsageError
 from bundle.planning.problems import Problem, hardware_problem, recipe_problem
-from bundle.pretrained.directory import has_tokenizer
+from bundle.pretrained.directory import has_tokenizer, unread_tokenizer
 from bundle.recipe import Recipe
 
-_TIKTOKEN = ("tiktoken.model", "*.tiktoken")
 _TOKENIZER_BYTES = 2**28  # published ones have some 2**25
 
 STDLIB = "stdlib"
@@ -105,18 +104,6 @@ def _tokenizer(recipe: Recipe) -> Iterator[Problem]:
         yield recipe_problem(
             f"data.tokenizer: {place} has ids up to {highest}, the model's vocab_size is {vocabulary}"
         )
-
-
-def unread_tokenizer(directory: Path) -> str | None:
-    """Why the tokenizer of a directory is none that can be read, where its files are tiktoken's."""
-    found = sorted(path for pattern in _TIKTOKEN for path in directory.glob(pattern))
-    if not found or files.is_file(directory / "tokenizer.json"):
-        return None
-    return (
-        f"{found[0]} is tiktoken's, and how it cuts texts stands in code beside it, which is never run;"
-        " name a directory with a tokenizer.json that is made of it, as docs/pretrained.md says under"
-        ' "A tokenizer of tiktoken\'s"'
-    )
 
 
 def _highest_id(path: Path) -> int:

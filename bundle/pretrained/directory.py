@@ -29,6 +29,7 @@ FP8, SCALE = "F8_E4M3", "_scale_inv"
 MXFP4, MX_BLOCKS, MX_SCALES, MX_SIZE = "MXFP4", "_blocks", "_scales", 32
 # What a directory of a tokenizer has at least one of.
 TOKENIZER = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+_TIKTOKEN = ("tiktoken.model", "*.tiktoken")
 _OTHERS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf")
 
 
@@ -115,6 +116,18 @@ def weights_in(directory: Path) -> Pretrained | None:
 def has_tokenizer(directory: Path) -> bool:
     """Whether there is one in a directory; its files are not looked at."""
     return any(files.is_file(path) for pattern in TOKENIZER for path in directory.glob(pattern))
+
+
+def unread_tokenizer(directory: Path) -> str | None:
+    """Why the tokenizer of a directory is none that can be read, where its files are tiktoken's."""
+    found = sorted(path for pattern in _TIKTOKEN for path in directory.glob(pattern))
+    if not found or files.is_file(directory / "tokenizer.json"):
+        return None
+    return (
+        f"{found[0]} is tiktoken's, and how it cuts texts stands in code beside it, which is never run;"
+        " name a directory with a tokenizer.json that is made of it, as docs/pretrained.md says under"
+        ' "A tokenizer of tiktoken\'s"'
+    )
 
 
 def summarized(violations: list[str], most: int = 100) -> list[str]:
