@@ -47,14 +47,14 @@ def main() -> int:
 
 def judged(recipe: str, backends: list[str], scratch: Path) -> int:
     """1 where a claim about `recipe` does not hold; a line of numbers for each backend."""
-    train(recipe, "cpu", scratch / "origin", "train.steps=5", "optimizer.warmup_steps=0")
+    train(RECIPES[recipe], "cpu", scratch / "origin", "train.steps=5", "optimizer.warmup_steps=0")
     origin = scratch / "origin" / "hf"
     still = _STILL + (_STEERED if recipe == "demo" else ())
     losses: list[list[float]] = []
     failed = 0
     for backend in backends:
         directory = scratch / backend
-        train(recipe, backend, directory, f"model.path={origin}", "model.config={}", *still)
+        train(RECIPES[recipe], backend, directory, f"model.path={origin}", "model.config={}", *still)
         losses.append(first_losses(directory))
         gap = max(abs(one - other) for one, other in zip(losses[0], losses[-1], strict=True))
         compared, other = differences(origin, directory / "hf")
@@ -68,14 +68,14 @@ def judged(recipe: str, backends: list[str], scratch: Path) -> int:
 
 
 def train(recipe: str, backend: str, directory: Path, *overrides: str) -> None:
-    """Trains in `directory`. Raises CalledProcessError with what was written to the terminal."""
+    """Trains in `directory`, by a recipe's name or file. Raises CalledProcessError with what it wrote."""
     sets = [word for each in (*_ALIKE, f"backend={backend}", *overrides) for word in ("--set", each)]
     command = [
         sys.executable,
         "-m",
         "bundle",
         "train",
-        RECIPES[recipe],
+        recipe,
         "--run-directory",
         str(directory),
         *sets,
