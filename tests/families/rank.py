@@ -1,8 +1,8 @@
 """How far our models are from transformers' numbers.
 
 python -m tests.families.rank DIRECTORY (what `reference.write` left, by case) prints an object: case -> the
-largest distance of a log-probability, an entropy or the loss [nats], and that of a gradient, relative to the
-largest number of its tensor.
+largest distance of a log-probability, an entropy or the loss [nats], that of a gradient, relative to the
+largest number of its tensor, and that of a gradient of decays, of which only gated delta nets have any.
 """
 
 import json
@@ -17,6 +17,8 @@ from bundle.verification import decide, everything
 from tests import world
 from tests.families import reference, weights
 from tests.families.cases import Case, of_release
+
+DECAYS = ("A_log", "dt_bias")
 
 
 def main(directory: Path) -> None:
@@ -33,7 +35,7 @@ def main(directory: Path) -> None:
     print(json.dumps(found))
 
 
-def distance(case: Case, directory: Path, runtime) -> tuple[float, float]:
+def distance(case: Case, directory: Path, runtime) -> tuple[float, float, float]:
     from bundle.engine import Engine
     from bundle.engine.microbatch import from_rows
     from bundle.mcore import groups
@@ -66,24 +68,25 @@ def distance(case: Case, directory: Path, runtime) -> tuple[float, float]:
         "entropy": scores.entropy[0],
         "loss": torch.tensor([engine.take_losses().main]),
     }
-    gradient = of_gradients(engine, reference.tensors(directory / reference.GRADIENTS))
+    gradients = of_gradients(engine, reference.tensors(directory / reference.GRADIENTS))
     groups.destroy()
-    return max(float((seen[name] - wanted[name]).abs().max()) for name in seen), gradient
+    return max(float((seen[name] - wanted[name]).abs().max()) for name in seen), *gradients
 
 
-def of_gradients(engine, theirs: dict[str, torch.Tensor]) -> float:
-    """How far our gradients are from theirs; those of the padding of the vocabulary are to be zero."""
+def of_gradients(engine, theirs: dict[str, torch.Tensor]) -> tuple[float, float]:
+    """How far our gradients are from theirs, and those of decays; the padded vocabulary's are to be zero."""
     from bundle.models import naming
 
     (model,) = engine.models
-    found = []
+    found, decays = [torch.zeros(())], [torch.zeros(())]
     for named in naming.parameters(model, engine.groups):
         wanted = weights.ours(named.name, theirs, engine.recipe.architecture)
         seen = named.parameter.main_grad
         padding = seen[len(wanted) :].abs().sum()
         largest = wanted.abs().max().clamp(min=1e-20)  # no token has met every expert
-        found.append((seen[: len(wanted)] - wanted).abs().max() / largest + padding)
-    return float(torch.stack(found).max())  # not a number where one is
+        far = (seen[: len(wanted)] - wanted).abs().max() / largest + padding
+        (decays if named.name.endswith(DECAYS) else found).append(far)
+    return float(torch.stack(found).max()), float(torch.stack(decays).max())  # not a number where one is
 
 
 def fill(engine, theirs: dict[str, torch.Tensor]) -> None:

@@ -16,8 +16,8 @@ AGREES = 1e-5  # nats
 BLOCK, HALF_A_STEP = 128, 16.5 / 448
 OF_GRADIENTS = 2e-5  # of the largest in a tensor; both sides are float32
 # Of models with gated delta nets: where each weight moves by its last bit, transformers' own log-probs
-# move by 4e-5, and gradients of decays, which add up what nearly cancels, by 3e-5.
-OF_NETS, OF_DECAYS = 5e-5, 1e-4
+# move by 4e-5, and gradients of decays, which add up what nearly cancels, by 9e-5.
+OF_NETS, OF_DECAYS = 5e-5, 3e-4
 
 
 @pytest.mark.world
@@ -26,11 +26,12 @@ def test_every_family_computes_what_transformers_does(references, core):
     found = json.loads(said.splitlines()[-1])
     assert found.keys() == {case.name for case in of_release(core.version)}
     agrees = {case.name: OF_NETS if case.linear else AGREES for case in CASES}
-    assert not {name: both for name, both in found.items() if not both[0] <= agrees[name]}
-    bounds = {case.name: OF_DECAYS if case.linear else OF_GRADIENTS for case in CASES}
-    assert not {name: both for name, both in found.items() if not both[1] <= bounds[name]}
-    note(core.version, "forward", by_family({name: both[0] for name, both in found.items()}))
-    note(core.version, "gradients", by_family({name: both[1] for name, both in found.items()}))
+    assert not {name: far for name, far in found.items() if not far[0] <= agrees[name]}
+    bounds = {case.name: OF_NETS if case.linear else OF_GRADIENTS for case in CASES}
+    assert not {name: far for name, far in found.items() if not far[1] <= bounds[name]}
+    assert not {name: far for name, far in found.items() if not far[2] <= OF_DECAYS}
+    note(core.version, "forward", by_family({name: far[0] for name, far in found.items()}))
+    note(core.version, "gradients", by_family({name: max(far[1:]) for name, far in found.items()}))
 
 
 @pytest.mark.world

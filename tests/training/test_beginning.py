@@ -1,8 +1,10 @@
 """What training begins with: the weights of model.path, random ones, or a checkpoint; what it exports."""
 
 import json
+import random
 import re
 import shutil
+import string
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -191,3 +193,33 @@ def test_adapters_do_not_go_on_beside_other_weights(tmp_path):
     assert set(re.findall(r"(model-\S+) is another one", said)) == {file.name}
     file.write_bytes(before)
     assert "goes on after step 2" in train(run, model, *longer, *two[1:], flags=["--resume"])  # on one rank
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("name", ["qwen3_next as published", "qwen3_5_moe_text as published"])
+def test_gated_delta_nets_go_on_where_they_were_in_another_layout_too_and_are_exported(tmp_path, name):
+    pytest.importorskip("megatron.core.ssm.gated_delta_net")
+    transformers = pytest.importorskip("transformers")
+    model, whole, halves, stages = (tmp_path / of for of in ("model", "whole", "halves", "stages"))
+    case = next(case for case in CASES if case.name == name)
+    reference.write(case.__class__(name, case.config | {"vocab_size": 258}), model)
+    text, held = tmp_path / "text.txt", tmp_path / "held.txt"
+    text.write_text("".join(random.Random(1).choices(string.ascii_lowercase, k=20_000)))  # no samples alike
+    held.write_text(_TEXT)
+    data = (f"data.path=[{text}]", f"data.validation_sets={{held: {{path: [{held}]}}}}")
+    tensors, pipeline = ("parallel={tp: 2, sequence_parallel: true}", "parallel={pp: 2}")
+    longer, export = "train.steps=4", "checkpoint.export=hf"
+
+    train(whole, model, *data, tensors, longer)
+    train(halves, model, *data, tensors, "train.steps=2")
+    shutil.copytree(halves, stages)
+    undisturbed = noted(whole, "train/loss")
+    assert len(set(undisturbed)) == 4
+    train(halves, model, *data, tensors, longer, flags=["--resume"])
+    assert noted(halves, "train/loss") == undisturbed
+    said = train(stages, model, *data, pipeline, longer, export, flags=["--resume"])
+    assert "goes on after step 2" in said
+    assert noted(stages, "train/loss") == pytest.approx(undisturbed, rel=1e-5)
+    trained = loss(transformers, stages / "hf")
+    assert noted(stages, "validation/held/loss")[-1] == pytest.approx(trained, rel=1e-5)
+    assert trained != pytest.approx(loss(transformers, model), rel=1e-2)
