@@ -1,5 +1,7 @@
 """Gated delta nets: the parts of their tensors, their first weights, and checkpoints without them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -43,6 +45,33 @@ def test_kernels_of_gpus_are_not_called_on_the_cpu(monkeypatch):
     theirs = pytest.importorskip("megatron.core.ssm.gated_delta_net")
     monkeypatch.setattr(theirs, "HAVE_FLA", True)
     assert gated_delta._kind.__wrapped__() is not theirs.GatedDeltaNet
+
+
+def test_the_sum_of_squares_of_a_norm_is_in_float32():
+    """Of so many that bfloat16 would stop adding them."""
+    x = torch.linspace(0.5, 1.5, 4096).bfloat16()
+    wanted = x.double() / (x.double().square().sum() + 1e-6).sqrt()
+    seen = gated_delta._l2norm(x)
+    assert seen.dtype is torch.bfloat16
+    assert (seen.double() / wanted - 1).abs().max() <= 2**-8  # half a step
+
+
+def test_a_config_says_the_nets_that_it_was_made_of():
+    assert NET is not None
+    made = SimpleNamespace(config=SimpleNamespace(**gated_delta.options(NET)))
+    assert gated_delta.delta_net(made) == NET
+    assert gated_delta.without(made.config).experimental_attention_variant is None  # 0.19 makes specs of it
+    assert gated_delta.delta_net(made) == NET
+
+
+@pytest.mark.usefixtures("megatron")
+def test_checkpoints_have_the_norm_before_a_net_with_its_projection():
+    """As Transformer Engine's layers have it, which the same checkpoints are for."""
+    specs = pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")
+    pytest.importorskip("megatron.core.ssm.gated_delta_net")
+    layer = gated_delta._with_net(specs.get_gpt_layer_local_spec(qk_layernorm=True))
+    keys = layer.submodules.sharded_state_dict_keys_map
+    assert keys["input_layernorm."] == "self_attention.in_proj.layer_norm_"
 
 
 def test_first_weights_leave_what_goes_through_norms_as_it_is():
