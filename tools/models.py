@@ -39,7 +39,8 @@ Numbers are the largest distance that was seen, in fp32 on the cpu backend:
   against a plain model's, on one rank, at tp 2, over uneven and interleaved stages, and at tp 2 x ep 2
 
 Where a cell says "from", the release has not what the family needs, and a plan refuses it by name. "Not run"
-is what no run has recorded for the release: `make releases` tries it, and fails where a number is too large.
+is what no run has recorded for the release: `make releases` tries it, and fails where a number is too large;
+FP8 of models that see images nobody has tried.
 
 gpt-oss needs `parallel.etp: 1`, and on cuda unpacked rows without context parallelism: Transformer Engine's
 kernels take no sinks otherwise. It was run on the cpu alone. Experts are read in MXFP4 as published, as the

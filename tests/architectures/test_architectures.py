@@ -235,6 +235,7 @@ def test_what_published_configs_of_qwen3_5_say_besides(family):
         config |= {"shared_expert_intermediate_size": 24}
         del config["intermediate_size"]
     assert from_config(config | BESIDE_QWEN3_5) == from_config(config)
+    assert from_config(config).rotary_fraction == 0.25
     for other in ({"attn_output_gate": False}, {"output_gate_type": "sigmoid"}, {"mlp_only_layers": [1]}):
         (said,) = violations(config | BESIDE_QWEN3_5 | other)
         assert said.startswith(next(iter(other)))
