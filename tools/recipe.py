@@ -52,7 +52,8 @@ def _section(path: str, section: Mapping[str, Any], sections: Mapping[str, Any])
         if name in section.get("required", ()):
             default = "**required**"
         # pydantic leaves out a description that the section itself has.
-        yield f"| `{name}` | {value} | {default} | {key.get('description') or inner[0]['description']} |"
+        meaning = (key.get("description") or inner[0]["description"]).replace("|", "\\|")
+        yield f"| `{name}` | {value} | {default} | {meaning} |"
     yield ""
     for name, each in below:
         yield from _section(name, each, sections)

@@ -4,9 +4,9 @@ And attention layers, each built by itself.
 """
 
 import copy
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ def transformer_config(recipe: Recipe, backend_options: Mapping[str, Any]) -> Tr
         "overlap_p2p_comm": parallel.vpp is not None,
     }
     if parallel.pp > 1:
-        options |= _uneven_stages(parallel)
+        options |= _stages(parallel)
     if parallel.cp > 1:
         options["cp_comm_type"] = "p2p"
     if architecture.mtp_layers:
@@ -122,10 +122,14 @@ def _clamped_gate(limit: float) -> dict[str, Any]:
     }
 
 
-def _uneven_stages(parallel: Parallel) -> dict[str, Any]:
-    """The lengths of the end stages. Of two stages one says it all, and where both do megatron divides what
-    is left by the stages between, of which there are none (0.12; with interleaving, every release).
+def _stages(parallel: Parallel) -> dict[str, Any]:
+    """The layout of the stages, or the lengths of the end stages.
+
+    Of two stages one length says it all, and where both do megatron divides what is left by the stages
+    between, of which there are none (0.12; with interleaving, every release).
     """
+    if parallel.pipeline_model_parallel_layout is not None:
+        return {"pipeline_model_parallel_layout": parallel.pipeline_model_parallel_layout}  # since 0.13
     first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
     if parallel.pp == 2 and first is not None:
         last = None
@@ -191,7 +195,7 @@ def _latent_attention(architecture: Architecture, mla: MLA, *, fused: bool) -> d
 _NORMS = (("q_layernorm", "linear_q_up_proj"), ("kv_layernorm", "linear_kv_up_proj"))
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Specs:
     """What megatron builds a chunk from: the decoder's block spec and the MTP layers', if there are any."""
 
@@ -211,7 +215,15 @@ def specs(config: TransformerConfig, chunk: int | None, *, transformer_engine: b
     if not config.mtp_num_layers:
         return Specs(decoder, None)
     layers = gpt_layer_specs.get_gpt_mtp_block_spec
-    mtp = layers(config, decoder, use_transformer_engine=transformer_engine, **known(layers, vp_stage=chunk))
+    like = decoder
+    every = getattr(
+        gpt_layer_specs, "get_gpt_decoder_layer_specs", None
+    )  # since 0.16, as are MTP layers here
+    if not decoder.layer_specs and every is not None:
+        # One more like the last of the decoder, wherever that is.
+        last = every(config, transformer_engine, **known(every, normalization=config.normalization))[-1]
+        like = dataclasses.replace(decoder, layer_specs=[last])
+    mtp = layers(config, like, use_transformer_engine=transformer_engine, **known(layers, vp_stage=chunk))
     return Specs(decoder, mtp)
 
 

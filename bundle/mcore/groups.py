@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -39,12 +40,16 @@ class Groups:
         return self.pp.rank == 0 and chunk == 0
 
     def is_last_stage(self, chunk: int) -> bool:
-        """Whether model chunk `chunk` of this rank holds the head (and the MTP layers)."""
+        """Whether model chunk `chunk` of this rank holds the head."""
         return self.pp.rank == self.pp.size - 1 and chunk == self.vpp - 1
 
 
 def initialize(layout: Parallel, *, seed: int, timeout_seconds: int) -> Groups:
     """The groups of a new model-parallel state, seeded; torch.distributed must be up."""
+    told: dict[str, Any] = {}
+    if layout.prediction_rank != layout.pp - 1:
+        # Those that hold the embedding or the MTP layers' copy of it: the last has neither.
+        told["get_embedding_ranks"] = lambda ranks: [ranks[0], ranks[layout.prediction_rank]]
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -53,6 +58,7 @@ def initialize(layout: Parallel, *, seed: int, timeout_seconds: int) -> Groups:
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         distributed_timeout_minutes=max(1, -(-timeout_seconds // 60)),
+        **told,
     )
     begin_random(seed)
     return current(layout.vpp or 1)

@@ -273,8 +273,9 @@ def in_flight(stages: int, stage: int, chunks: int, microbatches: int) -> tuple[
 def _chunk(each: LayerBytes, chunk: Chunk) -> int:
     """What one micro-batch leaves in a chunk."""
     embedding = (each.tokens * ID + _tower(each.recipe, each.saved.size)) * chunk.embedding
-    head = _head(each) * chunk.head
-    return embedding + _decoder(each, chunk) + head + chunk.mtp_layers * _mtp(each)
+    norms = (chunk.final_norm + chunk.mtp_layers) * _norm(each)
+    predicting = chunk.mtp_layers * _mtp(each)
+    return embedding + _decoder(each, chunk) + norms + predicting + chunk.losses * _loss(each)
 
 
 def _decoder(each: LayerBytes, chunk: Chunk) -> int:
@@ -294,30 +295,34 @@ def _recomputed(each: LayerBytes, chunk: Chunk) -> int:
         return 0
     unit = (each.full.layers or 1) if each.full.method == "uniform" else 1
     whole = each.layers(chunk)
-    return max(sum(whole[first : first + unit]) for first in range(0, len(whole), unit))
+    return max((sum(whole[first : first + unit]) for first in range(0, len(whole), unit)), default=0)
 
 
 def _mtp(each: LayerBytes) -> int:
-    """One depth of multi-token prediction: its embedding, the join with the trunk, a layer, its own loss."""
+    """One depth of multi-token prediction: its embedding, the join with the trunk, a layer."""
     architecture = each.recipe.architecture
     hidden = architecture.hidden_size
     if each.full is not None:
-        return each.tokens * ID + 2 * each.stream_input + _head(each)
+        return each.tokens * ID + 2 * each.stream_input
     joined = 2 * each.stream * each.saved.norm(hidden) + 2 * each.stream_input
-    return each.tokens * ID + joined + each.layer(bool(architecture.layer_pattern[-1])) + _head(each)
+    return each.tokens * ID + joined + each.layer(bool(architecture.layer_pattern[-1]))
 
 
-def _head(each: LayerBytes) -> int:
-    """The last norm, the output layer's input, and the softmax over the vocabulary, in fp32."""
-    hidden, rows = each.recipe.architecture.hidden_size, _vocabulary(each)
-    return each.stream * each.saved.norm(hidden) + each.stream_input + each.tokens * (rows * FP32 + ID)
+def _norm(each: LayerBytes) -> int:
+    """The norm behind the decoder, or behind an MTP layer."""
+    return each.stream * each.saved.norm(each.recipe.architecture.hidden_size)
+
+
+def _loss(each: LayerBytes) -> int:
+    """The output layer's input, and the softmax over the vocabulary, in fp32."""
+    return each.stream_input + each.tokens * (_vocabulary(each) * FP32 + ID)
 
 
 def _logits(each: LayerBytes, chunk: Chunk) -> int:
     """The logits of every loss beside their softmax, and the fp32 copy of a fused loss."""
     if not chunk.head:
         return 0
-    copies = 0 if each.saved.size == FP32 else (1 + chunk.mtp_layers) * each.saved.size
+    copies = 0 if each.saved.size == FP32 else chunk.losses * each.saved.size
     return each.tokens * _vocabulary(each) * (copies + (FP32 if each.traits.fused_loss else 0))
 
 

@@ -1,7 +1,7 @@
 """The layout of a job over its ranks: which of them form which group, and which stage holds which layers.
 
 The order of ranks is megatron-core's default in every release from 0.12 to 0.19, tp-cp-ep-dp-pp
-(parallel_state.RankGenerator), the layers of a stage as in transformer_block.get_num_layers_to_build.
+(parallel_state.RankGenerator); what a stage holds says `Parallel.stages`.
 """
 
 import itertools
@@ -13,6 +13,7 @@ from bundle.architectures import Architecture
 from bundle.environment import MOST_RANKS
 from bundle.errors import UsageError
 from bundle.recipe import Recipe
+from bundle.recipe.stages import Held
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,8 @@ class Chunk:
     embedding: bool
     head: bool
     mtp_layers: int
+    final_norm: bool  # behind the last layer of the decoder: the head's, where no MTP layers read it first
+    losses: int  # that the head has to compute, its own and one of each MTP layer; 0 without it
 
     @property
     def embedding_copy(self) -> bool:
@@ -91,15 +94,15 @@ def rank_layout(recipe: Recipe, world: int) -> RankLayout:
     dense = _axes(("tp", parallel.tp), ("cp", parallel.cp), ("dp", dp), ("pp", parallel.pp))
     expert = _axes(("etp", parallel.etp), ("ep", parallel.ep), ("expert-dp", parallel.expert_dp(world)))
     microbatches = -(-recipe.train.global_batch_size // (recipe.train.micro_batch_size * dp))
-    lengths = parallel.layers_of_stages(recipe.architecture.num_layers)
-    assert lengths is not None, "the rules of a recipe have asked"
-    stages = _stages(recipe.architecture, lengths, parallel.vpp or 1)
-    return RankLayout(world, (*dense, *expert), stages, microbatches)
+    held = parallel.stages(recipe.architecture.num_layers, recipe.architecture.mtp_layers)
+    assert held is not None, "the rules of a recipe have asked"
+    return RankLayout(world, (*dense, *expert), _stages(recipe.architecture, held), microbatches)
 
 
 def whole_model(architecture: Architecture) -> Chunk:
     """All of a model as one chunk."""
-    ((chunk,),) = _stages(architecture, (architecture.num_layers,), 1)
+    held = Held(architecture.num_layers, True, architecture.mtp_layers, True)
+    ((chunk,),) = _stages(architecture, ((held,),))
     return chunk
 
 
@@ -112,23 +115,28 @@ def _axes(*sizes: tuple[str, int]) -> list[Axis]:
 
 
 def _stages(
-    architecture: Architecture, lengths: tuple[int, ...], rounds: int
+    architecture: Architecture, stages: tuple[tuple[Held, ...], ...]
 ) -> tuple[tuple[Chunk, ...], ...]:
-    """The chunks of stages of so many layers: a round deals out a chunk of each stage."""
-    each = [length // rounds for length in lengths]
+    """The chunks of each stage: layers are numbered round by round, a round being a chunk of each stage."""
+    each = [held.layers for chunks in zip(*stages, strict=True) for held in chunks]
     starts = [0, *itertools.accumulate(each)]
-    pp = len(lengths)
+    depth = architecture.mtp_layers
 
-    def chunk(stage: int, index: int) -> Chunk:
-        first = index * starts[-1] + starts[stage]
-        last = stage == pp - 1 and index == rounds - 1
+    def chunk(stage: int, index: int, held: Held) -> Chunk:
+        first = starts[index * len(stages) + stage]
+        layers = tuple(range(first, first + held.layers))
         return Chunk(
             stage=stage,
             index=index,
-            layers=tuple(range(first, first + each[stage])),
-            embedding=stage == 0 and index == 0,
-            head=last,
-            mtp_layers=architecture.mtp_layers if last else 0,
+            layers=layers,
+            embedding=held.embedding,
+            head=held.head,
+            mtp_layers=held.mtp_layers,
+            final_norm=architecture.num_layers - 1 in layers if depth else held.head,
+            losses=1 + depth if held.head else 0,
         )
 
-    return tuple(tuple(chunk(stage, index) for index in range(rounds)) for stage in range(pp))
+    return tuple(
+        tuple(chunk(stage, index, held) for index, held in enumerate(chunks))
+        for stage, chunks in enumerate(stages)
+    )

@@ -238,8 +238,9 @@ def _experts(recipe: Recipe) -> Iterator[str]:
 
 def _chunk(chunk: Chunk) -> str:
     parts = ["embedding"] if chunk.embedding else ["embedding (copy for MTP)"] if chunk.embedding_copy else []
-    first, last = chunk.layers[0], chunk.layers[-1]
-    parts.append(f"layer {first}" if first == last else f"layers {first}-{last}")
+    if chunk.layers:
+        first, last = chunk.layers[0], chunk.layers[-1]
+        parts.append(f"layer {first}" if first == last else f"layers {first}-{last}")
     if chunk.mtp_layers:
         parts.append(f"{chunk.mtp_layers} MTP layer{'s' if chunk.mtp_layers > 1 else ''}")
     return ", ".join([*parts, "head"] if chunk.head else parts)

@@ -24,6 +24,10 @@ DISCARD_ASKS_FP8 = SourcePredicate("tensor_parallel/random.py", "FP8GlobalStateM
 SHARED_EXPERTS_AGAIN = SourcePredicate("transformer/transformer_config.py", '"shared_experts"', "0.14")
 SINKS = SourcePredicate("transformer/transformer_config.py", "softmax_type", "0.15")
 DELTA_NETS = SourcePredicate("transformer/transformer_config.py", "linear_attention_freq", "0.16")
+LAYOUT = SourcePredicate("transformer/transformer_config.py", "pipeline_model_parallel_layout", "0.13")
+_DEALING = "transformer/pipeline_parallel_layer_layout.py"
+LAYOUT_OF_MTP = SourcePredicate(_DEALING, "mtp_num_layers", "0.14")
+MTP_APART = SourcePredicate(_DEALING, "mtp_standalone", "0.16")  # from the last layer, or from the head
 
 
 class Need(NamedTuple):
@@ -100,8 +104,32 @@ def backend_problems(
             f"model.config: gated delta nets, which {family} needs, are not computed on {can.backend}: its"
             " norms know no weights to which one is added"
         )
+    yield from stage_problems(recipe, code)
     yield from _optimizer(recipe, can)
     yield from _recomputation(recipe, can, code)
+
+
+def stage_problems(recipe: Recipe, code: MegatronCode) -> Iterator[Problem]:
+    """What a release does not build of a layout string."""
+    layout = recipe.parallel.layout
+    if not layout:
+        return
+    predicting = "m" in "".join(layout)
+    for asked, predicate, what in (
+        (True, LAYOUT, "has no layout string"),
+        (predicting, LAYOUT_OF_MTP, "builds no MTP layers (m) by it"),
+        (
+            predicting and not {"t", "m"} <= set(layout[-1]),
+            MTP_APART,
+            "builds MTP layers (m) beside the last layer of the decoder (t) and the head (L) alone",
+        ),
+    ):
+        if asked and not code.has(predicate):
+            yield recipe_problem(
+                f"parallel.pipeline_model_parallel_layout: megatron-core {code.release} {what}"
+                f" ({code.said_by(predicate)}); {predicate.since} does"
+            )
+            return
 
 
 def mindspeed_problems(
@@ -128,7 +156,11 @@ def mindspeed_problems(
             f"{key}: MindSpeed multiplies experts by npu_grouped_matmul, which takes float32 from one tensor"
             " and not from one for each expert: model.dtype bf16"
         )
-    for name, asked in (("model.lora", recipe.model.lora), ("vision_config", recipe.architecture.vision)):
+    for name, asked in (
+        ("model.lora", recipe.model.lora),
+        ("vision_config", recipe.architecture.vision),
+        ("parallel.pipeline_model_parallel_layout", recipe.parallel.pipeline_model_parallel_layout),
+    ):
         if asked is not None:
             yield recipe_problem(
                 f"{key}: {name} was never tried with MindSpeed's layers: leave one of them out"
@@ -288,9 +320,9 @@ def _fp8_rows(recipe: Recipe, scaling: Scaling) -> Iterator[Problem]:
 def _without_adapters(recipe: Recipe, can: Capabilities, layout: RankLayout) -> Iterator[Problem]:
     for chunk in layout.all_chunks():
         if not trained(recipe.architecture, recipe.parallel, chunk, can.layers, recipe.model):
-            layers = ", ".join(map(str, chunk.layers))
+            layers = f"layers {', '.join(map(str, chunk.layers))}" if chunk.layers else "no layers"
             yield recipe_problem(
-                f"model.lora.targets: none is in layers {layers}, which are all of a chunk of stage"
+                f"model.lora.targets: none is in {layers}, which are all of a chunk of stage"
                 f" {chunk.stage}, and nothing would be trained there: add targets, or use fewer stages"
             )
 

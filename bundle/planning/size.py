@@ -99,7 +99,7 @@ def parameters(
         found.append(held(table.embedding())._replace(shared_embedding=travels))
     for number in chunk.layers:
         layer(f"decoder.layers.{number}.", table.layer(number, local))
-    if chunk.head:
+    if chunk.final_norm:
         found.append(held(table.final_norm()))
     for depth in range(chunk.mtp_layers):
         layer(f"mtp.layers.{depth}.transformer_layer.", table.mtp_layer(depth, local))

@@ -9,6 +9,7 @@ from bundle.architectures.tensors import Tensors
 from bundle.recipe.data import BYTE_VOCABULARY
 from bundle.recipe.recipe import Recipe
 from bundle.recipe.sections import Parallel
+from bundle.recipe.stages import Held, misplaced, rounds
 
 # Experts of all layers, undivided: above any model known, and planned in a second or two.
 MOST_EXPERTS = 2**16
@@ -99,21 +100,25 @@ def _experts(recipe: Recipe) -> Iterator[Violation]:
         yield "parallel.etp", f"{parallel.etp} does not divide moe_intermediate_size {moe.ffn_hidden_size}"
 
 
+_ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+_LAYOUT = "parallel.pipeline_model_parallel_layout"
+
+
 def _pipeline(recipe: Recipe) -> Iterator[Violation]:
     parallel, layers = recipe.parallel, recipe.architecture.num_layers
     if parallel.vpp == 1:
         yield "parallel.vpp", "1 is no interleaving: use null"
     if parallel.vpp is not None and parallel.pp == 1:
         yield "parallel.vpp", "interleaves the chunks of pipeline stages: needs pp > 1"
-    ends = {
-        key: length
-        for key in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-        if (length := getattr(parallel, key)) is not None
-    }
-    if parallel.pp == 1:
+    ends = {key: length for key in _ENDS if (length := getattr(parallel, key)) is not None}
+    if parallel.pipeline_model_parallel_layout is not None:
+        for key in ends:
+            yield f"parallel.{key}", f"{_LAYOUT} says what every stage holds: leave one of them out"
+        yield from _layout(recipe)
+    elif parallel.pp == 1:
         for key in ends:
             yield f"parallel.{key}", "there is one stage: needs pp > 1"
-    elif parallel.layers_of_stages(layers) is not None:
+    elif _stages(recipe) is not None:
         return
     elif ends:
         lengths = " and ".join(f"{length} in the {key.split('_')[3]}" for key, length in ends.items())
@@ -125,6 +130,37 @@ def _pipeline(recipe: Recipe) -> Iterator[Violation]:
         yield "parallel.pp", _undivided(parallel, layers)
 
 
+def _layout(recipe: Recipe) -> Iterator[Violation]:
+    """What is wrong with a layout string, and what is not computed in its stages."""
+    parallel, architecture = recipe.parallel, recipe.architecture
+    if parallel.pp == 1:
+        yield _LAYOUT, "there is one stage: needs pp > 1"
+        return
+    try:
+        layout = parallel.layout
+    except ValueError as error:
+        yield _LAYOUT, str(error)
+        return
+    depth = architecture.mtp_layers
+    for why in misplaced(layout, parallel.pp, layers=architecture.num_layers, mtp_layers=depth):
+        yield _LAYOUT, why
+    chunks = rounds(layout, parallel.pp)
+    if chunks is not None and (parallel.vpp or 1) != chunks:
+        yield "parallel.vpp", f"{parallel.vpp}, and {_LAYOUT} has {chunks} for each of pp {parallel.pp}"
+    if "m" not in "".join(layout) or "m" in layout[-1]:
+        return
+    where = "with the MTP layers (m) in a stage before that of the head (L)"
+    if architecture.tied_embeddings:
+        yield _LAYOUT, f"{where} megatron-core cannot build a tied head: put both into one stage"
+    if recipe.model.mtp.detach_embeddings:
+        yield "model.mtp.detach_embeddings", f"is not computed {where}: put both into one stage"
+
+
+def _stages(recipe: Recipe) -> tuple[tuple[Held, ...], ...] | None:
+    """What the chunks of each stage hold; None: nothing that could be."""
+    return recipe.parallel.stages(recipe.architecture.num_layers, recipe.architecture.mtp_layers)
+
+
 def _undivided(parallel: Parallel, layers: int) -> str:
     """Why there are no equal stages, and a length of the last one with which the others are equal."""
     chunks = parallel.pp * (parallel.vpp or 1)
@@ -132,7 +168,7 @@ def _undivided(parallel: Parallel, layers: int) -> str:
     key = "num_layers_in_last_pipeline_stage"
     for others in (-(-layers // chunks), layers // chunks):
         last = layers - others * (parallel.vpp or 1) * (parallel.pp - 1)
-        if last > 0 and parallel.model_copy(update={key: last}).layers_of_stages(layers):
+        if last > 0 and parallel.model_copy(update={key: last}).stages(layers, 0):
             return f"{said}: parallel.{key}: {last} makes the others equal"
     return said
 
@@ -193,9 +229,9 @@ def _vision(recipe: Recipe) -> Iterator[Violation]:
         yield "model.mtp.layers", "multi-token prediction is not computed in models with a vision tower"
     if recipe.task != "sft" or recipe.data.template != "chat":
         yield "data.template", "images and videos come in conversations: task sft, data.template: chat"
-    stages = recipe.parallel.layers_of_stages(recipe.architecture.num_layers)
+    stages = _stages(recipe)
     deepest = len(recipe.architecture.vision.deepstack)
-    if stages and (first := stages[0] // (recipe.parallel.vpp or 1)) < deepest:
+    if stages and (first := stages[0][0].layers) < deepest:
         yield (
             "parallel.pp",
             f"the tower gives something for the first {deepest} decoder layers, and the first stage has"
@@ -241,9 +277,9 @@ def _recomputation(recipe: Recipe) -> Iterator[Violation]:
     if recompute.granularity == "full":
         if recompute.modules:
             yield "model.recompute.modules", "full recomputation knows no modules"
-        stages = recipe.parallel.layers_of_stages(architecture.num_layers)
-        if recompute.layers is not None and stages and recompute.layers > max(stages):
-            yield "model.recompute.layers", f"{recompute.layers} exceeds the {max(stages)} layers of a stage"
+        most = max((sum(chunk.layers for chunk in stage) for stage in _stages(recipe) or ()), default=None)
+        if recompute.layers is not None and most is not None and recompute.layers > most:
+            yield "model.recompute.layers", f"{recompute.layers} exceeds the {most} layers of a stage"
         return
     for key, value in (("method", recompute.method), ("layers", recompute.layers)):
         if value is not None:

@@ -1,6 +1,7 @@
 """The sections of a recipe but its model's and its data's: what each key means, takes, and is by default."""
 
 import math
+from contextlib import suppress
 from fractions import Fraction
 from typing import Annotated, Any, Literal, Self
 
@@ -18,6 +19,7 @@ from bundle.recipe.section import (
     Section,
     or_null,
 )
+from bundle.recipe.stages import Held, dealt, misplaced, parsed, rounds, shared_out
 
 
 class Devices(Section):
@@ -37,7 +39,8 @@ class Parallel(Completed):
     tp: Count = Field(default=1, description="Tensor parallel size.")
     pp: Count = Field(default=1, description="Pipeline stages.")
     vpp: Count | None = Field(
-        default=None, description="Model chunks per pipeline stage (interleaved); null: 1."
+        default=None,
+        description="Model chunks per pipeline stage (interleaved); null: 1, or as many as the layout has.",
     )
     num_layers_in_first_pipeline_stage: Count | None = Field(
         default=None,
@@ -48,6 +51,16 @@ class Parallel(Completed):
         default=None,
         description="Decoder layers of the last stage, which also has the head and the MTP layers; null: as"
         " many as the stages between.",
+    )
+    pipeline_model_parallel_layout: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=10_000,
+        description="Instead of these lengths what each stage holds, as megatron-core writes it (from 0.13"
+        " on): `Et*3|(tt|)*29,m|L`, where E is the embedding, t a decoder layer, m an MTP layer (from 0.14"
+        " on), L the head with the losses, | the end of a stage, *29 a factor of a letter or a group. Each of"
+        " the pp ranks has one stage, then each a second one, and so on (vpp). An m without a t beside it, or"
+        " in a stage before L, needs 0.16. Null: layers are shared out evenly, but for the two ends.",
     )
     cp: Count = Field(default=1, description="Context parallel size: ranks that share one sequence.")
     ep: Count = Field(default=1, description="Expert parallel size: ranks that divide the experts.")
@@ -64,9 +77,15 @@ class Parallel(Completed):
 
     @classmethod
     def followers(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Experts and sequences are divided like everything else."""
+        """Experts and sequences are divided like everything else; a layout says how many chunks there are."""
         tp = given.get("tp", 1)
-        return {"etp": tp, "sequence_parallel": isinstance(tp, int) and tp > 1}
+        followed = {"etp": tp, "sequence_parallel": isinstance(tp, int) and tp > 1}
+        layout, pp = given.get("pipeline_model_parallel_layout"), given.get("pp", 1)
+        if isinstance(layout, str) and isinstance(pp, int) and pp > 0:
+            with suppress(ValueError):  # the rules say what is wrong
+                chunks = rounds(parsed(layout), pp)
+                followed["vpp"] = chunks if chunks != 1 else None
+        return followed
 
     @property
     def model_ranks(self) -> int:
@@ -78,12 +97,36 @@ class Parallel(Completed):
         """The smallest number of ranks that fits: both tp x cp and etp x ep divide the ranks of a stage."""
         return self.pp * math.lcm(self.tp * self.cp, self.etp * self.ep)
 
-    def layers_of_stages(self, layers: int) -> tuple[int, ...] | None:
-        """How many of a decoder's `layers` each pipeline stage has, as megatron-core shares them out.
+    @property
+    def layout(self) -> tuple[str, ...]:
+        """The stages of the layout string, each its letters; empty without one. ValueError: it is none."""
+        return parsed(text) if (text := self.pipeline_model_parallel_layout) else ()
 
-        What the first and the last stage leave is divided evenly, each stage into its vpp chunks; None: it
-        cannot be.
+    @property
+    def prediction_rank(self) -> int:
+        """Which rank of a pipeline has the MTP layers, if there are any."""
+        ranks = (number % self.pp for number, stage in enumerate(self.layout) if "m" in stage)
+        return next(ranks, self.pp - 1)
+
+    def stages(self, layers: int, mtp_layers: int) -> tuple[tuple[Held, ...], ...] | None:
+        """What the chunks of each pipeline stage hold, as megatron-core deals them out; None: it cannot be.
+
+        Without a layout what the first and the last stage leave of a decoder's `layers` is divided evenly,
+        each stage into its vpp chunks.
         """
+        if self.pipeline_model_parallel_layout is None:
+            lengths = self._lengths(layers)
+            return None if lengths is None else shared_out(lengths, self.vpp or 1, mtp_layers)
+        try:
+            layout = self.layout
+        except ValueError:
+            return None
+        if any(misplaced(layout, self.pp, layers=layers, mtp_layers=mtp_layers)):
+            return None
+        return dealt(layout, self.pp)
+
+    def _lengths(self, layers: int) -> tuple[int, ...] | None:
+        """How many of a decoder's `layers` each pipeline stage has where no layout says it."""
         ends = (self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage)
         given = [length for length in ends if length is not None]
         between, left = self.pp - len(given), layers - sum(given)

@@ -13,6 +13,9 @@ EP2: dict[str, Any] = {"ep": 2}
 PP2: dict[str, Any] = {"pp": 2}
 UNEVEN: dict[str, Any] = {"pp": 2, "num_layers_in_last_pipeline_stage": 1}
 VPP2: dict[str, Any] = {"pp": 2, "vpp": 2}
+LAID_OUT, OTHERWISE = (
+    {"pp": 2, "pipeline_model_parallel_layout": f"E{x}L"} for x in ("|tt|t|tm", "t|t|t|tm")
+)
 TP2: dict[str, Any] = {"tp": 2, "ep": 2, "etp": 1}
 CP2: dict[str, Any] = {"cp": 2}
 
@@ -30,6 +33,11 @@ PLAN = {
     "uneven pp2": {"parallel": UNEVEN, "steps": 2, "save": "uneven"},
     "uneven pp2 as ep2": {"parallel": EP2, "steps": 2, "load": "uneven"},
     "pp2 vpp2 as tp2": {"parallel": TP2, "steps": 2, "load": "vpp2"},
+    "ep2 as laid out": {"parallel": LAID_OUT, "steps": 2, "load": "ep2"},
+    "laid out": {"parallel": LAID_OUT, "steps": 2, "save": "laid out"},
+    "laid out resumed": {"parallel": LAID_OUT, "steps": 2, "load": "laid out"},
+    "laid out as tp2": {"parallel": TP2, "steps": 2, "load": "laid out"},
+    "laid out in other stages": {"parallel": OTHERWISE, "steps": 2, "load": "laid out"},
 }
 BF16: dict[str, Any] = {"dtype": "bf16"}
 FP8: dict[str, Any] = {**BF16, "fp8": {"scaling": "delayed"}}

@@ -21,6 +21,8 @@ from tests.reference.weights import drawn, megatron_layout
 
 SEED, SCALE = 11, 0.3  # of the weights; of the losses of multi-token prediction
 
+PREDICTING = "(m)*depths"  # stands for a layer m for each depth of the model
+
 # (parallel sizes, form of the micro-batches)
 LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
     "packed": ({}, "thd"),
@@ -30,15 +32,19 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
     "cp": ({"cp": 2}, "thd"),
     "pp": ({"pp": 2, "num_layers_in_first_pipeline_stage": 3}, "thd"),
     "vpp": ({"pp": 2, "vpp": 2}, "bshd"),
+    "laid out": ({"pp": 2, "pipeline_model_parallel_layout": f"Et|tt|t|{PREDICTING}L"}, "bshd"),
     "ep": ({"ep": 2}, "thd"),
     "tp ep": ({"tp": 2, "ep": 2, "etp": 1}, "thd"),
 }
 
 
-def recipe(config: dict[str, Any], parallel: dict[str, int], *, packed: bool) -> Recipe:
+def recipe(config: dict[str, Any], parallel: dict[str, Any], *, packed: bool) -> Recipe:
     """A job that trains this model in fp32."""
     if config["model_type"] == "gpt_oss":  # experts with biases are never cut
         parallel = {**parallel, "etp": 1}
+    if layout := parallel.get("pipeline_model_parallel_layout"):
+        layout = layout.replace(PREDICTING, "m" * model.depths(config))
+        parallel = {**parallel, "pipeline_model_parallel_layout": layout}
     return from_mapping(
         {
             "name": "oracle",
@@ -143,7 +149,12 @@ def _possible(name: str, layout: str) -> bool:
     release = megatron.core.__version__
     if config["model_type"] == "gpt_oss" and "tp" in parallel and "ep" not in parallel:
         return not packages.within(release, "<0.19")  # the trap moe-tensor-without-expert-parallel
-    if not model.depths(config):
+    depths = model.depths(config)
+    if "pipeline_model_parallel_layout" in parallel and packages.within(
+        release, "<0.16" if depths else "<0.13"
+    ):
+        return False
+    if not depths:
         return True
     packed, over_tensor_ranks = form == "thd", "tp" in parallel
     return not (packed and packages.within(release, "<0.16")) and not (

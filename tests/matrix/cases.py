@@ -49,11 +49,13 @@ class Case:
     dropout: float = 0.0
     arithmetic: dict[str, Any] = field(default_factory=lambda: {"dtype": "fp32"})
     optimizer: dict[str, Any] = field(default_factory=dict)
+    layers: int = 4
 
     @property
     def reference(self) -> "Case":
         """The same model on one process."""
-        return Case("one process" if self.mtp else "one process without MTP", {}, self.mtp)
+        name = "one process" if self.mtp else "one process without MTP"
+        return Case(f"{name}, {self.layers} layers", {}, self.mtp, layers=self.layers)
 
     def recipe(self) -> Recipe:
         """The job of this case."""
@@ -62,7 +64,7 @@ class Case:
                 "name": "layouts",
                 "backend": "cpu",
                 "model": {
-                    "config": _MODEL | {"attention_dropout": self.dropout},
+                    "config": _MODEL | {"attention_dropout": self.dropout, "num_hidden_layers": self.layers},
                     **self.arithmetic,
                     "mtp": {"layers": int(self.mtp)},
                     "moe": {"z_loss_coeff": 0.02},
@@ -85,8 +87,24 @@ LAYOUTS = (
 )
 
 
+# The embedding alone, two layers, one, and one with MTP and the head; a rank has the first and the third.
+LAID_OUT = "E|tt|t|tmL"
+
+
 def layouts(release: str) -> tuple[Case, ...]:
-    """The layouts of a release; on 0.12 MTP with tp2 is the known trap `mtp-tensor-parallel`."""
-    if not release.startswith("0.12."):
-        return LAYOUTS
-    return tuple(Case(c.name, c.parallel, mtp="tp" not in c.parallel) for c in LAYOUTS)
+    """The layouts of a release; on 0.12 MTP with tp2 is the known trap `mtp-tensor-parallel`.
+
+    There is no layout string in 0.12, and none with MTP in 0.13.
+    """
+    if release.startswith("0.12."):
+        return tuple(Case(c.name, c.parallel, mtp="tp" not in c.parallel) for c in LAYOUTS)
+    mtp = not release.startswith("0.13.")
+    layout = LAID_OUT if mtp else LAID_OUT.replace("m", "")
+    return (*LAYOUTS, Case("pp2 laid out", {"pp": 2, "pipeline_model_parallel_layout": layout}, mtp=mtp))
+
+
+# With MTP in a stage of its own, before that of the head: on four ranks, from 0.16 on.
+APART = (
+    Case("apart", {"pp": 4, "pipeline_model_parallel_layout": "Et|tt|tm|L"}),
+    Case("interleaved", {"pp": 4, "pipeline_model_parallel_layout": "E|t|t|t|t|tt|m|L"}, layers=6),
+)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from tests.matrix.cases import Case, layouts
+from tests.matrix.cases import APART, Case, layouts
 from tests.world import World
 
 LOSS, NORM = 1e-5, 1e-4  # relative
@@ -38,10 +38,13 @@ def check(release: str, tree: Path | None, names: tuple[str, ...] = ()) -> None:
 
     They import megatron after their patches, as a job does.
     """
-    cases = [case for case in layouts(release) if not names or case.name in names]
+    compare([case for case in layouts(release) if not names or case.name in names], 2, tree)
+
+
+def compare(cases: list[Case], ranks: int, tree: Path | None) -> None:
     references = list({case.reference.name: case.reference for case in cases}.values())
     with World(tree) as world:
-        alone, together = train(1, references, world), train(2, cases, world)
+        alone, together = train(1, references, world), train(ranks, cases, world)
     wrong = {
         case.name: found
         for case in cases
@@ -61,7 +64,12 @@ def test_default_release():
 @pytest.mark.parametrize("which", [0, -1], ids=["oldest", "newest"])
 def test_oldest_and_newest_minor(release_trees, which):
     version = newest_of_each_minor(release_trees)[which]
-    check(version, release_trees[version], ("tp2", "pp2 vpp2", "cp2", "tp2 ep2"))
+    check(version, release_trees[version], ("tp2", "pp2 vpp2", "cp2", "tp2 ep2", "pp2 laid out"))
+
+
+@pytest.mark.world
+def test_mtp_in_a_stage_before_the_head():
+    compare(list(APART), 4, None)
 
 
 @pytest.mark.matrix
@@ -69,6 +77,8 @@ def test_oldest_and_newest_minor(release_trees, which):
 def test_every_minor(release_trees, proven):
     for version in newest_of_each_minor(release_trees):
         check(version, release_trees[version])
+        if Version(version) >= Version("0.16"):
+            compare(list(APART), 4, release_trees[version])
         proven("every layout trains as one process does", core=version)
 
 

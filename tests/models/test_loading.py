@@ -21,7 +21,7 @@ from tests.reference.published import published
 from tests.reference.weights import drawn
 
 SEED = 11
-LAYOUTS = {"rows": 1, "tp": 2, "pp": 2, "vpp": 2, "tp ep": 2}
+LAYOUTS = {"rows": 1, "tp": 2, "pp": 2, "vpp": 2, "laid out": 2, "tp ep": 2}
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ from bundle.capabilities.cpu import LOCAL
 from bundle.environment.packages import MegatronCode
 from bundle.planning.layout import Chunk, RankLayout, rank_layout
 from bundle.planning.memory import StateBuffers, StateBytes, splits_shared_embedding
+from bundle.planning.problems import stage_problems
 from bundle.planning.size import parameters
 from bundle.recipe import Recipe
 from tests.planning.jobs import DEEPSEEK, QWEN2_TIED, QWEN3, QWEN3_NEXT, job
@@ -30,6 +31,12 @@ from tests.vision.cases import CASES as CASES_THAT_SEE
 GPT_OSS = CONFIGS["gpt_oss"] | {"vocab_size": 300}
 _FIRST, _LAST = ({f"num_layers_in_{end}_pipeline_stage": 1} for end in ("first", "last"))
 _FOUR, _TWO = {"num_layers_in_first_pipeline_stage": 4}, {"num_layers_in_last_pipeline_stage": 2}
+
+
+def _laid_out(pp: int, layout: str) -> dict[str, Any]:
+    return {"pp": pp, "pipeline_model_parallel_layout": layout}
+
+
 _LORA = {"rank": 3, "alpha": 6.0}
 _ADAPTED = {"lora": {**_LORA, "targets": ["q_proj", "v_proj", "o_proj", "up_proj"]}}
 _LATENT = {"lora": {**_LORA, "targets": ["q_b_proj", "kv_a_proj_with_mqa", "gate_proj", "down_proj"]}}
@@ -55,6 +62,12 @@ CASES: tuple[tuple[int, dict[str, Any], dict[str, Any]], ...] = (
     (3, DEEPSEEK | {"num_hidden_layers": 5}, {"parallel": {"pp": 3, **_LAST}}),
     (2, DEEPSEEK | {"num_hidden_layers": 6}, {"parallel": {"pp": 2, "vpp": 2, **_FOUR, **_TWO}}),
     (3, DEEPSEEK | {"num_hidden_layers": 8}, {"parallel": {"pp": 3, "vpp": 2, **_FOUR}}),
+    (2, QWEN2_TIED, {"parallel": _laid_out(2, "E|tt|t|tL")}),
+    (2, QWEN2_TIED, {"parallel": _laid_out(2, "Ettt|tmL"), "model": {"mtp": {"layers": 1}}}),
+    (4, DEEPSEEK, {"parallel": _laid_out(2, "Et|t|t|tmL"), "distributed": _OVERLAP}),
+    (2, DEEPSEEK, {"parallel": _laid_out(2, "Et|t|tt|mL")}),
+    (4, DEEPSEEK | {"num_nextn_predict_layers": 2}, {"parallel": _laid_out(4, "E|tt|ttmm|L")}),
+    (8, DEEPSEEK | {"num_hidden_layers": 5}, {"parallel": _laid_out(4, "E|(t|)*5,m|L")}),
     (3, QWEN2_TIED, {"optimizer": {"name": "sgd"}}),
     (2, QWEN2_TIED, {"parallel": {"pp": 2}, "optimizer": {"name": "sgd", "sgd_momentum": 0.0}}),
     (4, DEEPSEEK, {"parallel": {"tp": 2, "ep": 2, "etp": 1}, "optimizer": {"name": "sgd"}}),
@@ -94,6 +107,8 @@ def main() -> None:
             if release < Version("0.15") and recipe.architecture.sinks:
                 continue
             if release < Version("0.16") and recipe.architecture.delta_net:
+                continue
+            if any(stage_problems(recipe, MegatronCode(release))):
                 continue
             buffers = StateBuffers.of(recipe, layout, LOCAL, MegatronCode(release))
             for rank in range(world):

@@ -25,6 +25,8 @@ CASES = [
     ["qwen3-pp2-vpp2"],
     ["qwen3-pp2-vpp2", BF16, "train.global_batch_size=16"],
     ["qwen3-pp2-vpp2", "parallel.vpp=null", "model.recompute.granularity=full"],
+    ["demo", "parallel={pp: 2, pipeline_model_parallel_layout: E|tt|t|tmL}", "train.global_batch_size=32"],
+    ["demo", "parallel={pp: 2, pipeline_model_parallel_layout: Et|tt|t|mL}", "train.global_batch_size=32"],
     ["qwen3-cp2-packed"],
     ["qwen3-cp2-packed", BF16],
 ]

@@ -12,7 +12,7 @@ from bundle.environment.packages import MegatronCode, SourcePredicate
 from bundle.errors import UsageError
 from bundle.planning import activations, memory, plan_for, problems
 from bundle.recipe import load
-from tests.planning.jobs import QWEN3_NEXT, job
+from tests.planning.jobs import DEEPSEEK, QWEN3_NEXT, job
 from tests.reference.configs import CONFIGS
 
 SIGNS = [
@@ -51,6 +51,34 @@ def test_gpt_oss_needs_a_release_with_sinks(release_trees: dict[str, Path]) -> N
         made = plan_for(recipe, backend="cpu", mcore=str(root))
         refused = [problem.text for problem in made.problems if "sinks" in problem.text]
         assert bool(refused) == (Version(number) < Version("0.15")), number
+
+
+NONE, UNPREDICTED, BESIDE = (
+    "has no layout string",
+    "builds no MTP layers (m) by it",
+    "builds MTP layers (m) beside the last layer of the decoder (t) and the head (L) alone",
+)
+
+
+@pytest.mark.parametrize(
+    ("layout", "refused"),
+    [
+        ("Ettt|tL", {"0.12": NONE}),
+        ("Ettt|tmL", {"0.12": NONE, "0.13": UNPREDICTED}),
+        ("Et|t|tt|mL", {"0.12": NONE, "0.13": UNPREDICTED, "0.14": BESIDE, "0.15": BESIDE}),
+        ("E|ttt|tm|L", {"0.12": NONE, "0.13": UNPREDICTED, "0.14": BESIDE, "0.15": BESIDE}),
+    ],
+)
+def test_a_layout_string_needs_a_release_that_builds_it(layout, refused, release_trees) -> None:
+    pp = 4 if layout.endswith("|L") else 2
+    sizes = {"pp": pp, "pipeline_model_parallel_layout": layout}
+    recipe = job(DEEPSEEK | {"num_nextn_predict_layers": layout.count("m")}, parallel=sizes)
+    for number, root in release_trees.items():
+        made = plan_for(recipe, backend="cpu", mcore=str(root))
+        said = [one.text for one in made.problems if "pipeline_model_parallel_layout" in one.text]
+        why = refused.get(number.rpartition(".")[0])
+        assert len(said) == (why is not None), number
+        assert not said or f"megatron-core {number} {why} (read in transformer/" in said[0]
 
 
 @pytest.mark.parametrize("layers", [None, ["full_attention"] * 4], ids=["nets", "their attention alone"])

@@ -63,6 +63,36 @@ def test_first_and_last_stage_have_the_layers_that_they_are_given(layers, parall
     assert [["".join(map(str, chunk.layers)) for chunk in stage] for stage in stages] == dealt
 
 
+@pytest.mark.parametrize(
+    ("layout", "pp", "dealt"),
+    [
+        ("Et*3|tmL", 2, [["E012"], ["3nmL"]]),
+        ("E|tt|t|tmL", 2, [["E", "2"], ["01", "3nmL"]]),
+        ("Ett|t|t|mL", 2, [["E01", "3n"], ["2", "mL"]]),
+        ("Ett|tt|m|L", 4, [["E01"], ["23n"], ["m"], ["L"]]),
+    ],
+)
+def test_a_layout_string_says_what_every_chunk_holds(layout, pp, dealt):
+    """Above: numbers of layers, n the norm behind them, which MTP layers read."""
+    sizes = {"pp": pp, "pipeline_model_parallel_layout": layout}
+    recipe = job(DEEPSEEK, parallel=sizes, train={"steps": 1, "global_batch_size": 12})
+    stages = rank_layout(recipe, pp).stages
+    said = [
+        [
+            f"{'E' * chunk.embedding}{''.join(map(str, chunk.layers))}{'n' * chunk.final_norm}"
+            f"{'m' * chunk.mtp_layers}{'L' * chunk.head}"
+            for chunk in stage
+        ]
+        for stage in stages
+    ]
+    assert said == dealt
+    assert [chunk.losses for stage in stages for chunk in stage if chunk.head] == [2]
+    assert all(chunk.embedding_copy == bool(chunk.mtp_layers) for stage in stages for chunk in stage)
+    assert recipe.parallel.prediction_rank == next(
+        rank for rank, stage in enumerate(dealt) if "m" in "".join(stage)
+    )
+
+
 def test_the_head_and_mtp_stand_together_with_a_copy_of_the_embedding():
     recipe = job(DEEPSEEK, parallel={"pp": 2, "vpp": 2}, train={"steps": 1, "global_batch_size": 16})
     last = rank_layout(recipe, 2).stages[1][1]

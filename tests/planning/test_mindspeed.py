@@ -99,6 +99,9 @@ def test_what_its_layers_do_not_take_is_refused():
     adapters = {"rank": 4, "alpha": 8.0, "targets": ["q_proj"]}
     (text,) = texts(job(QWEN3, model={"config": QWEN3, "lora": adapters}, **THROUGH))
     assert "model.lora was never tried with MindSpeed's layers" in text
+    laid_out = {"pp": 2, "pipeline_model_parallel_layout": "Et|tttL"}
+    (text,) = texts(job(QWEN3, parallel=laid_out, **THROUGH))
+    assert "pipeline_model_parallel_layout was never tried with MindSpeed's layers" in text
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)

@@ -27,7 +27,8 @@ def planned(name: str) -> Plan:
 
 
 def lengths(recipe: Recipe) -> tuple[int, ...]:
-    return recipe.parallel.layers_of_stages(recipe.architecture.num_layers) or ()
+    stages = recipe.parallel.stages(recipe.architecture.num_layers, recipe.architecture.mtp_layers) or ()
+    return tuple(sum(chunk.layers for chunk in stage) for stage in stages)
 
 
 @pytest.mark.parametrize("name", READY)

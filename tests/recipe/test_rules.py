@@ -11,6 +11,12 @@ from bundle.errors import UsageError
 from bundle.recipe import Parallel, from_mapping, load
 from tests.vision.cases import CASES
 
+LAYOUT = "parallel.pipeline_model_parallel_layout"
+APART = [
+    "parallel={pp: 4, pipeline_model_parallel_layout: Et|tt|tm|L}",
+    "devices.per_node=4",
+    "train.global_batch_size=32",
+]
 BROKEN = [
     ("qwen3-tp2-sp", ["parallel.tp=4"], "parallel.tp: 4 does not divide num_key_value_heads 2"),
     ("qwen3-tp2-sp", ["parallel.tp=1"], "needs tp > 1"),
@@ -41,6 +47,32 @@ BROKEN = [
         "num_layers_in_first_pipeline_stage: 1 in the first of 2 stages of 2 chunks leave 3 to the other 1",
     ),
     ("demo", ["parallel.num_layers_in_last_pipeline_stage=1"], "there is one stage: needs pp > 1"),
+    ("demo", ["parallel.pipeline_model_parallel_layout=EttttmL"], "there is one stage: needs pp > 1"),
+    ("qwen3-pp2-vpp2", [f"{LAYOUT}=Et|x"], f"{LAYOUT}: from character 4 on, 'x', it is no layout"),
+    ("qwen3-pp2-vpp2", [f"{LAYOUT}=E|t|t|tL"], f"{LAYOUT}: 3 layers of the decoder (t), and the model has 4"),
+    ("qwen3-pp2-vpp2", [f"{LAYOUT}=Ett|ttL"], "parallel.vpp: 2, and"),
+    (
+        "qwen3-pp2-vpp2",
+        [f"{LAYOUT}=E|t|t|t|t|L", "parallel.pp=4", "parallel.vpp=null"],
+        "6 stages are no multiple of pp 4",
+    ),
+    (
+        "qwen3-pp2-vpp2",
+        [f"{LAYOUT}=Et|t|t|tL", "parallel.num_layers_in_first_pipeline_stage=2"],
+        f"num_layers_in_first_pipeline_stage: {LAYOUT} says what every stage holds: leave one of them out",
+    ),
+    (
+        "qwen3-pp2-vpp2",
+        [f"{LAYOUT}=Et|t|t|tL", "parallel.num_layers_in_last_pipeline_stage=2"],
+        f"num_layers_in_last_pipeline_stage: {LAYOUT} says what every stage holds: leave one of them out",
+    ),
+    ("demo", [*APART, "model.config.tie_word_embeddings=true"], "cannot build a tied head"),
+    ("demo", [*APART, "model.mtp.detach_embeddings=true"], "model.mtp.detach_embeddings: is not computed"),
+    (
+        "demo",
+        [*APART, "model.recompute={granularity: full, method: block, layers: 3}"],
+        "3 exceeds the 2 layers of a stage",
+    ),
     ("demo", ["parallel.tp=2", "parallel.sequence_parallel=false"], "megatron-core refuses"),
     (
         "demo",
@@ -212,6 +244,25 @@ def test_what_is_frozen_has_no_learning_rate(part):
     with pytest.raises(UsageError) as refused:
         from_mapping(SEEING | {"model": SEEING["model"] | {"vision": vision}})
     assert f"model.vision.{part}_lr: what is frozen has no" in " ".join(refused.value.violations)
+
+
+@pytest.mark.parametrize(("layout", "vpp"), [("Ett|ttL", None), ("Et|t|t|tL", 2), ("E|t|t|t|t|L", 3)])
+def test_a_layout_says_how_many_chunks_there_are(layout, vpp):
+    for more in ({}, {"vpp": None}, {"vpp": vpp}):
+        parallel = Parallel.model_validate({"pp": 2, "pipeline_model_parallel_layout": layout} | more)
+        assert parallel.vpp == vpp
+
+
+def test_the_rules_ask_what_the_first_chunk_of_a_layout_holds():
+    deep = next(case for case in CASES if len(case.vision.deepstack) == 2)  # and four decoder layers
+    job = SEEING | {"model": {"config": deep.config}}
+    for layout, pp, has in (("Ett|ttL", 2, 2), ("Et|t|t|tL", 2, 1), ("E|tttt|L", 3, 0)):
+        parallel = {"pp": pp, "pipeline_model_parallel_layout": layout}
+        if has == 2:
+            assert from_mapping(job | {"parallel": parallel})
+            continue
+        with pytest.raises(UsageError, match=f"first 2 decoder layers, and the first stage has {has}"):
+            from_mapping(job | {"parallel": parallel})
 
 
 def test_layers_that_a_tower_gives_something_for_are_on_the_first_stage():

@@ -1,5 +1,6 @@
 """docs/recipe.md is made from the schema, and every key says what it means."""
 
+import re
 from pathlib import Path
 
 from bundle.recipe import Recipe
@@ -19,7 +20,7 @@ def test_every_key_stands_under_its_section_with_what_it_means():
             section = line.removeprefix("## ")
             above = "" if section == "Top level" else f"{section}."
         elif line.startswith("| `"):
-            name, value, _, meaning = (cell.strip() for cell in line.strip("|").split("|"))
+            name, value, _, meaning = (cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|")))
             found.append(above + name.strip("`"))
             assert value and meaning.endswith("."), line
     assert sorted(found) == sorted(Recipe.key_paths())

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from bundle import backends, pretrained
+from bundle.architectures import from_config
 from bundle.patches import applying
 from bundle.recipe import Recipe, from_mapping
 from bundle.verification import decide, everything
@@ -34,6 +35,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "recomputed pp2": {"pp": 2},  # the first stage has both sequences under way when it recomputes one
     "tp2 and sequence parallel": {"tp": 2, "sequence_parallel": True},
     "pp2": {"pp": 2},
+    "recomputed pp2 laid out": {"pp": 2, "pipeline_model_parallel_layout": "Ett|t|t|L"},
     "ep2": {"ep": 2},
     "cp2": {"cp": 2},
     "packed cp2": {"cp": 2},
@@ -54,7 +56,9 @@ def main(directory: Path, layout: str) -> None:
 
 
 def cases_of(layout: str) -> list[Case]:
-    """All, or those with experts to divide."""
+    """All, or those with experts to divide, or with as many layers as are laid out."""
+    if layout.endswith("laid out"):
+        return [case for case in CASES if from_config(case.config).num_layers == 4]
     return [case for case in CASES if layout != "ep2" or "moe" in case.family]
 
 

@@ -25,6 +25,8 @@ OF_NATS = 2e-5  # log-probabilities, entropies and the loss, of which the larges
 @pytest.mark.world
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_images_are_seen_as_transformers_sees_them(seen, core, layout):
+    if layout.endswith("laid out") and core.version.startswith("0.12."):
+        pytest.skip("0.12 has no layout string")
     ranks = 2 if LAYOUTS[layout] else 1
     said = core.world.run("tests.vision.rank", ranks, str(seen), layout, timeout=500)
     found = json.loads(said[0].splitlines()[-1])

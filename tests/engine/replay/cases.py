@@ -116,4 +116,10 @@ MORE = (  # in the default one
     Case("tp2 padded rows", {"tp": 2, "ep": 2, "etp": 1}, layout="bshd"),
     Case("cp2 padded rows with mtp", {"cp": 2}, layout="bshd", mtp=True),
     Case("pp2 packed, recomputed", {"pp": 2}, recompute=True),
+    Case(
+        "pp2 vpp2 laid out, recomputed",
+        {"pp": 2, "pipeline_model_parallel_layout": "Et|ttt|t|tL"},
+        layers=6,
+        recompute=True,
+    ),
 )

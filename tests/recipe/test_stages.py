@@ -1,0 +1,85 @@
+"""Layout strings: read as megatron-core reads them, and every way to be wrong has its message."""
+
+import json
+
+import pytest
+from packaging.version import Version
+
+from bundle.recipe.stages import MOST, misplaced, parsed
+
+
+@pytest.mark.world
+def test_layouts_mean_what_megatron_says(core):
+    if Version(core.version) < Version("0.13"):
+        pytest.skip("0.12 has no layout string")
+    (said,) = core.world.run("tests.recipe.dealing", 1, timeout=400)
+    depths = (1, 2) if Version(core.version) >= Version("0.14") else ()
+    wanted = {"refused", *(f"taken with {depth} MTP layers" for depth in (0, *depths))}
+    assert set(json.loads(said.splitlines()[-1])) == wanted
+
+
+def test_a_published_layout_is_written_out():
+    held = parsed("Et*3|(tt|)*29,m|L")
+    assert held == ("Ettt", *["tt"] * 29, "m", "L")
+    assert not list(misplaced(held, 16, layers=61, mtp_layers=1))
+
+
+@pytest.mark.parametrize(
+    ("layout", "at"),
+    [
+        ("Ettx|tL", "from character 4 on, 'x|tL', it is no layout"),
+        ("E t|tL", "from character 2 on"),
+        ("(tt|)|L", "from character 1 on"),
+        ("E(t(t)*2)*2L", "from character 2 on"),
+        ("E()*2L", "from character 2 on"),
+        ("Et*|L", "from character 3 on"),
+        ("Et*-1|L", "from character 3 on"),
+        ("E(t)*2*3L", "from character 7 on"),  # megatron reads four layers
+        ("Et*1,0L", "from character 6 on"),  # megatron reads ten
+        ("Et*٣L", "from character 3 on"),
+    ],
+)
+def test_what_cannot_be_read_is_named_with_its_place(layout, at):
+    with pytest.raises(ValueError) as refused:
+        parsed(layout)
+    assert at in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "layout", [f"t*{MOST + 1}", "t*999999999999999999999", "(t*9999)*9999", "t*9999" * 9]
+)
+def test_a_layout_of_a_hostile_size_is_refused_before_it_is_written_out(layout):
+    with pytest.raises(ValueError, match=f"more than {MOST} letters"):
+        parsed(layout)
+    assert len(parsed(f"t*{MOST}")[0]) == MOST
+
+
+@pytest.mark.parametrize(
+    ("layout", "pp", "layers", "depth", "reasons"),
+    [
+        ("Et|t|tL", 2, 3, 0, ["3 stages are no multiple of pp 2"]),
+        ("Et||t|tL", 2, 3, 0, ["stage 2 of 4 is empty"]),
+        ("tE|tL", 2, 2, 0, ["E, the embedding"]),
+        ("Et|EtL", 2, 2, 0, ["E, the embedding"]),
+        ("Et|Lt", 2, 2, 0, ["L, the head"]),
+        ("Et|t", 2, 2, 0, ["L, the head"]),
+        ("EtL|t", 2, 2, 0, ["L, the head"]),
+        ("Et|tL", 2, 3, 0, ["2 layers of the decoder (t), and the model has 3"]),
+        ("Et|tL", 2, 2, 1, ["0 MTP layers (m), and model.mtp.layers is 1"]),
+        ("Et|tmL", 2, 2, 0, ["1 MTP layers (m), and model.mtp.layers is 0"]),
+        ("Et|mtL", 2, 2, 1, ["before a layer of the decoder"]),
+        ("Et|tm|mL", 3, 2, 2, ["in several stages"]),
+        ("Et|tm|L|L", 2, 2, 1, ["L, the head", "stage 2 of 4 has MTP layers (m)"]),
+        (
+            "Et|t|m|L",
+            2,
+            2,
+            1,
+            ["stage 3 of 4 has MTP layers (m): megatron-core builds them in the last round"],
+        ),
+    ],
+)
+def test_everything_that_is_misplaced_is_said(layout, pp, layers, depth, reasons):
+    said = list(misplaced(parsed(layout), pp, layers=layers, mtp_layers=depth))
+    assert len(said) == len(reasons)
+    assert all(reason in why for reason, why in zip(reasons, said, strict=True))
