@@ -43,7 +43,7 @@ def patches(cases: Sequence[Any]) -> PatchPlan:
 
 
 def train(case: Case, runtime) -> list[list[float]]:
-    """[main loss, MTP losses.., gradient norm] of each step."""
+    """[main loss, MTP losses.., scores, gradient norm] of each step; the score leaves MTP out."""
     from bundle.engine import Engine
     from bundle.engine.microbatch import from_rows
     from bundle.mcore import groups
@@ -74,7 +74,9 @@ def train(case: Case, runtime) -> list[list[float]]:
         engine.forward_backward(micro_batches)
         result = engine.step()
         losses = engine.take_losses()
-        seen.append([losses.main, *losses.mtp, result.grad_norm])
+        scores = torch.stack([one.log_probs.double().sum() for one in engine.log_probs(micro_batches)]).sum()
+        dist.all_reduce(scores, group=state.dp.group)
+        seen.append([losses.main, *losses.mtp, float(scores), result.grad_norm])
     groups.destroy()
     return seen
 

@@ -1,6 +1,7 @@
 """Layout strings: read as megatron-core reads them, and every way to be wrong has its message."""
 
 import json
+import tracemalloc
 
 import pytest
 from packaging.version import Version
@@ -49,8 +50,13 @@ def test_what_cannot_be_read_is_named_with_its_place(layout, at):
     "layout", [f"t*{MOST + 1}", "t*999999999999999999999", "(t*9999)*9999", "t*9999" * 9]
 )
 def test_a_layout_of_a_hostile_size_is_refused_before_it_is_written_out(layout):
-    with pytest.raises(ValueError, match=f"more than {MOST} letters"):
-        parsed(layout)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=f"more than {MOST} letters"):
+            parsed(layout)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
     assert len(parsed(f"t*{MOST}")[0]) == MOST
 
 
