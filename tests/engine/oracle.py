@@ -32,7 +32,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
     "cp": ({"cp": 2}, "thd"),
     "pp": ({"pp": 2, "num_layers_in_first_pipeline_stage": 3}, "thd"),
     "vpp": ({"pp": 2, "vpp": 2}, "bshd"),
-    "laid out": ({"pp": 2, "pipeline_model_parallel_layout": f"Et|tt|t|{PREDICTING}L"}, "bshd"),
+    "laid out": ({"pp": 2, "pipeline_model_parallel_layout": f"E|tt|t|t{PREDICTING}L"}, "bshd"),
     "ep": ({"ep": 2}, "thd"),
     "tp ep": ({"tp": 2, "ep": 2, "etp": 1}, "thd"),
 }
@@ -151,7 +151,7 @@ def _possible(name: str, layout: str) -> bool:
         return not packages.within(release, "<0.19")  # the trap moe-tensor-without-expert-parallel
     depths = model.depths(config)
     if "pipeline_model_parallel_layout" in parallel and packages.within(
-        release, "<0.16" if depths else "<0.13"
+        release, "<0.14" if depths else "<0.13"
     ):
         return False
     if not depths:
