@@ -24,6 +24,7 @@ from bundle.mcore import known
 def stretch(chunk: torch.nn.Module, architecture: Architecture) -> None:
     """Gives every rotary embedding of a new GPTModel the frequencies of the architecture's stretching.
 
+    Latent attention has its own: a chunk of the embedding or the head alone has none.
     Raises EnvironmentUnfit where megatron-core keeps none that takes them.
     """
     scaling, mla = architecture.rope_scaling, architecture.mla
@@ -34,7 +35,8 @@ def stretch(chunk: torch.nn.Module, architecture: Architecture) -> None:
     table = frequencies(architecture.rotary_base, width, scaling)
     kinds = RotaryEmbedding, InThreeDimensions
     found = [module for module in chunk.modules() if isinstance(module, kinds)]
-    if not found or any(embedding.inv_freq.shape != table.shape for embedding in found):
+    attends = any(isinstance(module, Attention) for module in chunk.modules())
+    if (attends and not found) or any(embedding.inv_freq.shape != table.shape for embedding in found):
         raise EnvironmentUnfit(
             f"model.config: this megatron-core has no rotary embedding of {width} values to stretch: "
             "install a release that `mcore-bundle patches list` knows, or leave rope_scaling out"
