@@ -26,6 +26,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from bundle.mcore import known, unpickling
+from bundle.mcore.gpt import enter_chunk
 from bundle.mcore.groups import data_parallel_with_context
 
 # Of the forms that any layout can load, the newest that a release writes: 0.15 came with the first.
@@ -122,7 +123,11 @@ def _content(form: str) -> dict[str, Any]:
 def _weights(models: Sequence[torch.nn.Module], content: dict[str, Any]) -> dict[str, Any]:
     """Returns the models' tensors, each with its place in the whole."""
     # Names as Megatron-LM gives them, so that its tools read our checkpoints.
-    return {name: model.sharded_state_dict(metadata=dict(content)) for name, model in _named(models)}
+    found = {}
+    for number, (name, model) in enumerate(_named(models)):
+        enter_chunk(number if len(models) > 1 else None)  # 0.12 counts layers from those of the one it is in
+        found[name] = model.sharded_state_dict(metadata=dict(content))
+    return found
 
 
 def _state(

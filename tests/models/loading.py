@@ -1,8 +1,9 @@
 """Which parameters are not the published ones after loading, or not after exporting, in a layout; and how
 far the losses of multi-token prediction are from a plain model's.
 
-python -m tests.models.loading DIRECTORY LAYOUT prints how many were compared, those names and distances; in
-DIRECTORY there is one for every config of the references, which write megatron's layout out by hand.
+python -m tests.models.loading DIRECTORY LAYOUT OUT prints how many were compared, those names and distances;
+in DIRECTORY there is one for every config of the references, which write megatron's layout out by hand, and
+in OUT is put what is exported.
 """
 
 import json
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 
 from bundle import backends, pretrained
 from bundle.architectures.tensors import Tensors
+from bundle.environment import packages
 from bundle.environment.packages import MegatronCode
 from bundle.patches import applying
 from bundle.planning.problems import lacking
@@ -29,7 +31,7 @@ from tests.reference import experts, weights
 from tests.reference.configs import CONFIGS
 
 
-def main(directory: Path, layout: str) -> None:
+def main(directory: Path, layout: str, out: Path) -> None:
     torch.set_num_threads(1)
     applying.apply(everything(decide("cpu")))
     runtime = backends.prepare("cpu")
@@ -44,10 +46,13 @@ def main(directory: Path, layout: str) -> None:
     with runtime.megatron():
         import megatron.core
 
-        code = MegatronCode(Version(megatron.core.__version__))
+        release = megatron.core.__version__
+        code = MegatronCode(Version(release))
+        packed = form == "thd" and not packages.within(release, "<0.16")  # the trap mtp-packed
         cases = ((name, name) for name in names if not lacking(CONFIGS[name]["model_type"], code))
         found = world.each(
-            cases, lambda name: compared(name, directory / name, parallel, runtime, packed=form == "thd")
+            cases,
+            lambda name: compared(name, directory / name, out / name, parallel, runtime, packed=packed),
         )
     wrong = [f"{name} {tensor}" for name, (_, tensors, _) in found.items() for tensor in tensors]
     predicted = {name: far for name, (*_, far) in found.items() if far is not None}
@@ -56,7 +61,7 @@ def main(directory: Path, layout: str) -> None:
 
 
 def compared(
-    name: str, directory: Path, parallel: dict, runtime, *, packed: bool
+    name: str, directory: Path, out: Path, parallel: dict, runtime, *, packed: bool
 ) -> tuple[int, list[str], float | None]:
     from bundle.engine import Engine
     from bundle.mcore import groups
@@ -71,8 +76,6 @@ def compared(
     found = [
         named for chunk in chunks for named in (*naming.parameters(chunk, made), *naming.buffers(chunk, made))
     ]
-    sizes = " ".join(f"{axis}={size}" for axis, size in parallel.items())
-    out = directory.parents[1] / "exported" / f"{name} {sizes}".strip()
     exporting.export(out, job, chunks, made)
     wrong = [n.name for n in found if not torch.equal(n.parameter, part(n, wanted[n.name]))]
     exported = differences(directory, out, Tensors(job.architecture).copies())
@@ -94,12 +97,15 @@ def of_predictions(engine, name: str, form: str) -> float | None:
 
 def through_torch_dist(directory: Path, out: Path, job, chunks, found) -> list[str]:
     """What is lost from megatron's own checkpoint to Hugging Face, or from there to what megatron reads."""
-    from bundle.mcore import checkpoints, torch_dist, unpickling
+    from bundle.mcore import checkpoints, gpt, torch_dist, unpickling
     from bundle.models import conversion
 
     def state():
-        sharded = enumerate(chunk.sharded_state_dict(metadata=content) for chunk in chunks)
-        return {f"model{number}": of_chunk for number, of_chunk in sharded}
+        sharded = {}
+        for number, chunk in enumerate(chunks):
+            gpt.enter_chunk(number if len(chunks) > 1 else None)
+            sharded[f"model{number}"] = chunk.sharded_state_dict(metadata=content)
+        return sharded
 
     content = {"singleton_local_shards": False}
     saved, imported = (out.with_name(f"{out.name} {name}") for name in ("saved", "imported"))
@@ -148,4 +154,4 @@ def part(named, whole: torch.Tensor) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

@@ -51,12 +51,11 @@ def write(directory, weights):
 
 @pytest.mark.world
 @pytest.mark.parametrize("layout", [*LAYOUTS, "laid out"])
-def test_every_rank_has_its_part_of_every_published_tensor(directories, core, layout):
+def test_every_rank_has_its_part_of_every_published_tensor(directories, core, layout, tmp_path):
     if layout not in LAYOUTS and packages.within(core.version, "<0.14"):
         pytest.skip("before 0.14 no MTP layers are laid out")
-    said = core.world.run(
-        "tests.models.loading", LAYOUTS.get(layout, 2), str(directories), layout, timeout=300
-    )
+    ranks, places = LAYOUTS.get(layout, 2), (str(directories), layout, str(tmp_path))
+    said = core.world.run("tests.models.loading", ranks, *places, timeout=300)
     for rank in said:
         found = json.loads(rank.splitlines()[-1])
         assert found["compared"] > 100
@@ -65,7 +64,8 @@ def test_every_rank_has_its_part_of_every_published_tensor(directories, core, la
         dense = set() if "ep" in layout else {"mimo"}  # experts are divided only where there are any
         assert predicted.keys() == {"deepseek_v3", "kimi_k2", "glm4_moe"} | dense
         assert not {family: far for family, far in predicted.items() if not far <= AGREES_WITH_DOUBLES}
-        note(core.version, f"MTP {layout}", predicted)
+        if layout in LAYOUTS:
+            note(core.version, f"MTP {layout}", predicted)
 
 
 @pytest.fixture
