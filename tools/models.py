@@ -49,8 +49,9 @@ numbers that transformers makes of them, and written in bf16.
 Qwen3-Next and the text models of Qwen3.5 need unpacked rows (`data.packed: false`) and `parallel.cp: 1` for
 their gated delta nets; adapters, FP8, megatron's own checkpoints (`weights`) and NPUs are refused. The nets
 are computed by torch alone, which is slow and costs memory that a plan counts; on cuda, where
-flash-linear-attention is installed, its kernels do, which nobody has tried here. They were run on the cpu
-alone. Their multi-token prediction (`mtp.` in files) is neither read nor written, as in transformers.
+flash-linear-attention is installed, its kernels do, which nobody has tried here. By torch alone they were run
+on an H200 too (`benchmarks.gpu.pretrained`). Their multi-token prediction (`mtp.` in files) is neither read
+nor written, as in transformers.
 
 A model that sees images is tried on texts with several, of unequal sizes; gradients are those of the tower
 and of the projector too, in every layout. Either can be frozen, or have a learning rate of its own

@@ -132,7 +132,9 @@ class Asked:
     ) -> None:
         """Asks this node alone and then, each doing this, all of `where`. Raises JobFailed for the lists."""
         every = list(probes(hardware, directory, quick=quick, devices=devices))
-        alone = judged(run(every, QUICK_SECONDS if quick else SECONDS))
+        alone = run(every, QUICK_SECONDS if quick else SECONDS)
+        if capabilities.of(hardware.backend).device != "cpu":  # whose processors all ranks share
+            alone = judged(alone)
         links = together(hardware, where, alone, quick=quick, devices=devices, wait=wait)
         self.found = {**alone, **links}
         self.own = "; ".join(

@@ -44,6 +44,16 @@ def test_a_package_that_is_only_on_the_path_says_its_version_in_its_source(tmp_p
     assert package is not None and (package.version, package.base_version) == ("2.13.0+cpu", "2.13.0")
 
 
+def test_a_package_that_came_within_the_clock_s_tick_is_found(tmp_path: Path):
+    when = tmp_path.stat()
+    assert stack(tmp_path).package("torch") is None  # Python keeps what it saw of a directory, by its time
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("__version__ = '2.13.0'\n")
+    os.utime(tmp_path, ns=(when.st_atime_ns, when.st_mtime_ns))
+    package = stack(tmp_path).package("torch")
+    assert package is not None and package.version == "2.13.0"
+
+
 def test_an_editable_checkout_is_identified_by_its_commit(tmp_path: Path):
     checkout, sha = tmp_path / "checkout", "d0d5809d" + "0" * 32
     (checkout / "mindspeed").mkdir(parents=True)

@@ -11,6 +11,7 @@ import pytest
 from bundle import preflight
 from bundle.environment.hardware import detect, preset
 from bundle.environment.machine import Level
+from bundle.launch.rendezvous import Rendezvous
 from bundle.preflight import DEVICE, DISK, Found, Probe, findings, judged, probes, report, run
 
 HERE = "tests.preflight.probe"
@@ -35,6 +36,16 @@ def test_a_device_that_is_slower_than_its_neighbours_is_told():
         (Level.OK, "0.95 TFLOP/s"),
     ]
     assert of(Found({"TFLOP/s": 0.85}), Found({"TFLOP/s": 1.0}))[0][0] is Level.FAIL
+
+
+@pytest.mark.parametrize(("of_which", "wrong"), [("h200", "device 0: computes 1 TFLOP/s"), ("cpu", "")])
+def test_processes_that_share_their_processors_are_not_compared(of_which, wrong, tmp_path, monkeypatch):
+    unequal = {probe(subject=f"device {n}"): Found({"TFLOP/s": 1.0 + n}) for n in range(2)}
+    monkeypatch.setattr(preflight, "run", lambda *_: unequal)
+    monkeypatch.setattr(preflight, "together", lambda *_, **__: {})
+    where = Rendezvous(1, 0, "127.0.0.1", None, "", "")
+    asked = preflight.Asked(preset(of_which, 2), tmp_path, where, quick=True, devices=2, wait=1.0)
+    assert asked.own.startswith(wrong) and bool(asked.own) == bool(wrong)
 
 
 def test_what_a_probe_finds_wrong_is_told_with_what_to_do():
