@@ -20,6 +20,10 @@ SIZES = {
     "glm-4.5-air": 106,
     "mixtral-8x7b": 46.7,
 }
+# Billions of active ones where the name counts neither embedding nor head.
+ACTIVE = {"qwen3-next-80b-a3b": 3.9}
+# What NPUs do not compute, as `plan` says it.
+NOT_ON_NPUS = {"gpt-oss-20b": "sinks", "gpt-oss-120b": "sinks", "qwen3-next-80b-a3b": "gated delta nets"}
 
 
 def planned(name: str) -> Plan:
@@ -51,7 +55,8 @@ def test_its_model_has_the_published_size(name: str) -> None:
     tower = sum(math.prod(of.shape) for of in table if of.name.startswith(TOWER))  # no name counts one
     assert (size.parameters - tower) / 1e9 == pytest.approx(said, rel=0.1)
     if active:
-        assert (size.active - tower) / 1e9 == pytest.approx(float(active[1]), rel=0.15)
+        published = ACTIVE.get(model, float(active[1]))
+        assert (size.active - tower) / 1e9 == pytest.approx(published, rel=0.15)
     assert bool(tower) == ("-vl-" in name)
 
 
@@ -63,10 +68,11 @@ def test_a_model_with_a_tower_has_as_many_parameters_as_its_published_files() ->
 def test_every_model_is_ready_for_both_machines_but_where_npus_refuse_it() -> None:
     models = {name.removeprefix("sft-").rpartition("-")[0] for name in READY}
     absent = {model for model in models if not {f"sft-{model}-h200", f"sft-{model}-a3"} <= set(READY)}
-    for model in absent:
+    assert absent == set(NOT_ON_NPUS)
+    for model, lacking in NOT_ON_NPUS.items():
         on_npus = load(f"sft-{model}-h200", ["backend=ascend", "devices.per_node=16"])
         problems = plan_for(on_npus, named="a3", mcore="0.16.1").problems
-        assert any("sinks" in problem.text for problem in problems), model
+        assert any(lacking in problem.text for problem in problems), model
 
 
 def test_the_depths_that_stages_do_not_divide_are_among_them() -> None:
