@@ -320,11 +320,18 @@ def _fp8_rows(recipe: Recipe, scaling: Scaling) -> Iterator[Problem]:
 def _without_adapters(recipe: Recipe, can: Capabilities, layout: RankLayout) -> Iterator[Problem]:
     for chunk in layout.all_chunks():
         if not trained(recipe.architecture, recipe.parallel, chunk, can.layers, recipe.model):
-            layers = f"layers {', '.join(map(str, chunk.layers))}" if chunk.layers else "no layers"
-            yield recipe_problem(
-                f"model.lora.targets: none is in {layers}, which are all of a chunk of stage"
-                f" {chunk.stage}, and nothing would be trained there: add targets, or use fewer stages"
-            )
+            where = f"a chunk of stage {chunk.stage}, and nothing would be trained there"
+            if chunk.layers:
+                layers = ", ".join(map(str, chunk.layers))
+                yield recipe_problem(
+                    f"model.lora.targets: none is in layers {layers}, which are all of {where}:"
+                    " add targets, or use fewer stages"
+                )
+            else:
+                yield recipe_problem(
+                    f"model.lora: no layers are in {where}:"
+                    " move one there in parallel.pipeline_model_parallel_layout"
+                )
 
 
 def _shared_embedding(recipe: Recipe, can: Capabilities, layout: RankLayout) -> Iterator[Problem]:

@@ -24,7 +24,7 @@ from tests.adapters.cases import CASES, Case
 from tests.families.cases import LENGTH
 from tests.families.loaded import batch
 
-ALONE = "one process"
+ALONE, LAID_OUT = "one process", "laid out"
 LAYOUTS: dict[str, dict[str, Any]] = {
     ALONE: {},
     "recomputed": {},
@@ -32,6 +32,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 and sequence parallel": {"tp": 2, "sequence_parallel": True},
     "etp2": {"etp": 2},
     "pp2": {"pp": 2},
+    LAID_OUT: {"pp": 2},  # all layers but one in the first
     "ep2": {"ep": 2},
     "packed cp2": {"cp": 2},
     "tp2 and ep2": {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True},
@@ -67,6 +68,10 @@ def cases_of(layout: str) -> dict[str, Case]:
 def recipe(case: Case, directory: Path, layout: str):
     from bundle.recipe import from_mapping
 
+    parallel = dict(LAYOUTS[layout])
+    if layout == LAID_OUT:
+        layers = json.loads((directory / "config.json").read_text())["num_hidden_layers"]
+        parallel["pipeline_model_parallel_layout"] = f"E{'t' * (layers - 1)}|tL"
     return from_mapping(
         {
             "name": "adapters",
@@ -79,7 +84,7 @@ def recipe(case: Case, directory: Path, layout: str):
                 "lora": {"path": str(directory / reference.ADAPTER)},
                 "recompute": {"granularity": "full"} if layout == "recomputed" else None,
             },
-            "parallel": LAYOUTS[layout],
+            "parallel": parallel,
             "data": {
                 "source": "text",
                 "path": ["none"],

@@ -76,9 +76,13 @@ def test_steering_biases_stay_where_nobody_says_otherwise():
 def test_a_stage_without_adapters_is_refused_in_the_plan():
     experts_only = LORA | {"targets": ["experts.0.up_proj"]}  # the first layer has no experts
     recipe = with_lora(DEEPSEEK, model={"lora": experts_only}, parallel={"pp": 4})
-    made = plan(recipe, detect("cpu", recorded("cgroup-v1")), nodes=1, per_node=4)
+    on = detect("cpu", recorded("cgroup-v1"))
+    made = plan(recipe, on, nodes=1, per_node=4)
     (text,) = [problem.text for problem in made.problems]
     assert text.startswith("model.lora.targets: none is in layers 0, which are all of a chunk of stage 0")
+    bare = {"pp": 2, "pipeline_model_parallel_layout": "E|ttttL"}
+    (text,) = [problem.text for problem in plan(with_lora(parallel=bare), on, nodes=1, per_node=2).problems]
+    assert text.startswith("model.lora: no layers are in a chunk of stage 0, and nothing would")
     assert not plan(with_lora(), preset("h200"), nodes=1, per_node=1).problems
 
 
