@@ -203,7 +203,7 @@ class Hung:
                 with suppress(OSError):  # a hang on a full disk is still a hang
                     file.touch()
             # Of processes that still live, and in nobody's way.
-            path = world / f"hang-{outcomes.node_name()}.nccl.txt"
+            path = world / f"hang-rank-{ranks[0].rank}.nccl.txt"
             Thread(target=ras.write, args=(path,), daemon=True).start()
         elif time.monotonic() - self._noticed > _WORD_SECONDS:
             self._over = True

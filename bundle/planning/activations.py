@@ -18,6 +18,8 @@ from bundle.recipe.recipe import Vision as Trained
 
 # The gate of experts is computed with glu_linear_offset, zero or not.
 SHIFTED_GATE = SourcePredicate("transformer/mlp.py", "glu_linear_offset", "0.15")
+# Before it MTP layers are never computed again.
+MTP_AGAIN = SourcePredicate("transformer/multi_token_prediction.py", "_checkpointed_forward", "0.14")
 ID = 8  # bytes of a token's id, and of an expert's number
 CHUNK = 64  # rows that a gated delta net takes at once
 
@@ -130,6 +132,8 @@ class LayerBytes:
         # Full recomputation, or the modules of a selective one.
         self.full = recompute if recompute is not None and recompute.granularity == "full" else None
         self.again = frozenset(recompute.modules if recompute is not None and not self.full else ())
+        # By blocks no release does it.
+        self.mtp_again = bool(self.full and self.full.method == "uniform" and code.has(MTP_AGAIN))
 
     def layers(self, chunk: Chunk) -> list[int]:
         """The decoder layers of a chunk, one by one."""
@@ -248,7 +252,7 @@ def activations(
     each = LayerBytes(recipe, traits, code)
     chunks = layout.stages[stage]
     flying = in_flight(len(layout.stages), stage, len(chunks), layout.microbatches)
-    sizes = [_chunk(each, chunk) for chunk in chunks]
+    sizes = [_chunk(each, chunk) + _sent(each, chunk) for chunk in chunks]
     return ActivationBytes(
         microbatch=sum(sizes),
         held=sum(size * count for size, count in zip(sizes, flying, strict=True)),
@@ -273,9 +277,15 @@ def in_flight(stages: int, stage: int, chunks: int, microbatches: int) -> tuple[
 def _chunk(each: LayerBytes, chunk: Chunk) -> int:
     """What one micro-batch leaves in a chunk."""
     embedding = (each.tokens * ID + _tower(each.recipe, each.saved.size)) * chunk.embedding
-    norms = (chunk.final_norm + chunk.mtp_layers) * _norm(each)
-    predicting = chunk.mtp_layers * _mtp(each)
-    return embedding + _decoder(each, chunk) + norms + predicting + chunk.losses * _loss(each)
+    trunk = _decoder(each, chunk) + chunk.final_norm * _norm(each)
+    return embedding + trunk + chunk.mtp_layers * _mtp(each) + chunk.losses * _loss(each)
+
+
+def _sent(each: LayerBytes, chunk: Chunk) -> int:
+    """What goes on to the next chunk, the trunk's and that of each MTP layer: until backward the schedule holds
+    it, as `deallocate_pipeline_outputs` is left off.
+    """
+    return 0 if chunk.head else (1 + chunk.mtp_layers) * each.stream_input
 
 
 def _decoder(each: LayerBytes, chunk: Chunk) -> int:
@@ -290,22 +300,26 @@ def _decoder(each: LayerBytes, chunk: Chunk) -> int:
 
 
 def _recomputed(each: LayerBytes, chunk: Chunk) -> int:
-    """What full recomputation brings back at a time: the layers of one unit."""
+    """What full recomputation brings back at a time: the layers of one unit, or one MTP layer."""
     if each.full is None:
         return 0
     unit = (each.full.layers or 1) if each.full.method == "uniform" else 1
     whole = each.layers(chunk)
-    return max((sum(whole[first : first + unit]) for first in range(0, len(whole), unit)), default=0)
+    units = [sum(whole[first : first + unit]) for first in range(0, len(whole), unit)]
+    if chunk.mtp_layers and each.mtp_again:
+        units.append(_mtp_layer(each))
+    return max(units, default=0)
 
 
 def _mtp(each: LayerBytes) -> int:
-    """One depth of multi-token prediction: its embedding, the join with the trunk, a layer."""
-    architecture = each.recipe.architecture
-    hidden = architecture.hidden_size
-    if each.full is not None:
-        return each.tokens * ID + 2 * each.stream_input
-    joined = 2 * each.stream * each.saved.norm(hidden) + 2 * each.stream_input
-    return each.tokens * ID + joined + each.layer(bool(architecture.layer_pattern[-1]))
+    """What is left of one depth of multi-token prediction: the ids of its embedding, the layer or its inputs."""
+    return each.tokens * ID + (2 * each.stream_input if each.mtp_again else _mtp_layer(each))
+
+
+def _mtp_layer(each: LayerBytes) -> int:
+    """One depth of multi-token prediction: the join of its embedding with the trunk, a layer, a norm."""
+    joined = 2 * _norm(each) + 2 * each.stream_input
+    return joined + each.layer(bool(each.recipe.architecture.layer_pattern[-1])) + _norm(each)
 
 
 def _norm(each: LayerBytes) -> int:

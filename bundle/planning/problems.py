@@ -12,6 +12,7 @@ from bundle.environment.packages import MegatronCode, Packages, SourcePredicate
 from bundle.errors import ExitCode, bytes_shown
 from bundle.fp8 import SCALINGS, Scaling
 from bundle.patches import Action, Decision, mindspeed
+from bundle.planning.activations import MTP_AGAIN
 from bundle.planning.layout import RankLayout
 from bundle.planning.memory import MemoryEstimate, splits_shared_embedding
 from bundle.planning.size import parameters, trained
@@ -28,6 +29,13 @@ LAYOUT = SourcePredicate("transformer/transformer_config.py", "pipeline_model_pa
 _DEALING = "transformer/pipeline_parallel_layer_layout.py"
 LAYOUT_OF_MTP = SourcePredicate(_DEALING, "mtp_num_layers", "0.14")
 MTP_APART = SourcePredicate(_DEALING, "mtp_standalone", "0.16")  # from the last layer, or from the head
+
+
+# Before it uniform recomputation asks for layers that the last unit of a chunk has not.
+SHORTER_UNIT = (
+    SourcePredicate("transformer/transformer_block.py", "chunk_end = min(", "0.17"),
+    SourcePredicate("recompute.py", "chunk_end = min(", "0.18"),
+)
 
 
 class Need(NamedTuple):
@@ -273,8 +281,10 @@ def _less(stage: MemoryEstimate) -> str:
 
 
 def _recomputation(recipe: Recipe, can: Capabilities, code: MegatronCode) -> Iterator[Problem]:
-    """Modules that megatron-core recomputes only with other layers, or only from some release on."""
+    """What megatron-core recomputes only with other layers, or only from some release on."""
     recompute = recipe.model.recompute
+    if recompute is not None and recompute.method == "uniform":
+        yield from _units(recipe, recompute.layers or 1, code)
     modules = set(recompute.modules) if recompute is not None else set()
     key = "model.recompute.modules"
     if "moe_act" in modules and not can.layers.grouped_experts:
@@ -286,6 +296,25 @@ def _recomputation(recipe: Recipe, can: Capabilities, code: MegatronCode) -> Ite
     if "shared_experts" in modules and not code.has(SHARED_EXPERTS_AGAIN):
         who = f"megatron-core {code.release} does not know shared_experts"
         yield recipe_problem(f"{key}: {who} ({code.said_by(SHARED_EXPERTS_AGAIN)}); 0.14 does")
+
+
+def _units(recipe: Recipe, unit: int, code: MegatronCode) -> Iterator[Problem]:
+    """Units of uniform recomputation that do not fit into a chunk, or beside MTP layers."""
+    key, a = "model.recompute.layers", recipe.architecture
+    if a.mtp_layers and unit > 1 and code.has(MTP_AGAIN):
+        yield recipe_problem(
+            f"{key}: {unit}, but MTP layers are computed again one at a time ({code.said_by(MTP_AGAIN)}): must be"
+            " 1, or model.recompute.method block"
+        )
+    if any(code.has(each) for each in SHORTER_UNIT):
+        return
+    stages = recipe.parallel.stages(a.num_layers, a.mtp_layers) or ()
+    if uneven := sorted({chunk.layers for stage in stages for chunk in stage if chunk.layers % unit}):
+        yield recipe_problem(
+            f"{key}: {unit} does not divide the {', '.join(map(str, uneven))} layers of a chunk, and megatron-core"
+            f" {code.release} asks for layers that are not there ({code.said_by(SHORTER_UNIT[0])});"
+            f" {SHORTER_UNIT[0].since} does not"
+        )
 
 
 def _fp8_weights(

@@ -108,10 +108,11 @@ def _pipeline(recipe: Recipe) -> Iterator[Violation]:
     parallel, layers = recipe.parallel, recipe.architecture.num_layers
     if parallel.vpp == 1:
         yield "parallel.vpp", "1 is no interleaving: use null"
-    if parallel.vpp is not None and parallel.pp == 1:
+    laid_out = parallel.pipeline_model_parallel_layout is not None
+    if parallel.vpp is not None and parallel.pp == 1 and not laid_out:
         yield "parallel.vpp", "interleaves the chunks of pipeline stages: needs pp > 1"
     ends = {key: length for key in _ENDS if (length := getattr(parallel, key)) is not None}
-    if parallel.pipeline_model_parallel_layout is not None:
+    if laid_out:
         for key in ends:
             yield f"parallel.{key}", f"{_LAYOUT} says what every stage holds: leave one of them out"
         yield from _layout(recipe)
@@ -232,10 +233,12 @@ def _vision(recipe: Recipe) -> Iterator[Violation]:
     stages = _stages(recipe)
     deepest = len(recipe.architecture.vision.deepstack)
     if stages and (first := stages[0][0].layers) < deepest:
+        laid_out = recipe.parallel.pipeline_model_parallel_layout is not None
+        more = "t before its |" if laid_out else "parallel.num_layers_in_first_pipeline_stage"
         yield (
-            "parallel.pp",
+            _LAYOUT if laid_out else "parallel.pp",
             f"the tower gives something for the first {deepest} decoder layers, and the first stage has"
-            f" {first} of them: give it more (parallel.num_layers_in_first_pipeline_stage)",
+            f" {first} of them: give it more ({more})",
         )
     if recipe.architecture.vision.channels != 3:
         yield "model.config.vision_config", "in_channels: images are read in three colours"

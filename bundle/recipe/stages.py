@@ -110,7 +110,8 @@ def misplaced(stages: Sequence[str], pp: int, *, layers: int, mtp_layers: int) -
     predicting = [number for number, stage in enumerate(stages) if "m" in stage]
     if len(predicting) > 1:
         yield "the MTP layers (m) are in several stages: megatron-core builds them in one"
-    if predicting and (predicting[0] < len(stages) - pp or predicting[0] % pp == 0):
+    even = rounds(stages, pp) is not None
+    if even and predicting and (predicting[0] < len(stages) - pp or predicting[0] % pp == 0):
         yield (
             f"stage {predicting[0] + 1} of {len(stages)} has MTP layers (m): megatron-core builds them in the"
             f" last round, which are the last {pp} stages, and not on its first rank"

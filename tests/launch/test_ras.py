@@ -7,7 +7,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from bundle.launch import ras
+from bundle.launch import outcomes, ras
+from bundle.launch.hang import Hung
+from bundle.launch.outcomes import Outcome
 
 
 @contextmanager
@@ -50,3 +52,22 @@ def test_where_nobody_listens_nothing_is_written(address, tmp_path, monkeypatch)
     monkeypatch.setenv("NCCL_RAS_ADDR", address)
     ras.write(tmp_path / "said.txt")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_pods_of_one_node_do_not_overwrite_what_each_was_told(tmp_path, monkeypatch):
+    wrote = threading.Barrier(3)
+
+    def write(path):
+        path.write_text("told")
+        wrote.wait(60)
+
+    monkeypatch.setattr(ras, "write", write)
+    monkeypatch.setenv("K8S_NODE_NAME", "gpu01")
+    (tmp_path / outcomes.HANG).touch()
+    for first in (0, 4):
+        Hung(tmp_path).look([Outcome(first + n, n, 1, 0.0) for n in range(4)])
+    wrote.wait(60)
+    assert {path.name for path in tmp_path.glob("*.nccl.txt")} == {
+        "hang-rank-0.nccl.txt",
+        "hang-rank-4.nccl.txt",
+    }

@@ -33,11 +33,11 @@ def measure(recipe: Recipe, runtime: Any, rank: int) -> dict[str, int]:
         state = groups.initialize(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
     engine = Engine(recipe, runtime, state, torch.device("cpu"))
     kept = Kept(engine.models)
-    waiting = Waiting(schedules)
-    with kept, waiting:
+    waiting, sent = Waiting(schedules), Sent(schedules)
+    with kept, waiting, sent:
         engine.forward_backward(micro_batches(recipe, state))
     groups.destroy()
-    return {"kept": kept.bytes, "in_flight": waiting.most, "microbatches": waiting.forwards}
+    return {"kept": kept.bytes + sent.bytes, "in_flight": waiting.most, "microbatches": waiting.forwards}
 
 
 class Kept(torch.autograd.graph.saved_tensors_hooks):
@@ -86,6 +86,25 @@ class Waiting:
             return original(*args, **keywords)
 
         return step
+
+
+class Sent:
+    """Adds up what stages send on, of which megatron's schedules hold what they do not free."""
+
+    def __init__(self, schedules: Any) -> None:
+        self.schedules, self.bytes = schedules, 0
+        self.original = schedules.deallocate_output_tensor
+
+    def __enter__(self) -> None:
+        self.schedules.deallocate_output_tensor = self._counted
+
+    def __exit__(self, *error: object) -> None:
+        self.schedules.deallocate_output_tensor = self.original
+
+    def _counted(self, out: Any, free: bool = False) -> None:
+        self.original(out, free)
+        if isinstance(out, torch.Tensor):
+            self.bytes += out.nbytes
 
 
 def micro_batches(recipe: Recipe, state: Any) -> list[Any]:

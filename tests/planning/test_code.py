@@ -12,7 +12,7 @@ from bundle.environment.packages import MegatronCode, SourcePredicate
 from bundle.errors import UsageError
 from bundle.planning import activations, memory, plan_for, problems
 from bundle.recipe import load
-from tests.planning.jobs import DEEPSEEK, QWEN3_NEXT, job
+from tests.planning.jobs import DEEPSEEK, QWEN3, QWEN3_NEXT, job
 from tests.reference.configs import CONFIGS
 
 SIGNS = [
@@ -79,6 +79,37 @@ def test_a_layout_string_needs_a_release_that_builds_it(layout, refused, release
         why = refused.get(number.rpartition(".")[0])
         assert len(said) == (why is not None), number
         assert not said or f"megatron-core {number} {why} (read in transformer/" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "unit", "wrong"),
+    [
+        ({"pp": 2}, 2, []),
+        ({"pp": 2, "num_layers_in_first_pipeline_stage": 3}, 3, ["1"]),
+        ({"pp": 2, "vpp": 2}, 2, ["1"]),
+        ({"pp": 2, "pipeline_model_parallel_layout": "Ettt|tL"}, 2, ["1, 3"]),
+        ({"pp": 2, "pipeline_model_parallel_layout": "Ettt|tL"}, 1, []),
+    ],
+)
+def test_units_of_recomputation_fit_into_chunks_to_0_16(parallel, unit, wrong, release_trees) -> None:
+    recompute = {"granularity": "full", "layers": unit}
+    recipe = job(QWEN3, parallel=parallel, model={"config": QWEN3, "recompute": recompute})
+    for number, root in release_trees.items():
+        made = plan_for(recipe, backend="cpu", mcore=str(root))
+        said = [one.text for one in made.problems if one.text.startswith("model.recompute.layers")]
+        early = Version(number) < Version("0.17")
+        assert [text.partition("divide the ")[2].partition(" layers")[0] for text in said] == wrong * early
+
+
+def test_mtp_layers_are_computed_again_one_by_one(release_trees) -> None:
+    config = DEEPSEEK | {"num_nextn_predict_layers": 1}
+    for method, refused in (("uniform", True), ("block", False)):
+        recompute = {"granularity": "full", "method": method, "layers": 2}
+        recipe = job(config, model={"config": config, "recompute": recompute})
+        for number, root in release_trees.items():
+            said = [one.text for one in plan_for(recipe, backend="cpu", mcore=str(root)).problems]
+            found = [text for text in said if text.startswith("model.recompute.layers: 2, but MTP layers")]
+            assert bool(found) == (refused and Version(number) >= Version("0.14")), number
 
 
 @pytest.mark.parametrize("layers", [None, ["full_attention"] * 4], ids=["nets", "their attention alone"])

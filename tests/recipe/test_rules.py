@@ -261,8 +261,16 @@ def test_the_rules_ask_what_the_first_chunk_of_a_layout_holds():
         if has == 2:
             assert from_mapping(job | {"parallel": parallel})
             continue
-        with pytest.raises(UsageError, match=f"first 2 decoder layers, and the first stage has {has}"):
+        said = f"_layout: the tower gives .* first stage has {has} of them: give it more \\(t before its"
+        with pytest.raises(UsageError, match=said):
             from_mapping(job | {"parallel": parallel})
+
+
+def test_a_layout_without_stages_is_blamed_alone():
+    with pytest.raises(UsageError) as error:
+        load("demo", ["parallel={pipeline_model_parallel_layout: Ett|ttmL}"])
+    (violation,) = error.value.violations
+    assert violation.endswith(f"{LAYOUT}: there is one stage: needs pp > 1")
 
 
 def test_layers_that_a_tower_gives_something_for_are_on_the_first_stage():

@@ -64,6 +64,7 @@ def test_a_layout_of_a_hostile_size_is_refused_before_it_is_written_out(layout):
     ("layout", "pp", "layers", "depth", "reasons"),
     [
         ("Et|t|tL", 2, 3, 0, ["3 stages are no multiple of pp 2"]),
+        ("Et|t|mL", 2, 2, 1, ["3 stages are no multiple of pp 2"]),
         ("Et||t|tL", 2, 3, 0, ["stage 2 of 4 is empty"]),
         ("tE|tL", 2, 2, 0, ["E, the embedding"]),
         ("Et|EtL", 2, 2, 0, ["E, the embedding"]),

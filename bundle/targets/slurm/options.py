@@ -15,6 +15,7 @@ _PLACE = "`launch stop` and `launch logs` know a job by where its log lies, in i
 _NUMBER = "sbatch is to queue the job, say its number and end"
 _CLUSTER = "a handle names no cluster: say SLURM_CLUSTERS, which all of Slurm's clients read"
 _TOLD = "a limit is held against the time that a save takes: say --sbatch time=... or --sbatch signal=..."
+_OTHERWISE = "it was not looked at: unset it, or say it by --sbatch"
 # Options that may not be said, by why; another value would start something else than what was checked.
 _DECIDED = {
     **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node"), _LAYOUT),
@@ -32,6 +33,9 @@ _VARIABLES = {
     "SBATCH_CLUSTERS": _CLUSTER,
     "SBATCH_TIMELIMIT": _TOLD,
     "SBATCH_SIGNAL": _TOLD,
+    **{f"SBATCH_{of}": _OTHERWISE for of in ("GRES", "GPUS", "GPUS_PER_NODE", "GPUS_PER_TASK")},
+    **{f"SBATCH_{of}": _OTHERWISE for of in ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU")},
+    **{f"SBATCH_{of}": _OTHERWISE for of in ("NO_REQUEUE", "OPEN_MODE")},
 }
 # Slurm may tell a job to save that much earlier than it was asked to (sbatch's manual page, --signal).
 _EARLIER_SECONDS = 60
