@@ -282,8 +282,8 @@ def _chunk(each: LayerBytes, chunk: Chunk) -> int:
 
 
 def _sent(each: LayerBytes, chunk: Chunk) -> int:
-    """What goes on to the next chunk, the trunk's and that of each MTP layer: until backward the schedule holds
-    it, as `deallocate_pipeline_outputs` is left off.
+    """What goes on to the next chunk, of the trunk and of each MTP layer: schedules hold it until backward,
+    as `deallocate_pipeline_outputs` is left off.
     """
     return 0 if chunk.head else (1 + chunk.mtp_layers) * each.stream_input
 
@@ -312,7 +312,7 @@ def _recomputed(each: LayerBytes, chunk: Chunk) -> int:
 
 
 def _mtp(each: LayerBytes) -> int:
-    """What is left of one depth of multi-token prediction: the ids of its embedding, the layer or its inputs."""
+    """What is left of one depth of multi-token prediction: ids for its embedding, the layer or its inputs."""
     return each.tokens * ID + (2 * each.stream_input if each.mtp_again else _mtp_layer(each))
 
 

@@ -303,17 +303,18 @@ def _units(recipe: Recipe, unit: int, code: MegatronCode) -> Iterator[Problem]:
     key, a = "model.recompute.layers", recipe.architecture
     if a.mtp_layers and unit > 1 and code.has(MTP_AGAIN):
         yield recipe_problem(
-            f"{key}: {unit}, but MTP layers are computed again one at a time ({code.said_by(MTP_AGAIN)}): must be"
-            " 1, or model.recompute.method block"
+            f"{key}: {unit}, but MTP layers are computed again one at a time ({code.said_by(MTP_AGAIN)}):"
+            " must be 1, or model.recompute.method block"
         )
     if any(code.has(each) for each in SHORTER_UNIT):
         return
+    loop = SHORTER_UNIT[0]
     stages = recipe.parallel.stages(a.num_layers, a.mtp_layers) or ()
     if uneven := sorted({chunk.layers for stage in stages for chunk in stage if chunk.layers % unit}):
         yield recipe_problem(
-            f"{key}: {unit} does not divide the {', '.join(map(str, uneven))} layers of a chunk, and megatron-core"
-            f" {code.release} asks for layers that are not there ({code.said_by(SHORTER_UNIT[0])});"
-            f" {SHORTER_UNIT[0].since} does not"
+            f"{key}: {unit} does not divide the {', '.join(map(str, uneven))} layers of a chunk, and"
+            f" megatron-core {code.release} asks for layers that are not there ({code.said_by(loop)});"
+            f" {loop.since} does not"
         )
 
 

@@ -30,6 +30,12 @@ CASES = [
     ["demo", "model.recompute.granularity=full", "model.mtp.layers=2"],
     ["demo", "model.recompute={granularity: full, method: block, layers: 2}", BF16],
     ["demo", "parallel={pp: 2, pipeline_model_parallel_layout: E|ttttmL}", "train.global_batch_size=32"],
+    [
+        "demo",
+        "model.mtp.layers=2",
+        "parallel={pp: 2, pipeline_model_parallel_layout: Etttt|mmL}",
+        "train.global_batch_size=32",
+    ],
     ["qwen3-cp2-packed"],
     ["qwen3-cp2-packed", BF16],
 ]
@@ -51,16 +57,16 @@ def test_what_ranks_keep_and_how_many_wait(installed):
             assert found["microbatches"] == layout.microbatches * chunks
             assert found["in_flight"] == sum(expected.in_flight), (name, overrides, rank)
             kept = found["kept"] / layout.microbatches
-            assert expected.microbatch == pytest.approx(kept, rel=0.07), (name, overrides, rank)
+            near = 0.07 if recipe.data.packed else 0.03
+            assert expected.microbatch == pytest.approx(kept, rel=near), (name, overrides, rank)
 
 
 def test_an_mtp_layer_alone_in_its_stage_comes_back_whole():
     laid_out = "parallel={pp: 4, pipeline_model_parallel_layout: Ett|tt|m|L}"
-    code = MegatronCode(Version("0.16.1"))
 
-    def of_stage(*more):
+    def of_stage(*more, release="0.16.1"):
         recipe = load("demo", [laid_out, "train.global_batch_size=64", *more])
-        return activations(recipe, rank_layout(recipe, 4), 2, LOCAL, code)
+        return activations(recipe, rank_layout(recipe, 4), 2, LOCAL, MegatronCode(Version(release)))
 
     whole, again = of_stage(), of_stage("model.recompute.granularity=full")
     tokens, hidden = 8 * 128, 128
@@ -68,3 +74,5 @@ def test_an_mtp_layer_alone_in_its_stage_comes_back_whole():
     assert again.passing == whole.microbatch - kept - 8 * tokens
     assert again.microbatch == 2 * kept + 8 * tokens
     assert of_stage("model.recompute={granularity: full, method: block}").microbatch == whole.microbatch
+    early = {"release": "0.13.1"}
+    assert of_stage("model.recompute.granularity=full", **early).microbatch == of_stage(**early).microbatch

@@ -61,8 +61,11 @@ def test_a_job_that_cannot_be_kept_from_the_queue_is_not_told_to_save(tmp_path, 
 
 @pytest.mark.parametrize(
     "name",
-    ["SBATCH_OUTPUT", "SBATCH_ERROR", "SBATCH_WAIT", "SBATCH_ARRAY_INX", "SBATCH_TIMELIMIT", "SBATCH_SIGNAL"]
-    + ["SBATCH_GRES", "SBATCH_GPUS_PER_NODE", "SBATCH_MEM_PER_CPU", "SBATCH_NO_REQUEUE", "SBATCH_OPEN_MODE"],
+    [
+        *("SBATCH_OUTPUT", "SBATCH_ERROR", "SBATCH_WAIT", "SBATCH_ARRAY_INX"),
+        *("SBATCH_TIMELIMIT", "SBATCH_SIGNAL", "SBATCH_NO_REQUEUE", "SBATCH_OPEN_MODE"),
+        *("SBATCH_GRES", "SBATCH_GPUS_PER_NODE", "SBATCH_MEM_PER_CPU"),
+    ],
 )
 def test_a_variable_that_wins_over_the_script_is_refused_and_nothing_is_written(
     job, tmp_path, monkeypatch, name
