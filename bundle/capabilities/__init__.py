@@ -24,7 +24,10 @@ class LayerTraits(NamedTuple):
     fused_loss: bool  # one kernel, which makes an fp32 copy of the logits, where torch works in place
     adam_counters: bool  # the optimizer keeps a step count with every tensor
     typed_adam: bool  # the optimizer can keep its moments in other types than fp32
+    plain_sgd: bool  # SGD without momentum keeps nothing
     source: str
+    fp8_copies: int = 0  # bytes that stay of each weight of an FP8 product, beside the weight
+    scores: bool = False  # attention keeps the probabilities of all pairs of tokens
 
 
 class AttentionKernel(NamedTuple):
@@ -214,6 +217,11 @@ class Capabilities(NamedTuple):
             return Choice(fit[0], "no other takes this job")
         found = (p for p in self.preferred if p.kernel in fit and p.where(recipe, generation))
         return next((Choice(p.kernel, p.why) for p in found), self.auto_attention)
+
+    def layers_of(self, recipe: "Recipe", generation: str | None) -> LayerTraits:
+        """The layers as this job gets them on such a device: by its attention kernel."""
+        unfused = self.attention(recipe, generation).value == "unfused"
+        return self.layers._replace(scores=unfused and self.layers.fused_kernels)
 
     def attention_refusals(self, recipe: "Recipe") -> list[str]:
         """Why the kernel that is asked for does not take this job; with `auto`, why none of them does."""

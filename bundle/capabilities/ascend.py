@@ -38,6 +38,7 @@ ASCEND = Capabilities(
         fused_loss=False,
         adam_counters=True,
         typed_adam=False,
+        plain_sgd=True,
         source="megatron-core's local layers, torch.optim.AdamW; what torch-npu's kernels keep is not"
         " measured: no device",
     ),
@@ -167,6 +168,7 @@ MINDSPEED = ASCEND._replace(
         fused_loss=False,
         adam_counters=False,
         typed_adam=False,
+        plain_sgd=True,
         source="MindSpeed's layers and AdamW; what they keep is not measured: no device",
     ),
     # Norms, experts and AdamW have no others there.

@@ -21,6 +21,7 @@ LOCAL = LayerTraits(
     fused_loss=False,
     adam_counters=True,
     typed_adam=False,
+    plain_sgd=True,
     source="megatron-core's local layers on torch's own kernels; torch.optim.AdamW",
 )
 

@@ -124,11 +124,15 @@ class LayerBytes:
             clamped_gate=recipe.architecture.gate_limit is not None,
             sinks=recipe.architecture.sinks,
         )
+        self.dpo = recipe.dpo is not None
         self.cp = parallel.cp
         self.rows = recipe.data.sequence_length // parallel.cp
         self.tokens = self.rows * recipe.rows
         self.stream = self.tokens // (parallel.tp if parallel.sequence_parallel else 1)
         self.stream_input = self.stream * recipe.architecture.hidden_size * self.saved.size
+        heads = recipe.architecture.num_attention_heads // parallel.tp
+        # The probabilities of all pairs of tokens, where a kernel keeps them; a pack's at most.
+        self.scores = recipe.rows * heads * self.rows**2 * size if traits.scores else 0
         # Full recomputation, or the modules of a selective one.
         self.full = recompute if recompute is not None and recompute.granularity == "full" else None
         self.again = frozenset(recompute.modules if recompute is not None and not self.full else ())
@@ -173,7 +177,7 @@ class LayerBytes:
         if "core_attn" in self.again:
             # The values are a view of queries, keys and values together, which therefore stay.
             return total + self.tokens * ((2 * heads + 3 * groups) * width * size + out)
-        total += self.saved.mask(self.rows, self.cp)
+        total += self.saved.mask(self.rows, self.cp) + self.scores
         return total + self.tokens * (self.saved.attention(heads, groups, width, width, self.cp) + out)
 
     def _latent_attention(self, mla: MLA) -> int:
@@ -193,7 +197,7 @@ class LayerBytes:
             kept = self.saved.attention_without_inputs(heads, width, value, self.cp)
         else:
             kept = self.saved.attention(heads, heads, width, value, self.cp)
-        mask = 0 if "core_attn" in self.again else self.saved.mask(self.rows, self.cp)
+        mask = 0 if "core_attn" in self.again else self.saved.mask(self.rows, self.cp) + self.scores
         return total + mask + self.tokens * (kept + out)
 
     def _delta_net(self, net: DeltaNet) -> int:
@@ -278,7 +282,7 @@ def _chunk(each: LayerBytes, chunk: Chunk) -> int:
     """What one micro-batch leaves in a chunk."""
     embedding = (each.tokens * ID + _tower(each.recipe, each.saved.size)) * chunk.embedding
     trunk = _decoder(each, chunk) + chunk.final_norm * _norm(each)
-    return embedding + trunk + chunk.mtp_layers * _mtp(each) + chunk.losses * _loss(each)
+    return embedding + trunk + chunk.mtp_layers * _mtp(each) + _losses(each, chunk)
 
 
 def _sent(each: LayerBytes, chunk: Chunk) -> int:
@@ -300,9 +304,9 @@ def _decoder(each: LayerBytes, chunk: Chunk) -> int:
 
 
 def _recomputed(each: LayerBytes, chunk: Chunk) -> int:
-    """What full recomputation brings back at a time: the layers of one unit, or one MTP layer."""
+    """What recomputation brings back at a time: the layers of one unit, one MTP layer, or probabilities."""
     if each.full is None:
-        return 0
+        return each.scores if "core_attn" in each.again else 0
     unit = (each.full.layers or 1) if each.full.method == "uniform" else 1
     whole = each.layers(chunk)
     units = [sum(whole[first : first + unit]) for first in range(0, len(whole), unit)]
@@ -327,17 +331,28 @@ def _norm(each: LayerBytes) -> int:
     return each.stream * each.saved.norm(each.recipe.architecture.hidden_size)
 
 
-def _loss(each: LayerBytes) -> int:
-    """The output layer's input, and the softmax over the vocabulary, in fp32."""
-    return each.stream_input + each.tokens * (_vocabulary(each) * FP32 + ID)
+def _losses(each: LayerBytes, chunk: Chunk) -> int:
+    """The output layer's input of each loss, and its softmax over the vocabulary, in fp32.
+
+    A preference's loss keeps the logits as they came.
+    """
+    vocabulary, scored = _vocabulary(each), chunk.head and each.dpo
+    kept = (chunk.losses - scored) * vocabulary * FP32 + scored * vocabulary * each.saved.size
+    return chunk.losses * (each.stream_input + each.tokens * ID) + each.tokens * kept
 
 
 def _logits(each: LayerBytes, chunk: Chunk) -> int:
-    """The logits of every loss beside their softmax, and the fp32 copy of a fused loss."""
+    """The logits of every loss beside their softmax, and the fp32 copy of a fused loss.
+
+    A preference's loss has its gradient there; what it computes at a time is no more than a workspace.
+    """
     if not chunk.head:
         return 0
-    copies = 0 if each.saved.size == FP32 else chunk.losses * each.saved.size
-    return each.tokens * _vocabulary(each) * (copies + (FP32 if each.traits.fused_loss else 0))
+    others = chunk.losses - each.dpo
+    copies = 0 if each.saved.size == FP32 else others * each.saved.size
+    fused = FP32 if each.traits.fused_loss and others else 0
+    whole = each.tokens * _vocabulary(each)
+    return whole * (copies + fused + each.dpo * each.saved.size)
 
 
 def _vocabulary(each: LayerBytes) -> int:

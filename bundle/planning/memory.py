@@ -24,7 +24,7 @@ from bundle.environment.packages import MegatronCode, SourcePredicate
 from bundle.errors import bytes_shown
 from bundle.planning.activations import ActivationBytes, activations
 from bundle.planning.layout import Chunk, RankLayout
-from bundle.planning.size import BF16, FP32, Parameter, parameters, trained
+from bundle.planning.size import BF16, FP32, MULTIPLIED, Parameter, parameters, trained
 from bundle.recipe import Recipe
 from bundle.recipe.sections import Optimizer
 
@@ -39,7 +39,8 @@ HEADROOM = 0.1
 
 
 class StateBytes(NamedTuple):
-    """Bytes of one rank. `moments` of any optimizer; `counters` are the step counts of torch's own Adam.
+    """Bytes of one rank. `moments` of any optimizer; `counters` are the step counts of torch's own Adam;
+    `quantized` the copies that FP8 products keep of their weights.
 
     `host` is what an offloaded optimizer has there; all else is on the device.
     """
@@ -49,6 +50,7 @@ class StateBytes(NamedTuple):
     master: int = 0
     moments: int = 0
     counters: int = 0
+    quantized: int = 0
     host: int = 0
 
     @property
@@ -187,6 +189,7 @@ class StateBuffers(NamedTuple):
     optimizer: Optimizer
     traits: LayerTraits
     frozen: tuple[int, ...]  # weights beside the buffers of every stage, which stay as they are
+    multiplied: tuple[int, ...]  # weights of every stage's FP8 products
 
     @classmethod
     def of(cls, recipe: Recipe, layout: RankLayout, traits: LayerTraits, code: MegatronCode) -> Self:
@@ -195,8 +198,11 @@ class StateBuffers(NamedTuple):
             tuple(_buffers(recipe, layout, chunk, traits, code) for chunk in chunks)
             for chunks in layout.stages
         )
-        frozen = tuple(sum(_frozen(recipe, chunk, traits) for chunk in chunks) for chunks in layout.stages)
-        return cls(layout, stages, recipe.model.dtype == "bf16", recipe.optimizer, traits, frozen)
+        frozen, multiplied = (
+            tuple(sum(of(recipe, chunk, traits) for chunk in chunks) for chunks in layout.stages)
+            for of in (_frozen, _multiplied)
+        )
+        return cls(layout, stages, recipe.model.dtype == "bf16", recipe.optimizer, traits, frozen, multiplied)
 
     def rank(self, rank: int) -> StateBytes:
         """The bytes of one rank."""
@@ -248,6 +254,7 @@ class StateBuffers(NamedTuple):
             master=(own - offloaded) * master,
             moments=(own - offloaded) * moments,
             counters=tensors * FP32 if adam and self.traits.adam_counters else 0,
+            quantized=self.multiplied[stage] * self.traits.fp8_copies,
             host=offloaded * (master + moments + FP32),
         )
 
@@ -257,6 +264,14 @@ def _frozen(recipe: Recipe, chunk: Chunk, traits: LayerTraits) -> int:
     of_chunk = recipe.architecture, recipe.parallel, chunk, traits
     learning = {of.name for of in trained(*of_chunk, recipe.model)}
     return sum(of.elements for of in parameters(*of_chunk) if of.name not in learning)
+
+
+def _multiplied(recipe: Recipe, chunk: Chunk, traits: LayerTraits) -> int:
+    """The elements of a chunk's weights that FP8 products take; 0 without any."""
+    if recipe.model.fp8 is None:
+        return 0
+    of_chunk = parameters(recipe.architecture, recipe.parallel, chunk, traits)
+    return sum(of.elements for of in of_chunk if MULTIPLIED.search(of.name))
 
 
 def _buffers(

@@ -252,6 +252,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         states, flying = stage.states, stage.activations
         parts = [
             f"weights {bytes_shown(states.parameters)}",
+            *([f"their FP8 copies {bytes_shown(states.quantized)}"] if states.quantized else []),
             f"gradients {bytes_shown(states.gradients)}",
             f"optimizer {bytes_shown(states.master + states.moments + states.counters)}",
             f"activations {bytes_shown(flying.held)} ({max(flying.in_flight)} in flight)",

@@ -201,7 +201,8 @@ def plan_on(
     per_node = per_node or recipe.devices.per_node or _all_devices(recipe, hardware, nodes)
     world = nodes * per_node
     layout = rank_layout(recipe, world) if can_lay_out(recipe, world) else None
-    stages = () if layout is None else estimates(recipe, layout, can.layers, code)
+    traits = can.layers_of(recipe, hardware.generation.value)
+    stages = () if layout is None else estimates(recipe, layout, traits, code)
     own = (
         memory_note(stages, hardware.device_memory),
         _caution(can, installed),

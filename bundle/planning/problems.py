@@ -15,7 +15,7 @@ from bundle.patches import Action, Decision, mindspeed
 from bundle.planning.activations import MTP_AGAIN
 from bundle.planning.layout import RankLayout
 from bundle.planning.memory import MemoryEstimate, splits_shared_embedding
-from bundle.planning.size import parameters, trained
+from bundle.planning.size import MULTIPLIED, parameters, trained
 from bundle.recipe import Recipe
 
 SHARED_EMBEDDING = "shared-embedding-bucket"  # the patch; MindSpeed may own what it wraps
@@ -31,6 +31,11 @@ LAYOUT_OF_MTP = SourcePredicate(_DEALING, "mtp_num_layers", "0.14")
 MTP_APART = SourcePredicate(_DEALING, "mtp_standalone", "0.16")  # from the last layer, or from the head
 
 
+BLOCKWISE = SourcePredicate("enums.py", 'blockwise = "blockwise"', "0.13")
+# Before it no release recomputes these beside FP8; 0.12 does not refuse them.
+AGAIN_IN_FP8 = SourcePredicate(
+    "transformer/transformer_config.py", "Delayed scaling does not support moe_act", "0.14"
+)
 # Before it uniform recomputation asks for layers that the last unit of a chunk has not.
 SHORTER_UNIT = (
     SourcePredicate("transformer/transformer_block.py", "chunk_end = min(", "0.17"),
@@ -53,8 +58,6 @@ NEEDED = {
     "qwen3_5_text": _OF_HYBRIDS,
     "qwen3_5_moe_text": _OF_HYBRIDS,
 }
-# Weights of the layers that multiply in FP8: not the embedding, the output layer, routers and norms.
-_MULTIPLIED = r"(linear_\w+|eh_proj)\.weight\d*$"
 _NUMBERS = r"\.\d+|\d+$"
 
 
@@ -101,6 +104,16 @@ def backend_problems(
         why = can.fp8_refusal(model.fp8.scaling, model.fp8.format, hardware.generation.value)
         if why is not None:
             yield hardware_problem(f"model.fp8: {why}")
+        if can.backend == "cuda" and model.fp8.scaling == "blockwise" and not code.has(BLOCKWISE):
+            yield recipe_problem(
+                f"model.fp8.scaling: megatron-core {code.release} has no blockwise"
+                f" ({code.said_by(BLOCKWISE)}); {BLOCKWISE.since} has"
+            )
+    if recipe.optimizer.name == "sgd" and not (recipe.optimizer.sgd_momentum or can.layers.plain_sgd):
+        yield recipe_problem(
+            f"optimizer.sgd_momentum: 0, but SGD on {can.backend} keeps a momentum all the same, which"
+            " neither memory nor checkpoints count: more than 0"
+        )
     family = recipe.architecture.model_type
     if lacks := lacking(family, code):
         yield recipe_problem(
@@ -264,6 +277,12 @@ def memory_problems(stages: Sequence[MemoryEstimate], hardware: Hardware, per_no
                 f"memory: {needed} do not fit this host's {bytes_shown(host)} ({_less(worst)})"
             )
         return
+    host, offloaded = hardware.host.memory.value, per_node * max(stage.states.host for stage in stages)
+    if host is not None and offloaded > host:
+        yield hardware_problem(
+            f"memory: {per_node} ranks keep {bytes_shown(offloaded)} of the optimizer on a host with"
+            f" {bytes_shown(host)}: a smaller optimizer.optimizer_offload_fraction, or more nodes"
+        )
     size = hardware.device_memory.value
     for stage in stages:
         if size is not None and stage.total > size:
@@ -293,6 +312,12 @@ def _recomputation(recipe: Recipe, can: Capabilities, code: MegatronCode) -> Ite
         why = "without Transformer Engine megatron-core fails by NameError (FP8GlobalStateManager)"
         why += f" ({code.said_by(DISCARD_ASKS_FP8)})"
         yield recipe_problem(f"{key}: layernorm: {why}; recompute another module on {can.backend}")
+    fp8, discarded = recipe.model.fp8, sorted(modules & {"layernorm", "moe_act"})
+    if fp8 is not None and discarded and (fp8.scaling == "delayed" or not code.has(AGAIN_IN_FP8)):
+        yield recipe_problem(
+            f"{key}: {' and '.join(discarded)} beside FP8, which megatron-core computes from"
+            f" {AGAIN_IN_FP8.since} on, with another scaling than delayed"
+        )
     if "shared_experts" in modules and not code.has(SHARED_EXPERTS_AGAIN):
         who = f"megatron-core {code.release} does not know shared_experts"
         yield recipe_problem(f"{key}: {who} ({code.said_by(SHARED_EXPERTS_AGAIN)}); 0.14 does")
@@ -327,7 +352,7 @@ def _fp8_weights(
         (re.sub(_NUMBERS, "", tensor.name), tensor.shape)
         for chunk in layout.all_chunks()
         for tensor in parameters(recipe.architecture, recipe.parallel, chunk, can.layers)
-        if re.search(_MULTIPLIED, tensor.name) and any(size % multiple.rows for size in tensor.shape)
+        if MULTIPLIED.search(tensor.name) and any(size % multiple.rows for size in tensor.shape)
     }
     for name, shape in sorted(refused):
         yield recipe_problem(

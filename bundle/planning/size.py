@@ -23,6 +23,7 @@ among the parameters, and not in the FLOPs: what it computes follows from images
 
 import functools
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -49,6 +50,8 @@ from bundle.recipe.recipe import Model
 from bundle.recipe.sections import Optimizer
 
 FP32, BF16 = 4, 2  # bytes of a value
+# Weights of the layers that multiply in FP8: not the embedding, the output layer, routers and norms.
+MULTIPLIED = re.compile(r"(linear_\w+|eh_proj)\.weight\d*$")
 
 
 class Parameter(NamedTuple):

@@ -78,6 +78,8 @@ def _experts(recipe: Recipe) -> Iterator[Violation]:
         ):
             if value:
                 yield f"model.moe.{key}", "balances experts, but the model has none"
+        if balancing.bias_update_rate not in (0, type(balancing).model_fields["bias_update_rate"].default):
+            yield "model.moe.bias_update_rate", "balances experts, but the model has none"
         if recipe.model.router_replay:
             yield "model.router_replay", "replays which experts were chosen, but the model has none"
         if parallel.ep > 1:
@@ -295,6 +297,12 @@ def _recomputation(recipe: Recipe) -> Iterator[Violation]:
         experts := {"moe", "moe_act", "shared_experts"} & set(recompute.modules)
     ):
         yield "model.recompute.modules", f"{', '.join(sorted(experts))}, but the model has no experts"
+    elif "shared_experts" in recompute.modules and not (
+        architecture.moe and architecture.moe.shared_ffn_hidden_size
+    ):
+        yield "model.recompute.modules", "shared_experts, but the model has none"
+    if "mlp" in recompute.modules and 0 not in architecture.layer_pattern:
+        yield "model.recompute.modules", "mlp, but the model has no dense layers"
 
 
 def _arithmetic(recipe: Recipe) -> Iterator[Violation]:

@@ -182,3 +182,32 @@ def test_a_refusal_says_what_decided_it(release_trees: dict[str, Path]) -> None:
         made = plan_for(recipe, backend="cpu", mcore=str(mcore))
         (said,) = [problem.text for problem in made.problems if problem.text.startswith(KEY)]
         assert decided in said
+
+
+@pytest.mark.parametrize(
+    ("scaling", "modules", "allowed"),
+    [
+        ("delayed", ["layernorm"], None),
+        ("delayed", ["moe_act"], None),
+        ("blockwise", ["moe_act", "layernorm"], "0.14"),
+        ("tensorwise", ["moe_act"], "0.14"),
+        ("delayed", ["core_attn"], "0"),
+    ],
+)
+def test_what_is_recomputed_beside_fp8(scaling, modules, allowed, release_trees) -> None:
+    recompute = {"granularity": "selective", "modules": modules}
+    config = DEEPSEEK | {"moe_intermediate_size": 48}
+    recipe = job(config, model={"config": config, "fp8": {"scaling": scaling}, "recompute": recompute})
+    for number, root in release_trees.items():
+        made = plan_for(recipe, named="h200", mcore=str(root), per_node=1)
+        said = [one.text for one in made.problems if "beside FP8" in one.text]
+        assert bool(said) == (allowed is None or Version(number) < Version(allowed)), number
+
+
+def test_blockwise_fp8_on_gpus_needs_a_release_that_names_it(release_trees) -> None:
+    recipe = job(QWEN3, model={"config": QWEN3, "fp8": {"scaling": "blockwise"}})
+    for number, root in release_trees.items():
+        on_gpus = plan_for(recipe, named="h200", mcore=str(root), per_node=1)
+        said = [one.text for one in on_gpus.problems if "has no blockwise" in one.text]
+        assert bool(said) == (Version(number) < Version("0.13")), number
+        assert not plan_for(recipe, backend="cpu", mcore=str(root), per_node=1).problems

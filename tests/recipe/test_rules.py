@@ -46,6 +46,24 @@ BROKEN = [
         ["parallel.num_layers_in_first_pipeline_stage=1"],
         "num_layers_in_first_pipeline_stage: 1 in the first of 2 stages of 2 chunks leave 3 to the other 1",
     ),
+    (
+        "qwen3-tp2-sp",
+        ["model.moe.bias_update_rate=0.5"],
+        "bias_update_rate: balances experts, but the model has",
+    ),
+    (
+        "demo",
+        ["model.recompute={granularity: selective, modules: [mlp]}", "model.config.first_k_dense_replace=0"],
+        "mlp, but the model has no dense layers",
+    ),
+    (
+        "demo",
+        [
+            "model.recompute={granularity: selective, modules: [shared_experts]}",
+            "model.config.n_shared_experts=0",
+        ],
+        "shared_experts, but the model has none",
+    ),
     ("demo", ["parallel.num_layers_in_last_pipeline_stage=1"], "there is one stage: needs pp > 1"),
     ("demo", ["parallel.pipeline_model_parallel_layout=EttttmL"], "there is one stage: needs pp > 1"),
     ("qwen3-pp2-vpp2", [f"{LAYOUT}=Et|x"], f"{LAYOUT}: from character 4 on, 'x', it is no layout"),

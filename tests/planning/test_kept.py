@@ -1,0 +1,128 @@
+"""What a job's attention kernel, loss, FP8 products and optimizer keep, on a device and beside it."""
+
+import math
+
+import pytest
+import torch
+
+from bundle.engine.losses import score
+from bundle.environment.hardware import preset
+from bundle.environment.machine import Fact
+from bundle.planning import to_text
+from tests.planning.jobs import DEEPSEEK, QWEN3, job, plan
+
+NUMBERS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def kept(compute) -> int:
+    """Bytes of the storages that autograd saves, each once."""
+    storages = {}
+
+    def pack(tensor):
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = compute()
+    del result
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def planned(machine, *, config=QWEN3, model=None, **sections):
+    recipe = job(config, model={"config": config, **(model or {})}, **sections)
+    return plan(recipe, preset(machine), nodes=1, per_node=sections.get("parallel", {}).get("tp", 1))
+
+
+def problems(machine, **sections):
+    return [problem.text for problem in planned(machine, **sections).problems]
+
+
+@pytest.mark.parametrize("config", [QWEN3, DEEPSEEK], ids=["queries", "latent"])
+@pytest.mark.parametrize(("machine", "tp"), [("h200", 1), ("h200", 2), ("a3", 1)])
+def test_unfused_attention_keeps_the_probabilities_of_all_pairs(machine, tp, config):
+    rows, heads, width = 96, config["num_attention_heads"] // tp, 16
+
+    def attention():
+        q, k, v = (
+            torch.randn(2 * heads, rows, width, dtype=torch.bfloat16, requires_grad=True) for _ in "qkv"
+        )
+        return torch.bmm(torch.bmm(q, k.transpose(1, 2)).softmax(-1), v)
+
+    inputs = 3 * 2 * heads * rows * width * 2
+    pairs = kept(attention) - inputs
+    sections = {
+        "data": {"sequence_length": rows, "packed": False},
+        "train": {"micro_batch_size": 2, "global_batch_size": 4},
+        "parallel": {"tp": tp, "sequence_parallel": tp > 1},
+        "config": config,
+    }
+    flash, unfused = (
+        planned(machine, model={"attention": kernel}, **sections).memory[0].activations
+        for kernel in ("flash", "unfused")
+    )
+    layers = config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)
+    assert unfused.held - flash.held == layers * pairs
+    again = {"granularity": "selective", "modules": ["core_attn"]}
+    flash, unfused = (
+        planned(machine, model={"attention": kernel, "recompute": again}, **sections).memory[0].activations
+        for kernel in ("flash", "unfused")
+    )
+    assert unfused.held == flash.held and unfused.passing >= pairs
+
+
+def test_a_gpu_computes_attention_in_fp32_unfused_and_its_plan_says_so():
+    rows = {"data": {"sequence_length": 4096, "packed": False}}
+    config = QWEN3 | {"max_position_embeddings": 4096}
+    made = planned("h200", config=config, model={"dtype": "fp32"}, **rows)
+    assert made.attention.value == "unfused"
+    assert made.memory[0].activations.held > 4 * 4 * 4096**2 * 4  # layers, heads, pairs
+
+
+@pytest.mark.parametrize("dtype", NUMBERS)
+def test_a_preference_keeps_the_logits_as_they_came(dtype):
+    tokens, vocabulary = 24, 8192
+    logits = torch.randn(tokens, 1, vocabulary, dtype=NUMBERS[dtype], requires_grad=True)
+    seen = kept(lambda: score(logits, torch.zeros(1, tokens, dtype=torch.long), None)) / (tokens * vocabulary)
+    config = QWEN3 | {"vocab_size": vocabulary}
+    rows = {"source": "jsonl", "path": ["rows.jsonl"], "tokenizer": "hf:none", "template": "chat"}
+    data = rows | {"sequence_length": 64, "packed": False}
+    sections = {"config": config, "model": {"dtype": dtype}, "data": data}
+    sft, dpo = (
+        planned("h200", task=task, train={"micro_batch_size": of_two, "global_batch_size": 4}, **sections)
+        .memory[0]
+        .activations
+        for task, of_two in (("sft", 2), ("dpo", 1))  # a pair has two rows
+    )
+    entries = 2 * 64 * vocabulary
+    assert (sft.held - dpo.held) / entries == pytest.approx(4 - seen, abs=0.02)
+    # Of cross-entropy the logits and their copy in fp32, here the gradient.
+    size = NUMBERS[dtype].itemsize
+    assert (sft.passing / entries, dpo.passing / entries) == ((6, 2) if size == 2 else (4, 4))
+
+
+def test_fp8_products_keep_their_weights_by_rows_and_by_columns():
+    made = planned("h200", model={"fp8": {"scaling": "blockwise"}})
+    heads, groups, width, hidden, ffn = 4, 2, 16, 64, 96
+    layer = (heads + 2 * groups) * width * hidden + heads * width * hidden + 3 * hidden * ffn
+    assert made.memory[0].states.quantized == 4 * layer * 2
+    assert planned("h200").memory[0].states.quantized == 0
+    without = planned("h200").memory[0].states
+    assert made.memory[0].states.total - without.total == 4 * layer * 2
+    assert "their FP8 copies" in to_text(made, "run", "starts")
+
+
+def test_what_is_offloaded_must_fit_the_host_of_a_node():
+    recipe = job(QWEN3, optimizer={"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True})
+    machine = preset("h200", 1)
+    needed = plan(recipe, machine, nodes=1, per_node=1).memory[0].states.host
+    for room, refused in ((needed - 1, True), (needed, False), (math.inf, False)):
+        host = machine.host._replace(memory=Fact(room, "a test"))
+        made = plan(recipe, machine._replace(host=host), nodes=1, per_node=1)
+        assert any("of the optimizer on a host with" in one.text for one in made.problems) == refused
+
+
+def test_sgd_without_momentum_is_refused_where_it_keeps_one():
+    plain = {"optimizer": {"name": "sgd", "sgd_momentum": 0}}
+    assert any(text.startswith("optimizer.sgd_momentum: 0") for text in problems("h200", **plain))
+    assert not problems("a3", **plain)
+    assert not problems("h200", optimizer={"name": "sgd", "sgd_momentum": 0.5})
