@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from bundle.engine.losses import score
-from bundle.environment.hardware import preset
+from bundle.environment.hardware import detect, preset
 from bundle.environment.machine import Fact
 from bundle.planning import to_text
+from tests.environment.machines import recorded
 from tests.planning.jobs import DEEPSEEK, QWEN3, job, plan
 
 NUMBERS = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -40,7 +41,8 @@ def problems(machine, **sections):
 @pytest.mark.parametrize("config", [QWEN3, DEEPSEEK], ids=["queries", "latent"])
 @pytest.mark.parametrize(("machine", "tp"), [("h200", 1), ("h200", 2), ("a3", 1)])
 def test_unfused_attention_keeps_the_probabilities_of_all_pairs(machine, tp, config):
-    rows, heads, width = 96, config["num_attention_heads"] // tp, 16
+    rows, heads, width = 512, config["num_attention_heads"] // tp, 16
+    config = config | {"max_position_embeddings": rows}  # of which there are more pairs than logits
 
     def attention():
         q, k, v = (
@@ -67,7 +69,14 @@ def test_unfused_attention_keeps_the_probabilities_of_all_pairs(machine, tp, con
         planned(machine, model={"attention": kernel, "recompute": again}, **sections).memory[0].activations
         for kernel in ("flash", "unfused")
     )
-    assert unfused.held == flash.held and unfused.passing >= pairs
+    assert unfused.held == flash.held and unfused.passing == pairs > flash.passing
+
+
+def test_torch_s_own_kernel_keeps_no_probabilities():
+    recipes = [job(QWEN3, model={"config": QWEN3, "attention": of}) for of in ("flash", "unfused")]
+    on = detect("cpu", recorded("cgroup-v1"))
+    flash, unfused = (plan(recipe, on, nodes=1, per_node=1).memory[0].activations for recipe in recipes)
+    assert flash == unfused
 
 
 def test_a_gpu_computes_attention_in_fp32_unfused_and_its_plan_says_so():
@@ -113,11 +122,11 @@ def test_fp8_products_keep_their_weights_by_rows_and_by_columns():
 
 def test_what_is_offloaded_must_fit_the_host_of_a_node():
     recipe = job(QWEN3, optimizer={"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True})
-    machine = preset("h200", 1)
-    needed = plan(recipe, machine, nodes=1, per_node=1).memory[0].states.host
+    machine = preset("h200", 2)
+    needed = 2 * plan(recipe, machine, nodes=1, per_node=2).memory[0].states.host
     for room, refused in ((needed - 1, True), (needed, False), (math.inf, False)):
         host = machine.host._replace(memory=Fact(room, "a test"))
-        made = plan(recipe, machine._replace(host=host), nodes=1, per_node=1)
+        made = plan(recipe, machine._replace(host=host), nodes=1, per_node=2)
         assert any("of the optimizer on a host with" in one.text for one in made.problems) == refused
 
 
