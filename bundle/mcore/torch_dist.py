@@ -7,9 +7,11 @@ import argparse
 import io
 import itertools
 import math
+import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from torch import Tensor
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -245,6 +248,7 @@ def write(
     """
     planner = _Streamed(list(parts), list(empty))
     writer = FileSystemWriter(directory, single_file_per_rank=True, thread_count=1)
+    writer.fs = _Files()
     common = {
         "args": argparse.Namespace(**arguments),
         "checkpoint_version": _VERSION,
@@ -261,6 +265,16 @@ def write(
             raise planner.failure from error
         raise files.failed(directory, error) from error
     files.write_json(directory / "metadata.json", _FORMAT)
+
+
+class _Files(FileSystem):
+    """Files to which much is written at once."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """The file, empty."""
+        with files.opened(Path(path)) as stream:
+            yield stream
 
 
 class _Streamed(SavePlanner):

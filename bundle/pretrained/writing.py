@@ -125,7 +125,7 @@ class File:
         header += b" " * (-len(header) % 8)
         self._left, self._path = at, path
         with files.writing(path):
-            self._file = path.open("wb")
+            self._file = files.opened(path)
             self._file.write(len(header).to_bytes(8, "little") + header)
 
     def append(self, values: bytes | memoryview) -> None:
