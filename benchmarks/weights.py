@@ -3,10 +3,10 @@
 Run with `python -m benchmarks.weights [--gib 2] [--directory DIR]`. Writes a Qwen3-shaped directory of random
 bf16 weights, copies its files (and syncs them, as whoever writes a whole directory does), loads it into a
 model of one rank as `train` does, exports that model, and converts the directory to a torch_dist checkpoint
-and back. Printed are seconds, beside the copy, each of the fastest of RUNS, and how much more a process has of
-anonymous memory (RssAnon: no page cache), as a multiple of the largest tensor. Ends with 1 where one of
-BOUNDS is exceeded. The fastest was disturbed least: memory that a virtual machine's host has to find first
-makes any of them three times as long.
+and back. Printed are seconds, beside the copy, each of the fastest of RUNS, and by how much anonymous memory
+(RssAnon: no page cache) grew at most, as a multiple of the largest tensor. Ends with 1 where one of BOUNDS is
+exceeded. The fastest was disturbed least: memory that a virtual machine's host has to find first makes any of
+them three times as long.
 """
 
 import argparse

@@ -76,7 +76,8 @@ def stored(
             content,
             tokenization.ROWS,
             tokenization.CHARACTERS,
-            images and asdict(images),
+            # Which files a row names follows from where it lies.
+            images and [asdict(images), sorted({str(source.path.parent.resolve()) for source in sources})],
         ]
     path = directory / f"tokens-{json_digest([FORMAT, facts])}"
     if store := open_store(path):

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from heapq import heappop, heappush
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -181,7 +182,8 @@ class Batch:
     """One micro-batch on the host: [b, s] each, or, packed, [1, t] with the sequences one after the other.
 
     `labels[.., i]` is the token after `ids[.., i]`; `loss_mask` is 1 where it is learned. `lengths` are the
-    sequences of a pack in tokens, unpadded; None for rows of equal length. `pixels` [patches, values] and
+    sequences of a pack in tokens, unpadded; None for rows of equal length, of which `filled` [b] are tokens,
+    and what is behind them padding; None: all are. `pixels` [patches, values] and
     `grids` [images, 3] are those of all its images and videos in their order, `seconds` [images] those of
     time (`sequences.images`). `documents` are the numbers of its sequences among all documents of the corpus,
     BLANK for one of a blank sample; pieces that go across documents have none.
@@ -192,6 +194,7 @@ class Batch:
     loss_mask: Tensor  # float32
     position_ids: Tensor  # int64
     lengths: tuple[int, ...] | None = None
+    filled: tuple[int, ...] | None = None
     pixels: Tensor = field(default_factory=lambda: torch.zeros(0, 0))  # float32
     grids: Ints = field(default_factory=lambda: np.zeros((0, 3), np.int64))
     documents: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -268,7 +271,8 @@ class Rows:
         places = np.minimum(rows.starts[:, None] + within, len(self._store.ids) - 1)
         ids = np.where(real, self._store.ids[places], self._padding)
         made = _batch(numbers, ids, (real & _learned(self._store, places))[:, 1:], within[:-1])
-        made = replace(made, documents=_documents(self._store, rows, self._first, numbers))
+        filled = tuple(np.minimum(rows.lengths, self._length).tolist())
+        made = replace(made, filled=filled, documents=_documents(self._store, rows, self._first, numbers))
         return _with_images(made, self._store, rows, self._images)
 
     def patches(self, numbers: Ints) -> Ints:
@@ -336,7 +340,10 @@ class Joined:
         ids, labels, loss_mask, positions = map(torch.cat, columns)
         documents = np.concatenate([batch.documents for batch in found])
         grids, seconds = (np.concatenate([getattr(b, of) for b in found]) for of in ("grids", "seconds"))
-        made = Batch(ids, labels, loss_mask, positions, found[0].lengths, documents=documents)
+        filled = (
+            None if found[0].filled is None else tuple(chain.from_iterable(b.filled or () for b in found))
+        )
+        made = Batch(ids, labels, loss_mask, positions, found[0].lengths, filled, documents=documents)
         return replace(made, pixels=torch.cat([b.pixels for b in found]), grids=grids, seconds=seconds)
 
     def patches(self, numbers: Ints) -> Ints:

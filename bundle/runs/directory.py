@@ -151,7 +151,9 @@ class RunDirectory:
         if not start.fresh and CheckpointDirectory(self.checkpoints).steps():
             return base._replace(described="the run's own newest checkpoint")
         try:
-            found = starting_checkpoint(start.origin)
+            again = not start.fresh and self.began_with() == Origin.of(start)
+            found = self.beginning_checkpoint() if again else None
+            found = found or starting_checkpoint(start.origin)
             _refuse_misfit(found, recipe, base, weights_only=start.weights_only)
         except UsageError as error:
             return Weights("", (*base.problems, *problems_of(error)))
@@ -168,6 +170,28 @@ class RunDirectory:
         said = json.loads(self.origin.read_text(encoding="utf-8"))
         return Origin(Path(said["from"]), said.get("weights_only", False))
 
+    def beginning_checkpoint(self) -> Path | None:
+        """The checkpoint that --from was when the run began: what it names may have gone on since.
+
+        None where the run began with none. Raises UsageError where it is gone, or is another one by now.
+        """
+        if not self.origin.exists():
+            return None
+        said = json.loads(self.origin.read_text(encoding="utf-8"))
+        found = starting_checkpoint(Path(said.get("checkpoint", said["from"])))
+        if said.get("manifest") not in (None, manifest.digest(found / manifest.NAME)):
+            raise UsageError(
+                f"{found}: is not the checkpoint any more that {self.root} began with: put that back, name"
+                " this run otherwise, or --fresh overwrites it"
+            )
+        return found
+
+    def origin_digest(self) -> str:
+        """What tells the checkpoint that the run began with from any other; empty where there is none."""
+        if not self.origin.exists():
+            return ""
+        return str(json.loads(self.origin.read_text(encoding="utf-8")).get("manifest", ""))
+
     def write_start(
         self,
         recipe: Recipe,
@@ -177,7 +201,8 @@ class RunDirectory:
     ) -> None:
         """Writes what makes this run; what an earlier run here made, but for its logs, is removed first.
 
-        Nothing else is removed. Interrupted, it leaves the earlier run at an older checkpoint, or nothing.
+        Nothing else is removed: a file of a reference says what it is of. Interrupted, it leaves the earlier
+        run at an older checkpoint, or nothing.
         """
         self.result.unlink(missing_ok=True)
         CheckpointDirectory(self.checkpoints).empty()
@@ -189,13 +214,14 @@ class RunDirectory:
             self.metrics,
             self.origin,
             self.trackers,
-            self.reference,
         ):
             path.unlink(missing_ok=True)
         self.root.mkdir(parents=True, exist_ok=True)
         self._write_recipe(recipe)
         if origin is not None:
             said = {"from": str(origin.checkpoint), "weights_only": origin.weights_only}
+            if found := newest_checkpoint(origin.checkpoint):
+                said |= {"checkpoint": str(found), "manifest": manifest.digest(found / manifest.NAME)}
             files.write_json(self.origin, said)
         self._describe(job, versions)
 

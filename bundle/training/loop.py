@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from bundle.data import Batch, Loader
 from bundle.data.samples import BLANK
@@ -21,6 +22,7 @@ from bundle.engine.preferences import paired
 from bundle.errors import JobFailed, Preempted, UsageError
 from bundle.mcore.groups import Groups
 from bundle.recipe import Recipe
+from bundle.recipe.alignment import Alignment
 from bundle.recipe.sections import EarlyStop
 from bundle.runs.metrics import Metrics
 from bundle.sequences.images import Images
@@ -63,15 +65,19 @@ class Batches:
         return {name: [self._micro_batch(batch) for batch in batches] for name, batches in given}
 
     def _micro_batch(self, batch: Batch) -> MicroBatch:
-        ids, labels, mask = (x.to(self._device) for x in (batch.ids, batch.labels, batch.loss_mask))
         cp, options = self._groups.cp, {**self._options, "images": self._images(batch)}
-        if batch.lengths is None:
+        given = batch.ids, batch.labels, batch.loss_mask
+        if batch.lengths is None and batch.filled is None:
+            ids, labels, mask = (x.to(self._device) for x in given)
             made = from_rows(ids, labels, mask, cp=cp.size, rank=cp.rank, **options)
         else:
+            # Rows as `from_rows` has them, in which padding is no token.
+            alignment = self._alignment if batch.lengths else Alignment("bshd", cp=cp.size)
             packing = Packing.of(
-                batch.lengths, self._alignment, rank=cp.rank, length=self._length, device=self._device
+                lengths_of(batch), alignment, rank=cp.rank, length=self._length, device=self._device
             )
-            made = from_packing(ids[0], labels[0], mask[0], packing, **options)
+            ids, labels, mask = (unpadded(batch, x).to(self._device) for x in given)
+            made = from_packing(ids, labels, mask, packing, **options)
         if self.reference is None:
             return made
         known = np.where(batch.documents == BLANK, 0.0, self.reference[batch.documents])
@@ -81,15 +87,22 @@ class Batches:
         """The images and videos of a batch, for a model that sees some."""
         if self._vision is None:
             return None
-        lengths, ids = np.asarray(lengths_of(batch), np.int64), batch.ids.flatten().numpy()
+        lengths, ids = np.asarray(lengths_of(batch), np.int64), unpadded(batch, batch.ids).numpy()
         made = Images.of(batch.pixels, batch.grids, ids, lengths, self._vision, batch.seconds)
         return made.to(self._device)
 
 
 def lengths_of(batch: Batch) -> Sequence[int]:
-    """Tokens of each sequence; rows of equal length count whole."""
+    """Tokens of each sequence, padding aside."""
     rows, length = batch.ids.shape
-    return batch.lengths if batch.lengths is not None else [length] * rows
+    return batch.lengths or batch.filled or (length,) * rows
+
+
+def unpadded(batch: Batch, values: Tensor) -> Tensor:
+    """Of values [b, s] of a batch those of its sequences, one after the other: [t]."""
+    if batch.filled is None:
+        return values.flatten()
+    return values[torch.arange(values.shape[1]) < torch.tensor(batch.filled)[:, None]]
 
 
 @dataclass

@@ -28,8 +28,7 @@ from bundle.engine import Engine
 from bundle.errors import JobFailed
 from bundle.pretrained import Pretrained
 from bundle.recipe import Recipe
-from bundle.runs.directory import Origin
-from bundle.training.loop import Batches, lengths_of
+from bundle.training.loop import Batches, lengths_of, unpadded
 
 _log = logging.getLogger(__name__)
 
@@ -49,15 +48,17 @@ class Identity(NamedTuple):
         recipe: Recipe,
         corpus: Corpus,
         weights: Pretrained | None,
-        origin: Origin | None,
+        origin: str,
         *,
         initial: bool,
     ) -> "Identity":
-        """Of a run; `initial`: whether its engine still has the weights that it began with."""
+        """Of a run; `origin` tells the checkpoint that it began with, `initial`: whether its engine still has
+        those weights.
+        """
         tokens = {name: value for name, value in corpus.identity.items() if not name.startswith("packs")}
         entries = weights.entries.values() if weights else ()
         stats = [(path.name, _stat(path)) for path in sorted({entry.file for entry in entries})]
-        made = [recipe.model.dump(), recipe.seed, stats, str(origin)]
+        made = [recipe.model.dump(), recipe.seed, stats, origin]
         return cls(files.json_digest(tokens), files.json_digest(made) if initial else None)
 
 
@@ -113,10 +114,9 @@ def _said(numbers: NDArray[np.int64], sums: Numbers, *, speaks: bool) -> tuple[N
 
 def _sums(scored: Tensor, batch: Batch) -> Numbers:
     """The sum over the learned tokens of each sequence of a batch."""
-    values = scored.cpu().double().view(batch.loss_mask.shape)
-    values = values.where(batch.loss_mask > 0, torch.zeros(()).double())
+    values = scored.cpu().double().where(unpadded(batch, batch.loss_mask) > 0, torch.zeros(()).double())
     lengths = np.asarray(lengths_of(batch))
-    sums: Numbers = np.add.reduceat(values.flatten().numpy(), np.cumsum(lengths) - lengths)
+    sums: Numbers = np.add.reduceat(values.numpy(), np.cumsum(lengths) - lengths)
     return sums
 
 

@@ -28,7 +28,7 @@ from bundle.mcore import groups
 from bundle.models import exporting
 from bundle.pretrained import Pretrained
 from bundle.recipe import Recipe, with_steps
-from bundle.runs.directory import Origin, RunDirectory, refuse_middle, starting_checkpoint
+from bundle.runs.directory import Origin, RunDirectory, refuse_middle
 from bundle.runs.metrics import (
     JsonLines,
     Metrics,
@@ -182,7 +182,7 @@ class Trainer:
         initial = self.progress.step == 0 or recipe.model.lora is not None
         identity = on_rank_0(
             lambda: reference.Identity.of(
-                recipe, self.corpus, weights, self.directory.began_with(), initial=initial
+                recipe, self.corpus, weights, self.directory.origin_digest(), initial=initial
             )
         )
         return reference.log_probs(self.engine, self.batches, self.corpus.documents, kept, identity, self.dog)
@@ -192,7 +192,8 @@ class Trainer:
         loaded = self.checkpoints.load_newest() if goes_on else None
         origin = None if loaded else on_rank_0(self.directory.began_with)
         if origin is not None:
-            checkpoint = on_rank_0(lambda: starting_checkpoint(origin.checkpoint))
+            checkpoint = on_rank_0(self.directory.beginning_checkpoint)
+            assert checkpoint is not None
             if origin.weights_only:
                 self.checkpoints.load_weights(checkpoint)
                 _log.info("begins with the weights of %s", checkpoint)
@@ -266,6 +267,8 @@ def _begin(job: Job, directory: RunDirectory) -> bool | None:
     versions = {p.name: {"version": p.version, "commit": p.commit} for p in packages.detect().packages()}
     goes_on = directory.begin(recipe, job.start)
     if not goes_on:
+        if job.start.fresh:
+            directory.reference.unlink(missing_ok=True)
         directory.write_start(recipe, job.dump(), versions, origin)
     elif directory.finished(recipe):
         _log.info(directory.nothing_left())

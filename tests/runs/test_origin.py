@@ -10,7 +10,7 @@ from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.errors import ExitCode, UsageError
 from bundle.launch import Start
 from bundle.recipe import Recipe, load
-from bundle.runs.directory import RunDirectory, starting_checkpoint
+from bundle.runs.directory import Origin, RunDirectory, starting_checkpoint
 
 
 def kept_by(root: Path, recipe: Recipe, *steps: int, loaded: bool = False) -> Path:
@@ -69,6 +69,27 @@ def test_from_counts_until_the_run_has_a_checkpoint_of_its_own_and_in_a_fresh_st
     assert RunDirectory(run).beginning(recipe, start).described == "the run's own newest checkpoint"
     fresh = start.model_copy(update={"fresh": True})
     assert RunDirectory(run).beginning(recipe, fresh).described.startswith(f"{newest}: ")
+
+
+def test_a_run_goes_on_with_the_checkpoint_that_it_began_with(run, tmp_path):
+    """What --from names may have gone on since, or been begun anew."""
+    recipe, start, new = load("demo"), Start(origin=run), RunDirectory(tmp_path / "new")
+    new.write_start(recipe, {}, {}, Origin.of(start))
+    first, told = run / "checkpoints" / "step-00000030", new.origin_digest()
+    assert new.beginning_checkpoint() == first and told
+    kept_by(run, recipe, 40)
+    assert new.beginning_checkpoint() == first and new.origin_digest() == told
+    assert new.beginning(recipe, start).described.startswith(f"{first}: ")
+    fresh = start.model_copy(update={"fresh": True})
+    assert new.beginning(recipe, fresh).described.startswith(f"{run}/checkpoints/step-00000040: ")
+    manifest.write(first, {"another": "0" * 64})
+    with pytest.raises(
+        UsageError, match=r"step-00000030: is not the checkpoint any more that .*/new began with"
+    ):
+        new.beginning_checkpoint()
+    (first / manifest.NAME).unlink()
+    with pytest.raises(UsageError, match="step-00000030: neither a checkpoint that mcore-bundle wrote"):
+        new.beginning_checkpoint()
 
 
 LORA = ("model.lora={rank: 2, alpha: 4, targets: [o_proj]}", "model.mtp.layers=0")

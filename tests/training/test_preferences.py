@@ -54,15 +54,16 @@ def test_a_run_begins_at_its_reference_and_goes_on_with_it(tmp_path: Path) -> No
     before = np.load(kept)["log_probs"]
     assert len(before) == 32 and np.isfinite(before).all() and (before < 0).all()
 
-    # As if it had been killed while it computed them: what is there is taken, and of what is missing the
-    # portion that it is in is computed, which is a global batch.
+    # As if it had been killed while it computed them, before its first step: what is there is taken, and of
+    # what is missing the portion that it is in is computed, which is a global batch.
     partial = before - 1
     partial[:2] = np.nan
     with np.load(kept) as held:
         facts = {name: held[name] for name in ("data", "weights")}
     np.savez(kept, log_probs=partial, **facts)
     shutil.rmtree(run / "checkpoints")
-    (run / "result.json").unlink()
+    for left in ("result.json", "metrics.jsonl"):
+        (run / left).unlink()
     assert "log-probabilities of 8 answers are in" in _compact(finish(command.train("demo", run, keys)))
     again = np.load(kept)["log_probs"]
     computed = np.isclose(again, before, rtol=1e-6)

@@ -340,6 +340,16 @@ def test_tokens_are_made_anew_for_other_patches(tmp_path):
     assert large.stores[0].lengths[0] - small.lengths[0] == 12
 
 
+def test_tokens_are_made_anew_for_rows_of_another_folder(tmp_path):
+    given = [asking("<image>?", "seven", images=["images/7.png"])]
+    drawn = [content(image(16, 16, seed=seed)) for seed in (1, 2)]
+    folders = [rows.write(tmp_path / str(n), given, {"images/7.png": one}) for n, one in enumerate(drawn)]
+    shown = [
+        prepare(job(folder), tmp_path / "tokens").training.batch(np.asarray([0])).pixels for folder in folders
+    ]
+    assert not torch.equal(*shown)
+
+
 def test_a_store_that_was_begun_goes_on_with_its_images(tmp_path):
     from bundle.data.sources import DataErrors
     from bundle.data.store import Chunk, Document, open_store, write
