@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import date
 from itertools import accumulate, takewhile
 from typing import Any, NoReturn
 
@@ -259,6 +260,8 @@ RENDERING_SECONDS = 20  # of this process's own computing: a busy machine does n
 # Unicode says that these are in no text.
 BEGIN, END = "\ufdd0", "\ufdd1"
 THOUGHT = "</think>"
+# Where a template asks the clock that transformers gives it.
+CLOCK = re.compile(r"""strftime_now\(\s*(['"])([^'"\\]*)\1\s*\)""")
 GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 
@@ -271,7 +274,7 @@ def writer(data: Data, tokenizer: Tokenizer) -> "Headings | ChatTemplate":
         return Headings(tokenizer)
     if not isinstance(tokenizer, HuggingFace):
         raise UsageError(f"data.template: {data.tokenizer} has no chat template; use data.template: plain")
-    return ChatTemplate(tokenizer)
+    return ChatTemplate(tokenizer, date.fromisoformat(data.date) if data.date else None)
 
 
 class Headings:
@@ -313,9 +316,20 @@ def _heading(role: str) -> str:
 class ChatTemplate:
     """A tokenizer's chat template. What a template raises about a conversation becomes that row's problem."""
 
-    def __init__(self, tokenizer: HuggingFace) -> None:
-        """Raises UsageError where there is no template."""
+    def __init__(self, tokenizer: HuggingFace, today: date | None = None) -> None:
+        """`today` is the date that it writes where it asks for it.
+
+        Raises UsageError where there is no template, or no date for one that asks.
+        """
         self._tokenizer, self._template = tokenizer, tokenizer.chat_template()
+        if today is not None:
+            self._template = CLOCK.sub(lambda asked: repr(today.strftime(asked[2])), self._template)
+        if "strftime_now(" in self._template:
+            raise UsageError(
+                f"data.template: the chat template of {tokenizer.directory} writes today's date"
+                " (strftime_now), by which tokens would change from day to day: say which one it is to write,"
+                " data.date: YYYY-MM-DD"
+            )
         # transformers gives masks of tokens for these; characters serve all templates alike.
         self._marked, self._marks = GENERATION.subn(_mark, self._template)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +39,7 @@ class Prompts:
     def of_directory(cls, directory: Path) -> "Prompts":
         """Those of a Hugging Face directory, by its chat template, where it has one."""
         made = HuggingFace(directory)
-        writer = ChatTemplate(made) if made.has_chat_template else None
+        writer = ChatTemplate(made, date.today()) if made.has_chat_template else None
         return cls(made, writer, lambda: Processing.of_directory(directory))
 
     def prompt(self, text: str, named: Mapping[str, Sequence[Path]]) -> Prompt:

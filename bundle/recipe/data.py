@@ -176,6 +176,11 @@ class Data(Section):
     template: Literal["plain", "chat"] = Field(
         default="plain", description="SFT: roles as plain headings, or the tokenizer's own chat template."
     )
+    date: str | None = Field(
+        default=None,
+        pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$",
+        description="What a chat template that writes today's date is told (YYYY-MM-DD), on whatever day.",
+    )
     learn: Literal["all_turns", "last_turn"] = Field(
         default="all_turns",
         description="SFT: learn what the assistant says in every turn, or in the last one only, as templates"

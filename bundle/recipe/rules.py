@@ -1,6 +1,7 @@
 """What the sections of a recipe must agree on, as far as it can be said without a machine."""
 
 from collections.abc import Iterator
+from datetime import date
 
 from bundle.architectures import from_config
 from bundle.architectures.adapters import projections, unmatched
@@ -357,6 +358,13 @@ def _data(recipe: Recipe) -> Iterator[Violation]:
         yield "data.weights", f"{len(data.weights)} weights for {len(data.path)} paths: give one for each"
     if data.template == "chat" and data.tokenizer == "bytes":
         yield "data.template", "bytes has no chat template: use plain, or a tokenizer hf:DIR"
+    if data.date is not None:
+        if data.template != "chat":
+            yield "data.date", "a chat template alone writes it: data.template: chat"
+        try:
+            date.fromisoformat(data.date)
+        except ValueError as error:
+            yield "data.date", f"{data.date}: {error}"
 
 
 def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bundle.data import chat as chat_module
-from bundle.data.chat import ChatTemplate, conversation
+from bundle.data.chat import ChatTemplate, conversation, writer
 from bundle.data.sources import Corrupt
 from bundle.data.tokenizers import HuggingFace
 from bundle.errors import UsageError
@@ -157,6 +157,19 @@ def test_a_template_that_comes_to_no_end_stops_the_job_in_seconds(learned, monke
         learned(chat.ENDLESS, QUESTIONS)
     assert time.process_time() - before < 10
     assert learned(chat.SIMPLE, QUESTIONS, "last_turn") == ["<4><end>"]
+
+
+def test_a_template_writes_the_date_that_it_is_told(tmp_path):
+    dated = "{% set day = strftime_now('%d %b %Y') %}<system>{{ day }}" + chat.SIMPLE
+    made = HuggingFace(chat.directory(tmp_path, dated))
+    with pytest.raises(UsageError, match=r"writes today's date \(strftime_now\).*data\.date: YYYY-MM-DD"):
+        writer(Data(source="jsonl", path=("r",), sequence_length=64, template="chat"), made)
+    said = Data(source="jsonl", path=("r",), sequence_length=64, template="chat", date="2025-02-03")
+    writes = writer(said, made)
+    assert isinstance(writes, ChatTemplate)
+    text, parts = writes.draft(talk(QUESTIONS))
+    assert text.startswith("<system>03 Feb 2025<user>1+1?")
+    assert [text[start:end] for start, end in parts] == ["<b>2<end>", "<4><end>"]
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,12 @@ BROKEN = [
         ],
         "shared_experts, but the model has none",
     ),
+    ("demo", ["data.date=2025-02-03"], "data.date: a chat template alone writes it"),
+    (
+        "demo",
+        ["data.date=2025-02-31", "data.template=chat", "data.tokenizer=hf:x"],
+        "data.date: 2025-02-31: day is out of range",
+    ),
     ("demo", ["parallel.num_layers_in_last_pipeline_stage=1"], "there is one stage: needs pp > 1"),
     ("demo", ["parallel.pipeline_model_parallel_layout=EttttmL"], "there is one stage: needs pp > 1"),
     ("qwen3-pp2-vpp2", [f"{LAYOUT}=Et|x"], f"{LAYOUT}: from character 4 on, 'x', it is no layout"),
