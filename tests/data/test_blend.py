@@ -1,5 +1,7 @@
 """Several data sets in one run: megatron's rule, proportions, epochs, and the same at any number of ranks."""
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -179,3 +181,23 @@ def test_a_validation_set_that_is_too_small_is_named(built, tmp_path):
     made = recipe(built, f"data.validation_sets.tiny.path={tmp_path / 'tiny'}")
     with pytest.raises(JobFailed, match=r"is in data\.validation_sets\.tiny"):
         prepare(made, tmp_path / "data")
+
+
+def test_rows_of_every_data_set_say_where_their_padding_begins(tmp_path):
+    """Of bytes a row has those of its prompt and its response, and an end; cut, as many as a sample."""
+    paths = []
+    for name, longest in (("a", 5), ("b", 60)):
+        paths.append(tmp_path / f"{name}.jsonl")
+        rows = [{"prompt": "?", "response": name * (1 + n % longest)} for n in range(12)]
+        paths[-1].write_text("\n".join(map(json.dumps, rows)))
+    sft = ("task=sft", "data.source=jsonl", "data.separator=null", "data.validation=0")
+    rest = ("data.sequence_length=40", "data.truncation=right", "train.global_batch_size=8")
+    for some in (paths[:1], paths[1:], paths):
+        blend = (f"data.path={[str(path) for path in some]}", f"data.weights={[1] * len(some)}")
+        corpus = prepare(load("demo", (*sft, *rest, *blend)), tmp_path / "tokens")
+        for batch in Loader(load("demo", (*sft, *rest, *blend)), corpus, 0, 1).training(0):
+            assert batch.lengths is None and batch.filled is not None
+            end = corpus.tokenizer.end_of_text
+            for ids, filled in zip(batch.ids.tolist(), batch.filled, strict=True):
+                assert (ids[filled:] == [end] * (40 - filled)) and filled <= 40
+                assert (ids[filled - 1] == end and ids[filled - 2] != end) or filled == 40
