@@ -271,8 +271,8 @@ class Rows:
         places = np.minimum(rows.starts[:, None] + within, len(self._store.ids) - 1)
         ids = np.where(real, self._store.ids[places], self._padding)
         made = _batch(numbers, ids, (real & _learned(self._store, places))[:, 1:], within[:-1])
-        filled = tuple(np.minimum(rows.lengths, self._length).tolist())
-        made = replace(made, filled=filled, documents=_documents(self._store, rows, self._first, numbers))
+        documents = _documents(self._store, rows, self._first, numbers)
+        made = replace(made, filled=tuple(rows.lengths.tolist()), documents=documents)
         return _with_images(made, self._store, rows, self._images)
 
     def patches(self, numbers: Ints) -> Ints:
@@ -340,9 +340,7 @@ class Joined:
         ids, labels, loss_mask, positions = map(torch.cat, columns)
         documents = np.concatenate([batch.documents for batch in found])
         grids, seconds = (np.concatenate([getattr(b, of) for b in found]) for of in ("grids", "seconds"))
-        filled = (
-            None if found[0].filled is None else tuple(chain.from_iterable(b.filled or () for b in found))
-        )
+        filled = tuple(chain.from_iterable(batch.filled or () for batch in found)) or None
         made = Batch(ids, labels, loss_mask, positions, found[0].lengths, filled, documents=documents)
         return replace(made, pixels=torch.cat([b.pixels for b in found]), grids=grids, seconds=seconds)
 
