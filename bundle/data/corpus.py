@@ -45,6 +45,7 @@ ROOM_MULTIPLE = 16
 CHUNK = 2**22
 
 
+_LOOKED_AT = 16  # samples that show what answers end with
 # What the loss of the held-out piece is called; that of a data set of its own has its name behind this one.
 HELD_OUT = "validation"
 
@@ -91,6 +92,23 @@ class Corpus:
     def tokens(self) -> int:
         """Tokens of all documents."""
         return sum(len(store.ids) for store in self.stores)
+
+    @functools.cached_property
+    def ends(self) -> frozenset[int]:
+        """The special tokens that what is learned ends with, in the first samples: by them a model stops.
+
+        White space may follow, which is a turn's as well.
+        """
+        found = set()
+        for number in range(min(len(self.training), _LOOKED_AT)):
+            batch = self.training.batch(np.asarray([number]))
+            for labels, learned in zip(batch.labels.numpy(), batch.loss_mask.numpy() > 0, strict=True):
+                for last in np.flatnonzero(learned & ~np.append(learned[1:], False)):
+                    end = int(labels[last])
+                    if last and learned[last - 1] and not self.tokenizer.decode([end]).strip():
+                        end = int(labels[last - 1])
+                    found.add(end)
+        return frozenset(found & self.tokenizer.special)
 
     @functools.cached_property
     def bigram_entropy(self) -> float | None:

@@ -27,6 +27,7 @@ class Prompts:
     tokenizer: Tokenizer
     _writer: "Headings | ChatTemplate | None"
     _processing: Callable[[], Processing | None]
+    _begins: tuple[int, ...] = ()  # of a text that goes on
 
     @classmethod
     def of_recipe(cls, job: Recipe) -> "Prompts":
@@ -40,7 +41,7 @@ class Prompts:
         """Those of a Hugging Face directory, by its chat template, where it has one."""
         made = HuggingFace(directory)
         writer = ChatTemplate(made, date.today()) if made.has_chat_template else None
-        return cls(made, writer, lambda: Processing.of_directory(directory))
+        return cls(made, writer, lambda: Processing.of_directory(directory), made.begins)
 
     def prompt(self, text: str, named: Mapping[str, Sequence[Path]]) -> Prompt:
         """What is asked with the images and videos of these files, by kind.
@@ -57,7 +58,7 @@ class Prompts:
         if self._writer is None:
             if named:
                 raise Corrupt("without a chat template it is shown nothing")
-            return Prompt(self.tokenizer.encode([text])[0].tolist())
+            return Prompt([*self._begins, *self.tokenizer.encode([text])[0].tolist()])
         for mark, kind in reversed(MARKS.items()):
             text = text if mark in text else mark * len(named.get(kind, ())) + text
         messages = [{"role": "user", "content": text}]

@@ -34,6 +34,11 @@ class Tokenizer(Protocol):
         """The text of some ids, special tokens by their names; for people."""
         ...
 
+    @property
+    def special(self) -> frozenset[int]:
+        """The ids that stand for no text."""
+        ...
+
 
 class Bytes:
     """UTF-8 bytes as ids 0 to 255; 256 ends a text."""
@@ -45,6 +50,8 @@ class Bytes:
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """The bytes of each text; half surrogate pairs (possible in JSON) become question marks."""
         return [np.frombuffer(t.encode(errors="replace"), np.uint8).astype(np.uint32) for t in texts]
+
+    special = frozenset({256})
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the bytes; an end is <end>."""
@@ -99,6 +106,21 @@ class HuggingFace:
             (np.asarray(ids, np.uint32), np.asarray(offsets, np.int64).reshape(-1, 2)[:, 0])
             for ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
         ]
+
+    @property
+    def special(self) -> frozenset[int]:
+        """The ids of special tokens, and of those that were added as such."""
+        added = self._tokenizer.added_tokens_decoder.items()
+        return frozenset({*self._tokenizer.all_special_ids, *(id for id, token in added if token.special)})
+
+    @property
+    def begins(self) -> tuple[int, ...]:
+        """The ids that it puts before a text where nobody says otherwise, as those of many base models do."""
+        whole, text = (
+            self._tokenizer("a", add_special_tokens=special, verbose=False)["input_ids"]
+            for special in (True, False)
+        )
+        return tuple(whole[: next(at for at in range(len(whole)) if whole[at : at + len(text)] == text)])
 
     @property
     def has_chat_template(self) -> bool:

@@ -37,7 +37,7 @@ def data_parallel(
     """The chunks, wrapped for mixed precision and gradient reduction, the schedule's hooks on `config`."""
     options = recipe.distributed
     if config.bf16:
-        chunks = [Float16Module(config, chunk) for chunk in chunks]
+        chunks = [_in_bf16(config, chunk) for chunk in chunks]
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=recipe.optimizer.use_distributed_optimizer,
         grad_reduce_in_fp32=True,
@@ -60,6 +60,21 @@ def data_parallel(
     config.no_sync_func = each("no_sync")
     if options.overlap_param_gather:
         config.param_sync_func = each("start_param_sync")
+    return wrapped
+
+
+def _in_bf16(config: TransformerConfig, chunk: torch.nn.Module) -> Float16Module:
+    """The chunk, wrapped, with parameters in bf16.
+
+    Buffers stay as they are, where megatron rounds them once: the biases that steer routers, which are
+    published in fp32, and the counts of tokens beside them.
+    """
+    before = dict(chunk.named_buffers())
+    wrapped = Float16Module(config, chunk)
+    for name, buffer in list(chunk.named_buffers()):
+        if buffer.dtype != before[name].dtype:
+            owner, _, leaf = name.rpartition(".")
+            setattr(chunk.get_submodule(owner), leaf, before[name])
     return wrapped
 
 

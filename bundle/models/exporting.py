@@ -80,10 +80,17 @@ def write(
     return {name: share for of_one in of_writers for name, share in of_one.items()}
 
 
-def export(directory: Path, recipe: Recipe, chunks: Sequence[torch.nn.Module], groups: Groups) -> None:
+def export(
+    directory: Path,
+    recipe: Recipe,
+    chunks: Sequence[torch.nn.Module],
+    groups: Groups,
+    ends: Iterable[int] = (),
+) -> None:
     """Writes a directory that transformers opens, in the place of one that has that name. All ranks call it.
 
-    Config, tokenizer and what else belongs to the model come from `model.path` and the recipe's tokenizer.
+    What it generates ends with the tokens `ends` too, beside those that it was published with. Config,
+    tokenizer and what else belongs to the model come from `model.path` and the recipe's tokenizer.
     Raises JobFailed on all ranks; what had the name before is there until the new one is whole.
     """
     table = Tensors(recipe.architecture, groups.tp.size)
@@ -92,7 +99,7 @@ def export(directory: Path, recipe: Recipe, chunks: Sequence[torch.nn.Module], g
     with ExitStack() as whole:
         partial = on_rank_0(lambda: whole.enter_context(replacing.replacing(directory)))
         of_files = write(partial, chunks, groups, table, numbers)
-        on_rank_0(lambda: writing.complete(partial, Published.of(recipe), numbers, of_files))
+        on_rank_0(lambda: writing.complete(partial, Published.of(recipe), numbers, of_files, ends))
         on_rank_0(whole.close)
 
 

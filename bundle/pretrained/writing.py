@@ -24,7 +24,8 @@ _log = logging.getLogger(__name__)
 
 LARGEST_FILE = 5 * 10**9  # bytes of tensors, as transformers divides them
 # What is copied from where a model came from, beside its tokenizer: no weights, nothing that names them.
-_BELONGINGS = ("generation_config.json", "*processor_config.json", "*.py")
+_GENERATION = "generation_config.json"
+_BELONGINGS = (_GENERATION, "*processor_config.json", "*.py")
 # A tokenizer's files, of one directory all or none: parts of two would be a third one.
 _OF_TOKENIZER = (
     *TOKENIZER, "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
@@ -204,16 +205,35 @@ def _quantization(tensors: Iterable[Tensor]) -> dict[str, Any]:
     }
 
 
-def complete(directory: Path, model: Published, numbers: Numbers, of: Mapping[str, Sequence[Stored]]) -> None:
+def complete(
+    directory: Path,
+    model: Published,
+    numbers: Numbers,
+    of: Mapping[str, Sequence[Stored]],
+    ends: Iterable[int] = (),
+) -> None:
     """Writes all that belongs to these files of tensors: their index, the config, the tokenizer.
 
-    Where there is no tokenizer any more it says so: the weights are worth having.
+    Where there is no tokenizer any more it says so: the weights are worth having. What is generated ends with
+    `ends` too.
     """
     write_index(directory, of)
     write_config(directory, model, numbers)
     if model.lacks:
         _log.warning("a model is written without tokenizer and chat template: %s", model.lacks)
     copy_belongings(model, directory)
+    _add_ends(directory, ends)
+
+
+def _add_ends(directory: Path, ends: Iterable[int]) -> None:
+    """Has a model stop where it was trained to: a base model's config knows the end of a document alone."""
+    path, key = directory / _GENERATION, "eos_token_id"
+    said = files.json_object(path) if path.exists() else {}
+    before = said.get(key, files.json_object(directory / "config.json").get(key))
+    known = before if isinstance(before, list) else [] if before is None else [before]
+    if new := [end for end in sorted(set(ends)) if end not in known]:
+        files.write_json(path, {**said, key: [*known, *new]})
+        _log.info("%s: %s also has %s, with which trained turns end", directory, _GENERATION, new)
 
 
 def copy_belongings(model: Published, directory: Path) -> None:

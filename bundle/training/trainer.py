@@ -65,6 +65,11 @@ class Trainer:
                 timeout_seconds=collectives_seconds(recipe.distributed.timeout_seconds),
             )
         self.corpus = prepared(recipe, place(recipe, self.directory.root), dog)
+        if _answers(recipe) and not self.corpus.ends:
+            _log.warning(
+                "no answer of the first samples ends with a special token, as by a template that only opens"
+                " turns: a model does not learn to stop from these"
+            )
         recipe = self.recipe = _with_steps(recipe, self.corpus)
         feed = data.Loader(recipe, self.corpus, self.groups.dp.rank, self.groups.dp.size)
         self.batches = Batches(recipe, feed, self.groups, device)
@@ -145,7 +150,8 @@ class Trainer:
             if kind == "peft":
                 exporting.export_adapters(place, self.recipe, self.engine.models)
             else:
-                exporting.export(place, self.recipe, self.engine.models, self.groups)
+                ends = self.corpus.ends if _answers(self.recipe) else ()
+                exporting.export(place, self.recipe, self.engine.models, self.groups, ends)
         _log.info("exported to %s", place)
 
     def _metrics(self) -> Metrics:
@@ -276,6 +282,11 @@ def _begin(job: Job, directory: RunDirectory) -> bool | None:
     else:
         directory.write_again(recipe, job.dump(), versions)
     return goes_on
+
+
+def _answers(recipe: Recipe) -> bool:
+    """Whether answers are learned in the model's own tokens."""
+    return recipe.task != "pretrain" and recipe.data.tokenizer.startswith("hf:")
 
 
 def _state(at: Progress, engine: Engine, identity: Mapping[str, str]) -> TrainState:

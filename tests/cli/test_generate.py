@@ -121,6 +121,15 @@ def test_a_run_and_its_export_answer_by_the_chat_template(chatting, part, capfd)
 
 
 @pytest.mark.world
+def test_an_export_says_where_its_turns_end(chatting):
+    """Its config names no end, and every server asks this file."""
+    transformers = pytest.importorskip("transformers")
+    said = json.loads((chatting / "hf" / "generation_config.json").read_text())
+    words = transformers.AutoTokenizer.from_pretrained(chatting / "hf")
+    assert said["eos_token_id"] == [words.convert_tokens_to_ids("<end>")]
+
+
+@pytest.mark.world
 def test_a_directory_without_one_of_its_tensors_is_not_asked(chatting, tmp_path, capfd):
     safetensors = pytest.importorskip("safetensors.torch")
     shutil.copytree(chatting / "hf", tmp_path / "hf")

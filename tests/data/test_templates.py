@@ -1,6 +1,7 @@
 """Chat templates as models have them: what is learned, and what becomes a row's or the job's problem."""
 
 import importlib.util
+import json
 import time
 from pathlib import Path
 
@@ -8,10 +9,13 @@ import numpy as np
 import pytest
 
 from bundle.data import chat as chat_module
+from bundle.data import prepare
 from bundle.data.chat import ChatTemplate, conversation, writer
+from bundle.data.prompts import Prompts
 from bundle.data.sources import Corrupt
 from bundle.data.tokenizers import HuggingFace
 from bundle.errors import UsageError
+from bundle.recipe import load
 from bundle.recipe.data import Data
 from tests.data import chat
 
@@ -159,6 +163,27 @@ def test_a_template_that_comes_to_no_end_stops_the_job_in_seconds(learned, monke
     assert learned(chat.SIMPLE, QUESTIONS, "last_turn") == ["<4><end>"]
 
 
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        (chat.SIMPLE, {"<end>"}),
+        (chat.SIMPLE.replace("<end>", "<end>\n"), {"<end>"}),  # as ChatML has it
+        (chat.SIMPLE.replace("<end>", ""), set()),  # GLM-4.5: the next role ends a turn
+        (chat.SIMPLE.replace("<end>", "<end>."), set()),
+    ],
+)
+def test_what_answers_end_with_is_seen_in_what_is_learned(tmp_path, template, ends):
+    made = chat.directory(tmp_path / "tokenizer", template)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        "\n".join(json.dumps({"messages": said("1?", "one", "2?", "two" * n)}) for n in range(1, 9))
+    )
+    keys = [f"data.tokenizer=hf:{made}", f"data.path={rows}", "data.source=jsonl", "data.template=chat"]
+    keys += ["task=sft", "data.separator=null", "data.validation=0", "model.config.vocab_size=512"]
+    corpus = prepare(load("demo", keys), tmp_path / "tokens")
+    assert {corpus.tokenizer.decode([end]) for end in corpus.ends} == ends
+
+
 def test_a_template_writes_the_date_that_it_is_told(tmp_path):
     dated = "{% set day = strftime_now('%d %b %Y') %}<system>{{ day }}" + chat.SIMPLE
     made = HuggingFace(chat.directory(tmp_path, dated))
@@ -178,3 +203,18 @@ def test_a_template_writes_the_date_that_it_is_told(tmp_path):
 def test_a_tokenizer_without_a_template_that_can_be_read_is_a_usage_error(learned, template, why):
     with pytest.raises(UsageError, match=rf"data\.template: .* {why}"):
         learned(template, QUESTIONS)
+
+
+@pytest.mark.parametrize("begins", ["<end> $A", "$A <end>", "$A"])
+def test_what_a_base_model_goes_on_with_begins_as_its_tokenizer_has_it(tmp_path, begins):
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    made = transformers.AutoTokenizer.from_pretrained(chat.directory(tmp_path / "made", None))
+    processing = tokenizers.processors.TemplateProcessing(
+        single=begins, special_tokens=[("<end>", made.eos_token_id)]
+    )
+    made.backend_tokenizer.post_processor = processing
+    made.save_pretrained(tmp_path / "of base")
+    given = Prompts.of_directory(tmp_path / "of base").prompt("abc", {}).ids
+    whole = made("abc")["input_ids"]
+    assert list(given) == [id for at, id in enumerate(whole) if id != made.eos_token_id or at == 0]

@@ -1,5 +1,7 @@
 """What keeps an export from being written is said once, and what was there before stays."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -44,3 +46,26 @@ def test_mtp_layers_that_nobody_publishes_are_left_out_and_said(tmp_path, alone,
     exporting.export(tmp_path / "hf", job, [model(job)], groups())
     assert "leaves out the MTP layers: a model_type qwen2 is published without any" in caplog.text
     assert not [name for name in load_file(tmp_path / "hf" / "model.safetensors") if "mtp" in name]
+
+
+@pytest.mark.parametrize(
+    ("said", "of_config", "ends", "expected"),
+    [
+        ('{"eos_token_id": 0, "top_k": 20}', None, (5, 3), {"eos_token_id": [0, 3, 5], "top_k": 20}),
+        ('{"eos_token_id": [4, 0]}', 9, (4, 6), {"eos_token_id": [4, 0, 6]}),
+        ('{"top_k": 20}', 9, (6,), {"eos_token_id": [9, 6], "top_k": 20}),
+        (None, 9, (6,), {"eos_token_id": [9, 6]}),
+        (None, 9, (9,), None),
+        ('{"eos_token_id": 3}', None, (), {"eos_token_id": 3}),
+    ],
+)
+def test_an_export_stops_where_it_was_trained_to(tmp_path, alone, said, of_config, ends, expected):
+    write(tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps(config | {"eos_token_id": of_config}))
+    if said is not None:
+        (tmp_path / "model/generation_config.json").write_text(said)
+    job = recipe(tmp_path / "model")
+    exporting.export(tmp_path / "hf", job, [model(job)], groups(), ends)
+    found = tmp_path / "hf/generation_config.json"
+    assert (json.loads(found.read_text()) if found.exists() else None) == expected

@@ -68,6 +68,17 @@ def test_every_rank_has_its_part_of_every_published_tensor(directories, core, la
             note(core.version, f"MTP {layout}", predicted)
 
 
+@pytest.mark.world
+def test_the_biases_of_routers_are_not_rounded(directories, core, tmp_path):
+    """They are published in fp32, and one that bf16 rounds sends tokens to other experts."""
+    name = "deepseek_v3"
+    (said,) = core.world.run(
+        "tests.models.rounding", 1, str(directories / name), name, str(tmp_path / "out"), timeout=300
+    )
+    found = json.loads(said.splitlines()[-1])
+    assert found["compared"] > 1 and not found["wrong"]
+
+
 @pytest.fixture
 def alone(tmp_path):
     """One rank of torch's process groups."""
