@@ -29,7 +29,8 @@ def waiting_node(folder: Path, monkeypatch: pytest.MonkeyPatch, node: int, wait:
         monkeypatch.setenv(name, value)
     starter = start(folder, WORKER, "well")
     deadline = time.monotonic() + 60
-    while not (folder / "logs" / outcomes.AGENT).exists():
+    agent = folder / "logs" / outcomes.AGENT
+    while not (agent.exists() and agent.read_text()):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     return starter
