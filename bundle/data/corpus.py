@@ -25,6 +25,7 @@ from bundle.data.samples import (
     best_fit,
     held_out,
     joined,
+    learned_at,
     members,
 )
 from bundle.data.sources import SHOWN
@@ -45,7 +46,7 @@ ROOM_MULTIPLE = 16
 CHUNK = 2**22
 
 
-_LOOKED_AT = 16  # samples that show what answers end with
+_LOOKED_AT = 16  # documents of a data set that show what answers end with
 # What the loss of the held-out piece is called; that of a data set of its own has its name behind this one.
 HELD_OUT = "validation"
 
@@ -95,19 +96,18 @@ class Corpus:
 
     @functools.cached_property
     def ends(self) -> frozenset[int]:
-        """The special tokens that what is learned ends with, in the first samples: by them a model stops.
+        """The special tokens that what is learned ends with, in the first documents: by them a model stops.
 
         White space may follow, which is a turn's as well.
         """
         found = set()
-        for number in range(min(len(self.training), _LOOKED_AT)):
-            batch = self.training.batch(np.asarray([number]))
-            for labels, learned in zip(batch.labels.numpy(), batch.loss_mask.numpy() > 0, strict=True):
+        for store in self.stores:
+            for start, length in zip(store.starts[:_LOOKED_AT], store.lengths[:_LOOKED_AT], strict=True):
+                places = np.arange(start, start + length)
+                ids, learned = store.ids[places], learned_at(store, places)
                 for last in np.flatnonzero(learned & ~np.append(learned[1:], False)):
-                    end = int(labels[last])
-                    if last and learned[last - 1] and not self.tokenizer.decode([end]).strip():
-                        end = int(labels[last - 1])
-                    found.add(end)
+                    blank = last and learned[last - 1] and not self.tokenizer.decode([int(ids[last])]).strip()
+                    found.add(int(ids[last - 1] if blank else ids[last]))
         return frozenset(found & self.tokenizer.special)
 
     @functools.cached_property

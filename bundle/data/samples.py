@@ -270,7 +270,7 @@ class Rows:
         real = within < rows.lengths[:, None]
         places = np.minimum(rows.starts[:, None] + within, len(self._store.ids) - 1)
         ids = np.where(real, self._store.ids[places], self._padding)
-        made = _batch(numbers, ids, (real & _learned(self._store, places))[:, 1:], within[:-1])
+        made = _batch(numbers, ids, (real & learned_at(self._store, places))[:, 1:], within[:-1])
         documents = _documents(self._store, rows, self._first, numbers)
         made = replace(made, filled=tuple(rows.lengths.tolist()), documents=documents)
         return _with_images(made, self._store, rows, self._images)
@@ -305,7 +305,7 @@ class Packs:
         """[1, t] each, t the tokens of the one pack in `numbers`."""
         spans = self._spans.where(self._packs[max(int(numbers[0]), 0)])
         places = ramp(spans.starts, spans.lengths)
-        learned = np.roll(_learned(self._store, places), -1)
+        learned = np.roll(learned_at(self._store, places), -1)
         learned[np.cumsum(spans.lengths) - 1] = False  # the last token of a sequence has none after it
         ids = self._store.ids[np.append(places, places[0])]
         positions = ramp(np.zeros(len(spans), np.int64), spans.lengths)
@@ -401,7 +401,7 @@ def _patches(store: Store, spans: Spans) -> Ints:
     )
 
 
-def _learned(store: Store, places: Ints) -> NDArray[np.bool_]:
+def learned_at(store: Store, places: Ints) -> NDArray[np.bool_]:
     """Which of these tokens of the store are learned."""
     return np.ones(places.shape, np.bool_) if store.learned is None else store.learned[places]
 
