@@ -1,5 +1,6 @@
 """Rows to conversations, and these to token ids and their loss mask, by plain headings or a chat template."""
 
+import functools
 import json
 import re
 import signal
@@ -12,7 +13,7 @@ from itertools import accumulate, takewhile
 from typing import Any, NoReturn
 
 import numpy as np
-from jinja2 import TemplateSyntaxError  # torch needs it, too
+from jinja2 import TemplateError, TemplateSyntaxError  # torch needs it, too
 
 from bundle.data import media
 from bundle.data.media import Medium
@@ -422,7 +423,28 @@ class ChatTemplate:
         self, messages: list[Message], tools: Tools, *, prompt: bool = False, template: str = ""
     ) -> str:
         with _limited(lambda: self._refuse(messages)):
+            if any("tool_calls" in message for message in messages) and self._joins_arguments:
+                messages = [_with_text(message) for message in messages]
             return self._tokenizer.render(messages, tools, template or self._template, prompt=prompt)
+
+    @functools.cached_property
+    def _joins_arguments(self) -> bool:
+        """Whether the template joins the arguments of a call to text, as DeepSeek-V3's does, so as JSON."""
+
+        def writes(message: Message) -> bool:
+            asked: Message = {"role": "user", "content": "?"}
+            try:
+                return bool(self._tokenizer.render([asked, message], None, self._template, prompt=False))
+            except (TypeError, TemplateError):
+                return False
+
+        function = {"name": "f", "arguments": {"a": 1}}
+        call: Message = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "1", "type": "function", "function": function}],
+        }
+        return not writes(call) and writes(_with_text(call))
 
     def _refuse(self, messages: Sequence[Message]) -> NoReturn:
         begins = repr("".join(texts(messages[0])))[:60]
@@ -431,6 +453,18 @@ class ChatTemplate:
             f" {RENDERING_SECONDS} s of computing, on the conversation that begins {begins}; mend it, or use"
             " data.template: plain"
         )
+
+
+def _with_text(message: Message) -> Message:
+    """The message with the arguments of its calls as JSON, and nothing said beside them as no content."""
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        text = json.dumps(function["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**function, "arguments": text}})
+    return {**message, "content": message["content"] or None, "tool_calls": calls}
 
 
 def _refuse_left_out(message: Message, learned: Sequence[str]) -> None:

@@ -85,6 +85,14 @@ CALLING = (
     "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>"
     "{% endfor %}{% if m.role == 'assistant' %}<end>{% endif %}{% endif %}{% endfor %}" + _PROMPT
 )
+# DeepSeek-V3 and R1: the arguments of a call are text, and what is said beside it is there or not.
+JOINING = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% if m.content is not none %}{{ m.content }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}{% set f = c.function %}"
+    "{{ '<call>' + f.name + ' ' + f.arguments + '</call>' }}{% endfor %}"
+    "{% if m.role == 'assistant' %}<end>{% endif %}{% endfor %}" + _PROMPT
+)
 FORGETFUL = SIMPLE.replace(
     "{{ m.content }}", "{% if loop.last or m.role != 'assistant' %}{{ m.content }}{% endif %}"
 )

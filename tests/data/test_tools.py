@@ -4,6 +4,7 @@ The oracle is transformers' own apply_chat_template over beginnings of the conve
 """
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,21 @@ def test_calls_and_answers_are_learned_and_nothing_that_a_tool_gave(made, learn,
     if learn == "all_turns":
         text = made.decode(document.ids[document.learned].tolist())
         assert text.count("<call>add") == 3 and "<answer>" not in text and "<tools>" not in text
+
+
+def test_a_template_that_joins_arguments_to_text_is_given_text(tmp_path):
+    made = HuggingFace(chat.directory(tmp_path, chat.JOINING))
+    talk = [message for message in TALK if message["role"] != "system"]
+    for message in (message for message in talk if "tool_calls" in message):
+        given = [{**one, "function": {**one["function"]}} for one in message["tool_calls"]]
+        for one in given:
+            one["function"]["arguments"] = json.dumps(one["function"]["arguments"])
+        talk[talk.index(message)] = {**message, "content": message["content"] or None, "tool_calls": given}
+    document = written(made, {"messages": [m for m in TALK if m["role"] != "system"]})
+    whole = made._tokenizer.apply_chat_template(talk, return_dict=True)["input_ids"]
+    assert document.ids.tolist() == whole
+    text = made.decode(document.ids[document.learned].tolist())
+    assert text.count('<call>add {"a": ') == 3 and "None" not in text
 
 
 def test_turns_without_weight_are_not_learned(made):
