@@ -67,13 +67,14 @@ def _in_bf16(config: TransformerConfig, chunk: torch.nn.Module) -> Float16Module
     """The chunk, wrapped, with parameters in bf16.
 
     Buffers stay as they are, where megatron rounds them once: the biases that steer routers, which are
-    published in fp32, and the counts of tokens beside them.
+    published in fp32, and a tower's frequencies. What routers count begins at 0: the patch
+    `expert-bias-counts` is there for it.
     """
     before = dict(chunk.named_buffers())
     wrapped = Float16Module(config, chunk)
     for name, buffer in list(chunk.named_buffers()):
-        if buffer.dtype != before[name].dtype:
-            owner, _, leaf = name.rpartition(".")
+        owner, _, leaf = name.rpartition(".")
+        if leaf != "local_tokens_per_expert" and buffer.dtype != before[name].dtype:
             setattr(chunk.get_submodule(owner), leaf, before[name])
     return wrapped
 
