@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
 
-from benchmarks.gpu.cases import CURVES, LAYOUTS, SPEEDS, Case, plan_of
+from benchmarks.gpu.cases import CURVES, LAYOUTS, MEMORY, SPEEDS, Case, plan_of
 from benchmarks.gpu.run import Run, read
 from benchmarks.gpu.verdicts import judge
 from bundle.environment import compatibility, hardware, packages
@@ -45,9 +45,10 @@ def main() -> int:
         return [case for case in wanted if case.gpus <= options.gpus]
 
     small = [(case, backend) for case in chosen(CURVES) for backend in ("cpu", "cuda") if case.steps(backend)]
-    wide, large = ([(case, "cuda") for case in chosen(cases)] for cases in (LAYOUTS, SPEEDS))
+    wide, held, large = ([(case, "cuda") for case in chosen(cases)] for cases in (LAYOUTS, MEMORY, SPEEDS))
     done = start(small, options.results, options.together)
     done += start(wide, options.results, options.together)
+    done += start(held, options.results, min(options.together, 3))  # of 35 GiB at most
     done += start(large, options.results, 1)  # alone: these are measured
     runs = {run.name: run for run in done if run is not None}
     verdicts = judge(runs)

@@ -163,4 +163,24 @@ SPEEDS = tuple(
     )
 )
 
-CASES = {case.name: case for case in (*CURVES, *LAYOUTS, *SPEEDS)}
+# What a step's peak is made of. fp32 has no fused attention on a GPU: its probabilities are kept.
+_FULL = ("model.recompute.granularity=full",)
+_HELD = {
+    "bf16": (),
+    "fp32": ("model.dtype=fp32", "data.sequence_length=2048", "train.micro_batch_size=1"),
+    "packed": ("data.packed=true", 'data.separator="\n\n\n"', "train.micro_batch_size=1"),
+    "full": _FULL,
+    "blockwise full": (*_fp8("blockwise"), *_FULL, "model.mtp.layers=0"),
+    "delayed": _fp8("delayed"),
+    "tensorwise": _fp8("tensorwise"),
+    "blockwise": _fp8("blockwise"),
+    "sgd": (*_SGD, *_UNDIVIDED),
+}
+_FEW = {"gqa": "[q_proj, v_proj]", "latent": "[q_b_proj, kv_b_proj]"}
+MEMORY = tuple(
+    Case(f"memory {shape} {name}", str(_HERE / f"{shape}.yaml"), ("train.global_batch_size=4", *changes), 3)
+    for shape, few in _FEW.items()
+    for name, changes in {**_HELD, "lora": (f"model.lora={{rank: 8, alpha: 64, targets: {few}}}",)}.items()
+)
+
+CASES = {case.name: case for case in (*CURVES, *LAYOUTS, *SPEEDS, *MEMORY)}

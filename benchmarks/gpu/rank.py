@@ -91,6 +91,7 @@ def train(case: Case, backend: str, directory: Path, runtime: Any, device: torch
         tokens=sum(lengths),
         flops=model_size(recipe.architecture).training_flops(lengths),
         peak_bytes=torch.cuda.max_memory_allocated() if device.type == "cuda" else 0,
+        planned_bytes=max(stage.total for stage in plan_of(case, backend).memory),
         versions={name: _version(name) for name in PACKAGES} | {"device": _device(device)},
     )
 

@@ -20,6 +20,7 @@ class Run:
     tokens: int  # of a step
     flops: float  # of a step
     peak_bytes: int
+    planned_bytes: int
     versions: dict[str, str]
 
     @property

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from benchmarks.gpu.cases import MEMORY
 from benchmarks.gpu.run import Run
 
 Runs = Mapping[str, Run]
@@ -119,6 +120,23 @@ class OtherGradient:
         return Verdict(mine > self.times * theirs, claim, f"{mine:.5f} and {theirs:.5f}")
 
 
+@dataclass(frozen=True)
+class AsPlanned:
+    """The peak of the device's memory differs by no more than `share` from what the plan says."""
+
+    run: str
+    share: float
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (self.run,)
+
+    def judge(self, runs: Runs) -> Verdict:
+        peak, planned = runs[self.run].peak_bytes, runs[self.run].planned_bytes
+        seen = f"{peak / 2**30:.2f} of {planned / 2**30:.2f} GiB, {peak / planned - 1:+.1%}"
+        return Verdict(abs(peak / planned - 1) <= self.share, f"{self.run}: the peak is as planned", seen)
+
+
 def largest_gap(one: Run, other: Run, steps: int) -> float:
     """The largest difference of any loss in the first `steps` steps; infinity where one is not a number."""
     pairs = [
@@ -180,6 +198,7 @@ CLAIMS: tuple[Claim, ...] = (
     Near("bf16 cp2", "bf16", steps=5, nats=0.01),
     Near("bf16 packed cp2", "bf16 packed", steps=5, nats=0.01),
     Near("blockwise tp2 etp1 ep2", "blockwise", steps=5, nats=0.02),
+    *(AsPlanned(case.name, 0.03) for case in MEMORY),
 )
 
 
