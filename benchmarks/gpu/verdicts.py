@@ -198,7 +198,7 @@ CLAIMS: tuple[Claim, ...] = (
     Near("bf16 cp2", "bf16", steps=5, nats=0.01),
     Near("bf16 packed cp2", "bf16 packed", steps=5, nats=0.01),
     Near("blockwise tp2 etp1 ep2", "blockwise", steps=5, nats=0.02),
-    *(AsPlanned(case.name, 0.03) for case in MEMORY),
+    *(AsPlanned(case.name, 0.05) for case in MEMORY),
 )
 
 

@@ -5,6 +5,7 @@ Models", 2022, section 4), for the layers that are really built: from what one o
 (`SavedForBackward`) to one layer, recomputed modules taken out (`LayerBytes`), to a stage (`activations`).
 """
 
+from itertools import chain
 from typing import NamedTuple
 
 from bundle.architectures import MLA, DeltaNet, Vision, adapters, padded_vocabulary
@@ -57,10 +58,11 @@ class SavedForBackward(NamedTuple):
     shifted_gate: bool  # an unfused gate adds an offset to b, which makes a copy
     clamped_gate: bool = False  # gpt-oss's, counted by its code and not measured
     sinks: bool = False  # unfused attention always has a mask
+    frozen: bool = False  # weights, of norms too, beside adapters
 
     def norm(self, width: int) -> int:
-        """An RMS norm: fused, the input as it is; else the input and the normalised input in fp32."""
-        return width * self.size + FP32 if self.fused else 2 * width * FP32 + FP32
+        """An RMS norm: fused, the input as it is; else the input in fp32, and normalised for the weight."""
+        return width * self.size + FP32 if self.fused else (2 - self.frozen) * width * FP32 + FP32
 
     def gate(self, width: int) -> int:
         """silu(a) * b of two halves of `width`: fused, the halves alone; else silu(a) too, and b shifted.
@@ -123,13 +125,18 @@ class LayerBytes:
             shifted_gate=code.has(SHIFTED_GATE),
             clamped_gate=recipe.architecture.gate_limit is not None,
             sinks=recipe.architecture.sinks,
+            frozen=recipe.model.lora is not None,
         )
+        self.adapted = _adapted(recipe)
         self.dpo = recipe.dpo is not None
         self.cp = parallel.cp
         self.rows = recipe.data.sequence_length // parallel.cp
         self.tokens = self.rows * recipe.rows
         self.stream = self.tokens // (parallel.tp if parallel.sequence_parallel else 1)
         self.stream_input = self.stream * recipe.architecture.hidden_size * self.saved.size
+        # A rank gets as many copies as it sends, and those of the ranks that hold parts of the same experts.
+        moe = recipe.architecture.moe
+        self.copies = self.stream * moe.topk * parallel.etp if moe else 0
         heads = recipe.architecture.num_attention_heads // parallel.tp
         # The probabilities of all pairs of tokens, where a kernel keeps them; a pack's at most.
         self.scores = recipe.rows * heads * self.rows**2 * size if traits.scores else 0
@@ -151,19 +158,41 @@ class LayerBytes:
     def layer(self, experts: bool, net: DeltaNet | None = None) -> int:
         """One layer, dense or with experts, with attention or a gated delta net."""
         latent, fused = self.recipe.architecture.mla, self.traits.fused_norms
-        first = self._norm(part_of_projection=fused and latent is None)
+        first = self._norm(
+            part_of_projection=fused and latent is None,
+            read=self._learns("self_attention", "qkv", "q_proj", "q_down_proj", "kv_down_proj"),
+        )
         attention = self._latent_attention(latent) if latent else self._attention()
         if net is not None:
             attention = self._delta_net(net)
-        second = self._norm(part_of_projection=fused and not experts)
-        return first + attention + second + (self._experts() if experts else self._dense())
+        # A router keeps its input, frozen or not; a part that is computed again, what it begins with.
+        read = experts or "mlp" in self.again or self._learns("mlp", "fc1")
+        second = self._norm(part_of_projection=fused and not experts, read=read)
+        own = first + attention + second + (self._experts() if experts else self._dense())
+        return own + (self._low_rank(experts) if net is None else 0)
 
-    def _norm(self, *, part_of_projection: bool) -> int:
-        """A norm over the residual stream, and its output as the input of what follows."""
+    def _learns(self, module: str, *matrices: str) -> bool:
+        """Whether one of a module's matrices reads its input again in backward: it is trained, or adapted."""
+        return self.adapted is None or any(f"{module}.linear_{name}" in self.adapted for name in matrices)
+
+    def _low_rank(self, experts: bool) -> int:
+        """What adapters of a layer make of their inputs, before it is widened again."""
+        lora, total = self.recipe.model.lora, 0
+        if lora is None or self.adapted is None:
+            return 0
+        for name, count in self.adapted.items():
+            module = name.partition(".")[0]
+            if module == "self_attention" or (module == "mlp") != experts:
+                rows = self.copies if module == "experts" else self.tokens
+                total += rows * count * lora.rank * self.saved.size
+        return total
+
+    def _norm(self, *, part_of_projection: bool, read: bool) -> int:
+        """A norm over the residual stream, and its output where what follows has to `read` it again."""
         whole = self.stream * self.saved.norm(self.recipe.architecture.hidden_size)
         if "layernorm" in self.again and not part_of_projection:
             return min(whole, self.stream_input)
-        return whole + self.stream_input
+        return whole + self.stream_input * read
 
     def _attention(self) -> int:
         a, tp, size = self.recipe.architecture, self.recipe.parallel.tp, self.saved.size
@@ -171,7 +200,7 @@ class LayerBytes:
         total = self._rotation(round(width * a.rotary_fraction))
         if a.qk_layernorm:
             total += self.tokens * (heads + groups) * self.saved.norm(width)
-        out = heads * width * size
+        out = heads * width * size * self._output_kept()
         if a.output_gate:  # what is multiplied, and the gate in fp32
             total += self.tokens * heads * width * (size + 2 * FP32)
         if "core_attn" in self.again:
@@ -185,12 +214,13 @@ class LayerBytes:
         width, value = mla.q_head_dim, mla.v_head_dim
         up_again = "mla_up_proj" in self.again
         total = self._rotation(mla.qk_pos_emb_head_dim)
-        for rank in filter(None, (mla.q_lora_rank, mla.kv_lora_rank)):
+        ranks = ((mla.q_lora_rank, "q_up_proj"), (mla.kv_lora_rank, "kv_up_proj"))
+        for rank, up in ((rank, up) for rank, up in ranks if rank):
             # Recomputed from its compressed input, a projection keeps that alone (its norm's, where that is
             # part).
-            product = 0 if up_again and self.traits.fused_norms else rank * size
-            total += self.stream * (self.saved.norm(rank) + product)
-        out = heads * value * size
+            read = self._learns("self_attention", up) and not (up_again and self.traits.fused_norms)
+            total += self.stream * (self.saved.norm(rank) + read * rank * size)
+        out = heads * value * size * self._output_kept()
         if "core_attn" in self.again:
             kept = heads * (2 * width + value) * size
         elif up_again:
@@ -222,11 +252,16 @@ class LayerBytes:
         if "mlp" in self.again:
             # Its input is the norm's output, or the norm's own input where the norm is part of it.
             return -self.stream_input if self.traits.fused_norms else 0
-        return self._gated(self.tokens, a.ffn_hidden_size // self.recipe.parallel.tp)
+        return self._gated(self.tokens, a.ffn_hidden_size // self.recipe.parallel.tp, "mlp")
 
-    def _gated(self, rows: int, width: int) -> int:
-        """A gate and the input of the product after it."""
-        return rows * (self.saved.gate(width) + width * self.saved.size)
+    def _output_kept(self) -> bool:
+        """Whether attention's output stays: the projection reads it again, or the kernel itself."""
+        kernel = self.traits.fused_kernels and not self.traits.scores and "core_attn" not in self.again
+        return kernel or self._learns("self_attention", "proj")
+
+    def _gated(self, rows: int, width: int, module: str) -> int:
+        """A gate and, where it is read again, the input of the product after it."""
+        return rows * (self.saved.gate(width) + width * self.saved.size * self._learns(module, "fc2"))
 
     def _experts(self) -> int:
         """Router, dispatched tokens, experts and shared experts."""
@@ -235,18 +270,35 @@ class LayerBytes:
         if "moe" in self.again:
             return 0
         routing = self.stream * (moe.num_experts * 2 * FP32 + moe.topk * 2 * ID)
-        # A rank gets as many copies as it sends, and those of the ranks that hold parts of the same experts.
-        copies = self.stream * moe.topk * parallel.etp
+        copies = self.copies
         width = moe.ffn_hidden_size // parallel.etp
         if "moe_act" in self.again:
             inner = copies * 2 * width * self.saved.size
         else:
-            inner = self._gated(copies, width) + copies * self.saved.weighted(width)
+            inner = self._gated(copies, width, "experts") + copies * self.saved.weighted(width)
         shared = 0
         if moe.shared_ffn_hidden_size and "shared_experts" not in self.again:
-            shared = self._gated(self.tokens, moe.shared_ffn_hidden_size // parallel.tp)
+            shared = self._gated(self.tokens, moe.shared_ffn_hidden_size // parallel.tp, "shared_experts")
         dispatched = copies * self.recipe.architecture.hidden_size * self.saved.size
+        dispatched *= self._learns("experts", "fc1")
         return routing + dispatched + inner + shared
+
+
+def _adapted(recipe: Recipe) -> dict[str, int] | None:
+    """How many adapters each matrix has, by its name in a layer, where it has most; None: all is trained."""
+    lora, a = recipe.model.lora, recipe.architecture
+    if lora is None:
+        return None
+    table = Tensors(a)
+    layers = [table.layer(number, [0]) for number in range(a.num_layers)]
+    layers += [table.mtp_layer(depth, [0]) for depth in range(a.mtp_layers)]
+    found: dict[str, int] = {}
+    for tensor in filter(adapters.adaptable, chain.from_iterable(layers)):
+        count = sum(pair is not None for pair in adapters.pairs(tensor, lora.targets, lora.rank))
+        *_, module, matrix, _ = tensor.name.replace(".local_experts.0.", ".").split(".")
+        if count:
+            found[f"{module}.{matrix}"] = max(count, found.get(f"{module}.{matrix}", 0))
+    return found
 
 
 def activations(
@@ -260,7 +312,9 @@ def activations(
     return ActivationBytes(
         microbatch=sum(sizes),
         held=sum(size * count for size, count in zip(sizes, flying, strict=True)),
-        passing=max(max(_recomputed(each, chunk), _logits(each, chunk)) for chunk in chunks),
+        passing=max(
+            max(_recomputed(each, chunk), _logits(each, chunk)) + _asked(each, chunk) for chunk in chunks
+        ),
         in_flight=flying,
     )
 
@@ -290,6 +344,14 @@ def _sent(each: LayerBytes, chunk: Chunk) -> int:
     as `deallocate_pipeline_outputs` is left off.
     """
     return 0 if chunk.head else (1 + chunk.mtp_layers) * each.stream_input
+
+
+def _asked(each: LayerBytes, chunk: Chunk) -> int:
+    """A frozen embedding's outputs and their gradients, which stay from one micro-batch to the next one's:
+    what is asked for a gradient that nothing before it takes (`mcore.adapters.differentiate`).
+    """
+    embedded = chunk.embedding + chunk.mtp_layers
+    return 0 if each.adapted is None else 2 * embedded * each.stream_input
 
 
 def _decoder(each: LayerBytes, chunk: Chunk) -> int:
@@ -322,7 +384,7 @@ def _mtp(each: LayerBytes) -> int:
 
 def _mtp_layer(each: LayerBytes) -> int:
     """One depth of multi-token prediction: the join of its embedding with the trunk, a layer, a norm."""
-    joined = 2 * _norm(each) + 2 * each.stream_input
+    joined = 2 * _norm(each) + 2 * each.stream_input * (each.adapted is None)
     return joined + each.layer(bool(each.recipe.architecture.layer_pattern[-1])) + _norm(each)
 
 
@@ -338,7 +400,8 @@ def _losses(each: LayerBytes, chunk: Chunk) -> int:
     """
     vocabulary, scored = _vocabulary(each), chunk.head and each.dpo
     kept = (chunk.losses - scored) * vocabulary * FP32 + scored * vocabulary * each.saved.size
-    return chunk.losses * (each.stream_input + each.tokens * ID) + each.tokens * kept
+    of_head = each.stream_input * (each.adapted is None)
+    return chunk.losses * (of_head + each.tokens * ID) + each.tokens * kept
 
 
 def _logits(each: LayerBytes, chunk: Chunk) -> int:

@@ -14,6 +14,7 @@ from bundle.recipe import load
 
 BF16 = "model.dtype=bf16"
 SELECTIVE = "model.recompute.granularity=selective"
+LORA = "model.lora={{rank: 12, alpha: 8, targets: [{}]}}"  # what is frozen keeps no input
 CASES = [
     ["demo"],
     ["demo", BF16],
@@ -38,6 +39,14 @@ CASES = [
     ],
     ["qwen3-cp2-packed"],
     ["qwen3-cp2-packed", BF16],
+    ["qwen3-tp2-sp", BF16, LORA.format("q_proj, v_proj")],
+    ["qwen3-tp2-sp", BF16, LORA.format("down_proj"), SELECTIVE, "model.recompute.modules=[core_attn]"],
+    ["qwen3-pp2-vpp2", BF16, LORA.format("gate_proj, o_proj")],
+    ["qwen3-pp2-vpp2", BF16, LORA.format("q_proj"), SELECTIVE, "model.recompute.modules=[mlp]"],
+    ["demo", LORA.format("all-linear")],
+    ["demo", BF16, LORA.format("kv_b_proj")],
+    ["demo", "parallel.ep=1", "parallel.tp=2", "parallel.etp=2", BF16, LORA.format("down_proj, q_a_proj")],
+    ["demo", LORA.format("o_proj"), "model.recompute.granularity=full"],
 ]
 
 
@@ -59,6 +68,23 @@ def test_what_ranks_keep_and_how_many_wait(installed):
             kept = found["kept"] / layout.microbatches
             near = 0.07 if recipe.data.packed else 0.03
             assert expected.microbatch == pytest.approx(kept, rel=near), (name, overrides, rank)
+
+
+@pytest.mark.parametrize(("changes", "outputs"), [([], 2), (["model.mtp.layers=0"], 1)])
+def test_a_frozen_embedding_s_outputs_stay_with_their_gradients(changes, outputs):
+    def of_stage(stage, *more):
+        recipe = load(
+            "demo", ["parallel.pp=2", "parallel.ep=1", "train.global_batch_size=32", *changes, *more]
+        )
+        layout = rank_layout(recipe, 2)
+        release = MegatronCode(Version("0.16.1"))
+        return activations(recipe, layout, stage, LOCAL, release).passing, recipe
+
+    for stage in (0, 1):
+        (frozen, recipe), (whole, _) = of_stage(stage, LORA.format("o_proj")), of_stage(stage)
+        tokens = recipe.train.micro_batch_size * recipe.data.sequence_length
+        embeds = 1 if stage == 0 else outputs - 1  # the last stage embeds for multi-token prediction
+        assert frozen - whole == 2 * 4 * embeds * tokens * recipe.architecture.hidden_size
 
 
 def test_an_mtp_layer_alone_in_its_stage_comes_back_whole():
