@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bundle.errors import ExitCode
+from bundle.errors import ExitCode, JobFailed
 from bundle.launch import nodes, outcomes
 from bundle.launch.causes import Action, Kind
 from bundle.launch.process import Ended, hearing
 from bundle.launch.rendezvous import Rendezvous, own_address
 from bundle.launch.restarts import mends
-from bundle.launch.roster import LOST_SECONDS, Entry, Roster, Round, resolved, upcoming
+from bundle.launch.roster import LOST_SECONDS, Roster, Round, Sign, resolved, upcoming
 from bundle.launch.verdict import Verdict
 
 _log = logging.getLogger(__name__)
@@ -87,19 +87,26 @@ class Spares:
         began, roster = time.monotonic(), self._roster
         with hearing(self._hear):
             while True:
+                looked = roster.look()
                 last = roster.round()
                 if roster.own.waits_for is None or (last and last.number >= roster.own.waits_for):
                     if last and roster.own.waits_for is not None and roster.own.token in last.members:
-                        rank = last.members.index(roster.own.token)
-                        place = self._where._replace(nodes=self._nodes, node_rank=rank, address=last.address)
-                        return place, last.continues
+                        return self._place(last), last.continues
                     roster.say(waits_for=(last.number if last else 0) + 1)
                 roster.beat()
                 if self._stopped is not None:
                     raise Ended(self._told(self._stopped, last))
-                if roster.look() and self._over(last, own, time.monotonic() - began):
+                if looked and self._over(last, own, time.monotonic() - began):
                     return None
                 time.sleep(_SLEEP_SECONDS)
+
+    def _place(self, last: Round) -> Rendezvous:
+        """This node's place in a round, whose members meet at the first. Raises JobFailed."""
+        first = self._roster.entry(last.members[0])
+        if first is None:
+            raise JobFailed(f"{self._roster.folder}: what node {last.members[0]} said is no longer there")
+        rank = last.members.index(self._roster.own.token)
+        return self._where._replace(nodes=self._nodes, node_rank=rank, address=first.address)
 
     def _over(self, last: Round | None, own: Verdict | None, waited: float) -> bool:
         """Makes the next round where it can be; whether the job has ended well. Raises Ended."""
@@ -107,8 +114,9 @@ class Spares:
         ours, ends = roster.saw(members), roster.ends(members)
         lost = roster.lost(members)
         gone = lost | roster.ended(members)
-        if broken := [verdict for verdict in ends if verdict.code != ExitCode.OK]:
-            raise Ended(broken[0])
+        for token, code in ends.items():
+            if code != ExitCode.OK and (verdict := roster.verdict(token)):
+                raise Ended(verdict)
         alive = roster.alive()
         if ends and gone == set(members) - {roster.own.token}:
             if own is not None and not roster.own.out:
@@ -119,7 +127,7 @@ class Spares:
         if (coming := upcoming(last, here, gone, self._nodes, continues=ours)) is not None:
             roster.propose(coming)
             return False
-        fit = [entry for entry in alive if not entry.out]
+        fit = [sign for sign in alive if not sign.out]
         if ours and resolved(last, alive, gone) and len(fit) < self._nodes:
             word = f"no word from {'it' if len(lost) == 1 else 'them'} for {LOST_SECONDS:.0f} s"
             raise Ended(own or nodes.lost([roster.names(lost)], word))
@@ -129,16 +137,17 @@ class Spares:
             raise Ended(self._alone(alive, waited))
         return False
 
-    def _refused(self, alive: Sequence[Entry]) -> Verdict:
+    def _refused(self, alive: Sequence[Sign]) -> Verdict:
         """That too few of all nodes may take part."""
-        every = sorted(alive, key=lambda entry: entry.number)
-        out = [f"{entry.name}: {entry.out}" for entry in every if entry.out]
+        every = sorted((sign.number, sign.token) for sign in alive if sign.out)
+        entries = (self._roster.entry(token) for _, token in every)
+        out = [f"{entry.name}: {entry.out}" for entry in entries if entry]
         cause = f"of {len(alive)} nodes {len(alive) - len(out)} may take part, and {self._nodes} are needed"
         return self._verdict(
             ExitCode.ENVIRONMENT_UNFIT, Kind.REFUSED, f"{cause}: {'; '.join(out)}", Action.STOP
         )
 
-    def _alone(self, alive: Sequence[Entry], waited: float) -> Verdict:
+    def _alone(self, alive: Sequence[Sign], waited: float) -> Verdict:
         """That the other nodes did not come."""
         cause = (
             f"gave up: {len(alive)} of at least {self._nodes} nodes came to {self._roster.folder} within"

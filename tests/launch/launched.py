@@ -1,6 +1,7 @@
 """Launches of two ranks in a process of their own, as a user starts them, and what becomes of them."""
 
 import fcntl
+import functools
 import os
 import signal
 import socket
@@ -81,6 +82,34 @@ def reserved() -> Iterator[int]:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
         yield held.getsockname()[1]
+
+
+_watched: dict[str, list[str]] = {}
+
+
+@contextmanager
+def asked(folder: Path) -> Iterator[list[str]]:
+    """What this process asks the disk for in a folder: "open", "os.listdir", "os.scandir", each time."""
+    _hook()
+    events: list[str] = []
+    _watched[str(folder)] = events
+    try:
+        yield events
+    finally:
+        del _watched[str(folder)]
+
+
+@functools.cache
+def _hook() -> None:
+    """Hears of every file that this process opens: for good, since no audit hook can be taken back."""
+
+    def hear(event: str, arguments: tuple[object, ...]) -> None:
+        if _watched and event in ("open", "os.listdir", "os.scandir"):
+            for folder, events in _watched.items():
+                if str(arguments[0]).startswith(folder):
+                    events.append(event)
+
+    sys.addaudithook(hear)
 
 
 def _hears_ctrl_c() -> None:

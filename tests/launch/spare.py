@@ -4,14 +4,12 @@
 before there is a file `go`. It prints the nodes of each round that it takes part in, and where they meet.
 """
 
-import json
 import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bundle import files
 from bundle.errors import ExitCode
 from bundle.launch import nodes, roster, spares
 from bundle.launch.causes import Action, Kind
@@ -33,8 +31,8 @@ def verdict(kind: Kind, cause: str, action: Action, node_rank: int, code: int = 
 
 def everybody_has_looked() -> bool:
     """Whether no node came so late that it has not seen this round."""
-    entries = [files.read(path) for path in (FOLDER / "roster").glob("node-*.json")]
-    return len([entry for entry in entries if entry and json.loads(entry)["beat"] > 2]) >= NODES
+    signs = (roster.Sign.parse(path.name) for path in (FOLDER / "roster").glob("beat-*"))
+    return len([sign for sign in signs if sign and sign.beat > 2]) >= NODES
 
 
 def start(where: Rendezvous, continues: bool, alive: Callable[[], None]) -> None:

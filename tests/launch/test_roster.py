@@ -1,6 +1,5 @@
 """Who takes part in a round, and what nodes know of each other by their files."""
 
-import json
 import threading
 from pathlib import Path
 
@@ -9,45 +8,46 @@ import pytest
 from bundle.errors import ExitCode
 from bundle.launch import roster as rosters
 from bundle.launch.causes import Action, Kind
-from bundle.launch.roster import Entry, Roster, Round, resolved, upcoming
+from bundle.launch.roster import Roster, Round, Sign, resolved, upcoming
 from bundle.launch.verdict import Verdict
+from tests.launch.launched import asked
 
 
-def entry(number: int, waits_for: int | None = 2, out: str = "") -> Entry:
-    return Entry(f"t{number}", number, f"gpu{number}", f"10.0.0.{number}", 1, waits_for, out)
+def sign(number: int, waits_for: int | None = 2, *, out: bool = False) -> Sign:
+    return Sign(f"t{number}", number, 1, waits_for, out)
 
 
-FIRST = Round(1, ("t0", "t1"), "10.0.0.0", False)
+FIRST = Round(1, ("t0", "t1"), False)
 
 
-def members(last: Round | None, here: list[Entry], gone: set[str], nodes: int = 2) -> tuple[str, ...] | None:
+def members(last: Round | None, here: list[Sign], gone: set[str], nodes: int = 2) -> tuple[str, ...] | None:
     made = upcoming(last, here, gone, nodes, continues=True)
     return made.members if made else None
 
 
 def test_the_first_round_is_of_those_that_come_and_they_meet_at_the_first():
-    here = [entry(2, 1), entry(0, 1)]
-    assert upcoming(None, here, set(), 2, continues=False) == Round(1, ("t0", "t2"), "10.0.0.0", False)
+    here = [sign(2, 1), sign(0, 1)]
+    assert upcoming(None, here, set(), 2, continues=False) == Round(1, ("t0", "t2"), False)
     assert members(None, here[:1], set()) is None
 
 
 def test_a_spare_takes_the_place_of_one_that_is_lost_and_the_job_moves_to_who_is_left():
-    assert members(FIRST, [entry(0), entry(2)], {"t1"}) == ("t0", "t2")
-    moved = upcoming(FIRST, [entry(1), entry(2)], {"t0"}, 2, continues=True)
-    assert moved == Round(2, ("t1", "t2"), "10.0.0.1", True)
+    assert members(FIRST, [sign(0), sign(2)], {"t1"}) == ("t0", "t2")
+    moved = upcoming(FIRST, [sign(1), sign(2)], {"t0"}, 2, continues=True)
+    assert moved == Round(2, ("t1", "t2"), True)
 
 
 def test_the_same_nodes_go_on_where_they_can_and_a_spare_stays_one():
-    assert members(FIRST, [entry(2), entry(1), entry(0)], set()) == ("t0", "t1")
+    assert members(FIRST, [sign(2), sign(1), sign(0)], set()) == ("t0", "t1")
 
 
 @pytest.mark.parametrize(
     "here",
     [
-        [entry(0), entry(1, None), entry(2)],  # which still runs, or has not said yet that it does not
-        [entry(0), entry(2)],  # of the other nobody knows yet
-        [entry(0), entry(1, None, "bad")],  # nobody is left
-        [entry(0), entry(1, 1), entry(2)],  # which was told of the round before, and has not begun it
+        [sign(0), sign(1, None), sign(2)],  # which still runs, or has not said yet that it does not
+        [sign(0), sign(2)],  # of the other nobody knows yet
+        [sign(0), sign(1, None, out=True)],  # nobody is left
+        [sign(0), sign(1, 1), sign(2)],  # which was told of the round before, and has not begun it
     ],
 )
 def test_no_round_begins_while_a_member_may_run_or_too_few_wait(here):
@@ -55,9 +55,9 @@ def test_no_round_begins_while_a_member_may_run_or_too_few_wait(here):
 
 
 def test_a_bad_node_stays_out_and_is_not_waited_for():
-    assert members(FIRST, [entry(0), entry(1, 2, "its GPU failed"), entry(2)], set()) == ("t0", "t2")
-    assert resolved(FIRST, [entry(0), entry(1, 2, "its GPU failed")], set())
-    assert not resolved(FIRST, [entry(0)], set())
+    assert members(FIRST, [sign(0), sign(1, 2, out=True), sign(2)], set()) == ("t0", "t2")
+    assert resolved(FIRST, [sign(0), sign(1, 2, out=True)], set())
+    assert not resolved(FIRST, [sign(0)], set())
 
 
 @pytest.fixture
@@ -79,15 +79,15 @@ def test_a_node_lives_while_its_entry_changes_and_is_lost_when_it_no_longer_does
     watch(one, time, 1)
     other.say(waits_for=1)
     watch(one, time, 1)
-    assert {each.name for each in one.alive()} == {"gpu0", "gpu1"}
+    assert {each.number for each in one.alive()} == {0, 1}
     assert one.saw([other.own.token]) and one.lost([other.own.token]) == set()
     for _ in range(7):
         watch(one, time, 4)
     assert one.lost([other.own.token]) == set()
-    assert [each.name for each in one.alive(within=9)] == ["gpu0"]
+    assert [each.number for each in one.alive(within=9)] == [0]
     watch(one, time, rosters.LOST_SECONDS - 27)
     assert one.lost([other.own.token]) == {other.own.token}
-    assert [each.name for each in one.alive()] == ["gpu0"]
+    assert [each.number for each in one.alive()] == [0]
     other.beat()
     watch(one, time, 1)
     assert one.lost([other.own.token]) == set()
@@ -108,19 +108,20 @@ def test_a_node_that_could_not_look_itself_takes_nobody_for_lost(tmp_path, time)
 def test_what_an_earlier_start_left_neither_lives_nor_ends_this_one_and_is_removed(tmp_path, time):
     earlier = Roster(tmp_path, 1, "gpu1", "h")
     earlier.say(waits_for=1)
-    earlier.propose(Round(1, (earlier.own.token,), "h", False))
+    earlier.propose(Round(1, (earlier.own.token,), False))
     earlier.say(ended=Verdict(ExitCode.PREEMPTED, Kind.PREEMPTED, "saved", Action.RESTART).dump())
     one = Roster(tmp_path, 0, "gpu0", "h")
     one.say(waits_for=2)
     watch(one, time, 1)
     last = one.round()
     assert last is not None and last.members == (earlier.own.token,)
-    assert not one.saw(last.members) and one.ends(last.members) == []
+    assert not one.saw(last.members) and one.ends(last.members) == {}
     assert one.ended(last.members) == set(last.members)
     made = upcoming(last, one.alive(), one.ended(last.members), 1, continues=one.saw(last.members))
-    assert made == Round(2, (one.own.token,), "h", False)
+    assert made == Round(2, (one.own.token,), False)
     one.propose(made)
     assert [path.name for path in tmp_path.glob("node-*")] == [f"node-{one.own.token}.json"]
+    assert [path.name.split("-")[1] for path in tmp_path.glob("beat-*")] == [one.own.token]
 
 
 def test_how_a_node_ended_is_known_to_who_saw_it_run(tmp_path, time):
@@ -130,7 +131,10 @@ def test_how_a_node_ended_is_known_to_who_saw_it_run(tmp_path, time):
     verdict = Verdict(ExitCode.JOB_FAILED, Kind.DISK, "its disk is full", Action.STOP, evidence=("a",))
     other.say(ended=verdict.dump())
     watch(one, time, 1)
-    assert one.ends([other.own.token]) == [verdict]
+    assert one.ends([other.own.token]) == {other.own.token: 1}
+    assert one.verdict(other.own.token) == verdict
+    for _ in range(10):
+        watch(one, time, 4)
     assert one.lost([other.own.token]) == set()
 
 
@@ -142,7 +146,7 @@ def test_of_two_that_make_the_same_round_one_does_and_it_is_whole(tmp_path):
 
     def propose(one: Roster) -> None:
         both.wait()
-        one.propose(Round(1, (one.own.token,), "h", True))
+        one.propose(Round(1, (one.own.token,), True))
         seen.add(one.round())  # which is the one that it takes part in, or does not
 
     threads = [threading.Thread(target=propose, args=(one,)) for one in nodes]
@@ -156,15 +160,97 @@ def test_of_two_that_make_the_same_round_one_does_and_it_is_whole(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["round-1.json"]
 
 
-def test_many_nodes_look_less_often(tmp_path, time):
+class Crowd:
+    """Nodes as the files that they leave: each beats every two seconds but for those that are dead.
+
+    `before`: entries that an earlier start has left.
+    """
+
+    def __init__(self, folder: Path, time: list[float], count: int, before: int) -> None:
+        self.folder, self.time, self.count = folder, time, count
+        self.tokens = [f"t{number}" for number in range(1, count)]
+        self.dead: set[str] = set()
+        self._files = {token: folder / f"beat-{token}-1-0-1-fit-" for token in self.tokens}
+        for path in [*self._files.values(), *(folder / f"beat-e{n}-{n}-7-1-fit-" for n in range(before))]:
+            path.touch()
+        self._beats = 0
+
+    def lives(self, seconds: float, *watchers: Roster) -> None:
+        """Lets so many seconds pass, in which nodes look as often as they may, and beat themselves."""
+        for _ in range(int(seconds / 0.25)):
+            self.time[0] += 0.25
+            if self.time[0] % 2 == 0:
+                self._beats += 1
+                for token, path in self._files.items():
+                    if token not in self.dead:
+                        name = f"beat-{token}-1-{self._beats}-1-fit-"
+                        self._files[token] = path.rename(path.with_name(name))
+            for watcher in watchers:
+                watcher.beat()
+                watcher.look()
+
+
+@pytest.mark.parametrize(("count", "before"), [(70, 0), (71, 0), (129, 0), (129, 2400), (1024, 0)])
+def test_of_however_many_nodes_one_that_is_lost_is_seen_in_time_and_none_that_lives(
+    tmp_path, time, count, before
+):
     one = Roster(tmp_path, 0, "gpu0", "h")
-    for number in range(100):
-        values = {"token": f"t{number}", "number": number, "name": "n", "address": "h"}
-        (tmp_path / f"node-t{number}.json").write_text(json.dumps(values))
+    crowd = Crowd(tmp_path, time, count, before)
+    one.say(waits_for=1)
+    crowd.lives(60, one)
+    assert one.lost(crowd.tokens) == set()
+    for _ in range(12):
+        assert len(one.alive(within=rosters.LOST_SECONDS / 3)) == count
+        crowd.lives(1, one)
+    lost = crowd.tokens[5]
+    crowd.dead = {lost}
+    crowd.lives(rosters.LOST_SECONDS - 3, one)
+    assert one.lost(crowd.tokens) == set()
+    crowd.lives(13, one)  # two looks, of a node that may have beaten just before it died
+    assert one.lost(crowd.tokens) == {lost}
+    assert len(one.alive(within=rosters.LOST_SECONDS / 3)) == count - 1
+
+
+@pytest.mark.parametrize("count", [2, 100, 1024])
+def test_all_nodes_together_ask_a_shared_disk_for_little(tmp_path, time, count):
+    one = Roster(tmp_path, 0, "gpu0", "h")
+    crowd = Crowd(tmp_path, time, count, before=0)
+    one.say(waits_for=1)
+    crowd.lives(10, one)
+    with asked(tmp_path) as events:
+        crowd.lives(60, one)
+    assert events.count("open") == 0
+    assert events.count("os.listdir") == len(events) >= 11
+    assert len(events) * count / 60 <= 210  # listings a second of all nodes, each of which is as this
+
+
+def test_a_node_that_others_took_for_lost_shows_and_says_again_that_it_lives(tmp_path, time):
+    one = Roster(tmp_path, 0, "gpu0", "h")
+    one.say(waits_for=3)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    time[0] += 3
+    one.beat()
+    other = Roster(tmp_path, 1, "gpu1", "h")
+    other.look()
+    assert other.lost([one.own.token]) == set()
+    assert other.entry(one.own.token) == one.own
+
+
+def test_a_name_says_what_others_decide_by_and_a_listing_that_is_torn_takes_nothing_back(tmp_path, time):
+    one, other = (Roster(tmp_path, n, f"gpu{n}", "h") for n in (0, 1))
     watch(one, time, 1)
-    time[0] += 10
-    assert not one.look()  # 100 nodes, each of which reads 100 files
-    watch(one, time, 11)
+    other.say(waits_for=7, out="its GPU failed", ended=Verdict(ExitCode.HANG).dump())
+    (shown,) = (path.name for path in tmp_path.glob("beat-*"))
+    assert Sign.parse(shown) == Sign(other.own.token, 1, 1, 7, True, 6)
+    assert Sign.parse(f"node-{other.own.token}.json") is None
+    other.say(waits_for=None, out="", ended=None)
+    (tmp_path / shown).touch()  # as it was before, seen once more
+    watch(one, time, 1)
+    assert one.alive()[0] == Sign(other.own.token, 1, 2)
+    (tmp_path / Sign(other.own.token, 1, 2).file).unlink()  # and by itself
+    watch(one, time, 1)
+    assert one.alive()[0] == Sign(other.own.token, 1, 2)
 
 
 def test_a_disk_that_takes_no_more_ends_no_node(tmp_path, time):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bundle import files
+from bundle.launch.roster import Sign
 from tests.launch.launched import ROOT
 
 
@@ -38,8 +38,8 @@ class Node:
         return said
 
     def beats(self) -> list[int]:
-        entries = [files.read(path) for path in self.roster.glob("node-*.json")]
-        return [json.loads(entry)["beat"] for entry in entries if entry]
+        signs = (Sign.parse(path.name) for path in self.roster.glob("beat-*"))
+        return [sign.beat for sign in signs if sign]
 
     def end(self) -> tuple[int, list[str]]:
         said, _ = self.process.communicate(timeout=300)
