@@ -24,7 +24,7 @@ from bundle.distributed import watchdog, world
 from bundle.distributed.watchdog import Watchdog, collectives_seconds
 from bundle.environment import hardware
 from bundle.errors import ExitCode
-from bundle.launch import outcomes, process
+from bundle.launch import orphans, outcomes, process
 from bundle.launch.command import Launch
 from bundle.launch.process import Ended
 from bundle.launch.rendezvous import discover
@@ -132,7 +132,7 @@ def hang(kind: str) -> ExitCode:
     where = discover(os.environ)
     rank, local = where.rank, where.local_rank
     assert rank is not None and local is not None
-    process.die_with_parent()
+    orphans.die_with_parent()
     watchdog.show_stacks_on_request()
 
     def work() -> None:

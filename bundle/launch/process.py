@@ -3,23 +3,20 @@
 A launch ends with one of our exit codes, and nothing that it started outlives it.
 """
 
-import ctypes
 import logging
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bundle.environment import machine
 from bundle.environment.hardware import memory_kills
 from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, JobFailed
-from bundle.launch import nodes, outcomes, output, verdict
+from bundle.launch import nodes, orphans, outcomes, output, verdict
 from bundle.launch.command import Launch, command
 from bundle.launch.evidence import KernelLog, gathered
 from bundle.launch.hang import Hung
@@ -28,7 +25,6 @@ from bundle.launch.verdict import Verdict, judge
 
 _log = logging.getLogger(__name__)
 
-_PR_SET_PDEATHSIG = 1
 # An orchestrator wants the node back, the terminal went away, Ctrl-C: each is a request to save and stop.
 _HEARD = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _LOOK_SECONDS = 0.5
@@ -142,24 +138,12 @@ def run(launch: Launch, inherited: Mapping[str, str], alive: Callable[[], None] 
         raise Ended(ending)
 
 
-def death_signal(number: int) -> Callable[[], object]:
-    """What a process calls to get this signal when its parent ends; it does nothing where there is no Linux.
-
-    Loaded here, so that it can be called between fork and exec.
-    """
-    if sys.platform != "linux":
-        return lambda: None
-    return partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, number, 0, 0, 0)
-
-
 def _bind_to(parent: int, folder: Path) -> Callable[[], None]:
     """What the agent does before it becomes torchrun: it dies with us, and leaves SIGTERM to us."""
-    die_with_us = death_signal(signal.SIGKILL)
+    die_with = orphans.binding()
 
     def bind() -> None:
-        die_with_us()
-        if os.getppid() != parent:
-            os._exit(1)
+        die_with(parent)
         # Ranks compare this with their parent, so that one whose agent died while it was starting ends too.
         (folder / outcomes.AGENT).write_text(str(os.getpid()), encoding="utf-8")
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -264,17 +248,3 @@ def _request(folder: Path) -> None:
     for outcome in outcomes.read(folder):
         if outcome.code is None:
             _send(outcome.pid, signal.SIGTERM)
-
-
-def die_with_parent() -> None:
-    """Makes the kernel kill this process when its parent, torchrun's agent, dies: no rank stays as an orphan.
-
-    Does nothing for a rank that torchrun did not start: its parent may be a shell that is meant to go away.
-    """
-    if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
-        return
-    death_signal(signal.SIGKILL)()
-    folder = outcomes.directory()
-    # The agent may have died before the line above: then nobody will send the signal any more.
-    if folder and os.getppid() != int((folder / outcomes.AGENT).read_text(encoding="utf-8")):
-        os._exit(ExitCode.TERMINATED)

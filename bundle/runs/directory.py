@@ -256,6 +256,8 @@ class RunDirectory:
                     f"{self.root}: its file system locks no files ({error.strerror}), so that two runs could"
                     " use it at once: mount it with flock, or name another place with --run-directory"
                 ) from error
+            # What this process forks has the same lock, and may outlive it: it lets go at once.
+            os.register_at_fork(after_in_child=file.close)
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
             file.flush()

@@ -20,7 +20,7 @@ from bundle.launch import grace
 from bundle.launch import job as job_file
 from bundle.launch.command import Command
 from bundle.launch.job import NAME, Job
-from bundle.launch.process import death_signal
+from bundle.launch.orphans import death_signal
 from bundle.targets import devices
 from bundle.targets.client import asked
 

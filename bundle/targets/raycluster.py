@@ -23,7 +23,7 @@ from bundle import files
 from bundle.errors import ExitCode, LaunchUnavailable, UsageError
 from bundle.files import json_digest
 from bundle.launch.job import Job
-from bundle.launch.process import death_signal
+from bundle.launch.orphans import death_signal
 from bundle.launch.rendezvous import LOOPBACK, Rendezvous, own_address
 from bundle.launch.starters import unstarted
 from bundle.targets.ray import TOKEN, bundles, imported, started_with, why

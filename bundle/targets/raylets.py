@@ -21,7 +21,8 @@ from bundle.errors import ExitCode, LaunchUnavailable
 from bundle.launch import job as job_file
 from bundle.launch.causes import Action, Kind
 from bundle.launch.job import Job
-from bundle.launch.process import Ended, death_signal
+from bundle.launch.orphans import death_signal
+from bundle.launch.process import Ended
 from bundle.launch.restarts import repeated
 from bundle.launch.starters import unstarted
 from bundle.launch.verdict import Verdict

@@ -14,7 +14,7 @@ from bundle.distributed.world import agree, handed_down
 from bundle.environment import image, packages
 from bundle.errors import ExitCode, Preempted, UsageError
 from bundle.launch import job as job_file
-from bundle.launch import outcomes, process
+from bundle.launch import orphans, outcomes
 from bundle.launch.job import Job
 from bundle.launch.rendezvous import Rendezvous
 from bundle.patches import applying
@@ -34,7 +34,8 @@ def work(where: Rendezvous, decide: Callable[[], Job], told: Job | None, wait: i
     rank, local_rank = where.rank, where.local_rank
     assert rank is not None and local_rank is not None, "only a rank works"
     log.start(rank)
-    process.die_with_parent()
+    orphans.die_with_parent()
+    orphans.take_forks_along()
     watchdog.show_stacks_on_request()
     return outcomes.report(rank, local_rank, lambda: _work(where, decide, told, wait))
 

@@ -15,7 +15,7 @@ from bundle.data.sources import DataErrors
 from bundle.data.store import Chunk
 from bundle.distributed import world
 from bundle.distributed.watchdog import Watchdog
-from bundle.launch import outcomes, process
+from bundle.launch import orphans, outcomes
 from bundle.launch.rendezvous import discover
 from bundle.recipe import load
 
@@ -69,5 +69,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    process.die_with_parent()
+    orphans.die_with_parent()
     sys.exit(outcomes.report(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), main))

@@ -15,7 +15,7 @@ from bundle import backends
 from bundle.distributed import watchdog, world
 from bundle.distributed.world import StopRequest
 from bundle.errors import Preempted
-from bundle.launch import outcomes, process
+from bundle.launch import orphans, outcomes
 from bundle.launch.rendezvous import Rendezvous, discover
 from bundle.recipe import Parallel
 
@@ -126,5 +126,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    process.die_with_parent()
+    orphans.die_with_parent()
     sys.exit(outcomes.report(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), main))

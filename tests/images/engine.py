@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bundle.launch.process import death_signal
+from bundle.launch.orphans import death_signal
 from tests.images import tools
 from tests.images.tools import CACHE, Missing
 

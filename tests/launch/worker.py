@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bundle.errors import EnvironmentUnfit, Preempted
 from bundle.launch import outcomes
-from bundle.launch.process import die_with_parent
+from bundle.launch.orphans import die_with_parent
 
 RANK, LOCAL_RANK = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
 

@@ -3,6 +3,7 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -347,6 +348,35 @@ def test_two_runs_cannot_use_one_directory_and_a_killed_one_lets_go(run):
         holder.communicate()
     with run.locked():
         pass
+
+
+FORK = """
+import os, sys, time
+from pathlib import Path
+from bundle.runs.directory import RunDirectory
+with RunDirectory(Path(sys.argv[1])).locked():
+    child = os.fork()
+    os.write(1, f"{child or 'begun'}\\n".encode())  # in one piece
+    time.sleep(600)
+"""
+
+
+def test_what_the_holder_forked_does_not_hold_it_any_longer(run):
+    command = [sys.executable, "-c", FORK, str(run.root)]
+    holder = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout
+    child = int(min(holder.stdout.readline() for _ in range(2)))  # both have gone through the fork
+    try:
+        with pytest.raises(UsageError, match=f"process {holder.pid} on "), run.locked():
+            pass  # although its child has let go
+        holder.kill()
+        holder.wait()
+        with run.locked():
+            os.kill(child, 0)  # it lives
+    finally:
+        holder.kill()
+        os.kill(child, signal.SIGKILL)
+        holder.communicate()
 
 
 def test_an_export_is_asked_of_a_finished_run_and_removed_by_a_fresh_one(run):

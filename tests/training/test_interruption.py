@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,36 @@ def test_a_launch_starts_its_ranks_again_where_that_may_mend_it_and_goes_on(whol
     said = finish(process, 0)
     assert "rank 1: killed by SIGKILL" in said and "starts again; 0 times more unless it gets further" in said
     assert "goes on after step" in said  # although it was to begin anew
+    assert numbers(directory) == numbers(whole)
+
+
+def stop_a_writer(rank: int) -> list[int]:
+    """The processes that a rank has forked, one of which is kept from going on; none where it has none."""
+    pids = [int(word) for word in Path(f"/proc/{rank}/task/{rank}/children").read_text().split()]
+    with suppress(ProcessLookupError):  # it may be done by now
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        return pids
+    return []
+
+
+@pytest.mark.parametrize("flags", [(), BACKGROUND], ids=["", "written in the background"])
+def test_a_rank_that_is_killed_with_a_writer_of_its_own_leaves_the_run_to_the_next(whole, tmp_path, flags):
+    directory = tmp_path / "run"
+    process = train(directory, "--restarts=1", "--set", "checkpoint.interval=1", *flags)
+    wait_for(process, (directory / "checkpoints" / "step-00000001").exists)
+    first, second = pids(directory)
+    writers: list[int] = []
+
+    def writes() -> bool:
+        writers.extend(stop_a_writer(first))
+        return bool(writers)
+
+    wait_for(process, writes)
+    os.kill(first, signal.SIGKILL)
+    assert gone([first, second, *writers], 30)
+    said = finish(process, 0)
+    assert "rank 0: killed by SIGKILL" in said and "goes on after step" in said
     assert numbers(directory) == numbers(whole)
 
 
