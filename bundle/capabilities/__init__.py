@@ -44,13 +44,19 @@ class AttentionKernel(NamedTuple):
     context_parallel: bool = True
     sinks: tuple[str, ...] = ()  # the layouts in which it takes learned sinks; `cp`: between ranks as well
     most_sequences: int | None = None  # in one packed call
+    padded_packs: bool = True  # takes packs whose sequences have padding behind them
+    # Why a device of this generation takes no such heads: (generation, layout, qk and v head dim).
+    refused_on: Callable[[str, str, int, int], str | None] | None = None
 
     def most_in_a_pack(self, cp: int) -> int | None:
         """How many sequences a pack may hold on `cp` ranks, each of which calls with two chunks of each."""
         return self.most_sequences and self.most_sequences // (2 if cp > 1 else 1)
 
-    def against(self, recipe: "Recipe") -> list[str]:
-        """Why this kernel does not take the attention of a job, all reasons; empty if it does."""
+    def against(self, recipe: "Recipe", generation: str | None = None) -> list[str]:
+        """Why this kernel does not take a job's attention on such a device, all reasons; empty if it does.
+
+        `generation` None: the device is not known, and nothing is said against it.
+        """
         width, value_width = recipe.architecture.head_dims
         layout = "thd" if recipe.data.packed else "bshd"
         if layout == "thd" and self.head_dims.get(layout) == "equal":
@@ -62,6 +68,14 @@ class AttentionKernel(NamedTuple):
             found.append(f"{self.name} takes {offered}, and model.dtype is {recipe.model.dtype}")
         if recipe.parallel.cp > 1 and not self.context_parallel:
             found.append(f"{self.name} has no context parallelism, and parallel.cp is {recipe.parallel.cp}")
+        if layout == "thd" and recipe.parallel.cp > 1 and not self.padded_packs:
+            found.append(
+                f"{self.name} takes no padding between the sequences of a pack, which parallel.cp "
+                f"{recipe.parallel.cp} cuts into equal parts ({self.source})"
+            )
+        if generation is not None and self.refused_on is not None:
+            device = self.refused_on(generation, layout, width, value_width)
+            found += [f"{self.name} {device} ({self.source})"] if device else []
         if recipe.architecture.sinks:
             wanted = (layout, "cp") if recipe.parallel.cp > 1 else (layout,)
             if missing := [where for where in wanted if where not in self.sinks]:
@@ -153,7 +167,7 @@ class Choice(NamedTuple):
 
 
 class Preference(NamedTuple):
-    """A kernel that `auto` stands for in some jobs on some devices, where others take them too."""
+    """A kernel, or `auto` itself, that `auto` stands for in some jobs on some devices."""
 
     kernel: str
     where: "Callable[[Recipe, str | None], bool]"  # of the job and the device's generation; None: not known
@@ -207,30 +221,30 @@ class Capabilities(NamedTuple):
     def attention(self, recipe: "Recipe", generation: str | None) -> Choice:
         """The kernel that a job gets on such a device, which its plan says and its ranks are given.
 
-        `auto` is the only kernel that takes the job, where there is only one, then a preferred one, then the
+        `auto` is a preferred kernel, then the only one that takes the job, where there is only one, then the
         backend's choice: on cuda `auto` itself, see `attention_refusals` for jobs that no kernel takes.
         """
         if recipe.model.attention != "auto":
             return Choice(recipe.model.attention, "the recipe says so")
-        fit = [kernel.name for kernel in self.kernels if not kernel.against(recipe)]
-        if len(fit) == 1:
-            return Choice(fit[0], "no other takes this job")
-        found = (p for p in self.preferred if p.kernel in fit and p.where(recipe, generation))
-        return next((Choice(p.kernel, p.why) for p in found), self.auto_attention)
+        fit = [kernel.name for kernel in self.kernels if not kernel.against(recipe, generation)]
+        for preferred in self.preferred:
+            if preferred.kernel in ("auto", *fit) and preferred.where(recipe, generation):
+                return Choice(preferred.kernel, preferred.why)
+        return Choice(fit[0], "no other takes this job") if len(fit) == 1 else self.auto_attention
 
     def layers_of(self, recipe: "Recipe", generation: str | None) -> LayerTraits:
         """The layers as this job gets them on such a device: by its attention kernel."""
         unfused = self.attention(recipe, generation).value == "unfused"
         return self.layers._replace(scores=unfused and self.layers.fused_kernels)
 
-    def attention_refusals(self, recipe: "Recipe") -> list[str]:
+    def attention_refusals(self, recipe: "Recipe", generation: str | None) -> list[str]:
         """Why the kernel that is asked for does not take this job; with `auto`, why none of them does."""
         wanted = recipe.model.attention
         asked = [kernel for kernel in self.kernels if wanted in ("auto", kernel.name)]
         if not asked:
             offered = ", ".join(kernel.name for kernel in self.kernels)
             return [f"{self.backend} has no {wanted} kernel; it has {offered}"]
-        against = [kernel.against(recipe) for kernel in asked]
+        against = [kernel.against(recipe, generation) for kernel in asked]
         return [why for reasons in against for why in reasons] if all(against) else []
 
     def computes(self, recipe: "Recipe", operator: str) -> bool:

@@ -31,7 +31,9 @@ CPU = Capabilities(
     collectives="gloo",
     layers=LOCAL,
     kernels=tuple(
-        kernel._replace(what=_RUNS.format(kernel.what), dtypes=("bf16", "fp32"), context_parallel=True)
+        kernel._replace(
+            what=_RUNS.format(kernel.what), dtypes=("bf16", "fp32"), context_parallel=True, refused_on=None
+        )
         for kernel in (FLASH, FUSED, UNFUSED._replace(sinks=("bshd", "thd", "cp")))
     ),
     auto_attention=Choice("unfused", "the contract that takes everything: here all three cost the same"),

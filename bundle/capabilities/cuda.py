@@ -39,18 +39,43 @@ TRANSFORMER_ENGINE = LayerTraits(
 FLASH = AttentionKernel(
     name="flash",
     what="flash-attention 2, through Transformer Engine",
-    head_dims={"thd": "equal", "bshd": "any"},
+    head_dims={"thd": "equal", "bshd": "equal"},
     max_head_dim=256,
-    source="flash-attention's README (up to 256); Megatron-LM#3003, TransformerEngine#2629 (thd: one size)",
+    padded_packs=False,
+    source="flash-attention's README (up to 256); get_attention_backend of Transformer Engine 2.11, 2.12 and"
+    " 2.14; Megatron-LM#3003, TransformerEngine#2629 (one size)",
 )
+
+
+def _capability(generation: str) -> tuple[int, ...]:
+    return tuple(map(int, generation.split(".")))
+
+
+def _without_cudnn(generation: str, layout: str, width: int, value_width: int) -> str | None:
+    """Why cuDNN, through Transformer Engine, does not train with such heads on a device."""
+    capability = _capability(generation)
+    if layout == "thd" and capability < (9, 0):
+        return f"takes packs from compute capability 9.0 on; this device is {generation}"
+    if max(width, value_width) <= 128 or capability == (9, 0):
+        return None
+    if capability >= (10, 0) and (width, value_width) == (192, 128):
+        return None
+    return (
+        "trains with heads of more than 128 on compute capability 9.0, and with 192 and 128 from 10.0 on; "
+        f"these are of {width} and {value_width}, and this device is {generation}"
+    )
+
+
 FUSED = AttentionKernel(
     name="fused",
     what="cuDNN's attention, through Transformer Engine",
     head_dims={"thd": "any", "bshd": "any"},
     max_head_dim=256,
     sinks=("bshd",),
+    refused_on=_without_cudnn,
     source="run on an H200, thd: 192/128, 96/64, 256/256; 576/512 is given to the unfused kernel instead;"
-    " sinks by get_attention_backend of Transformer Engine (002a3e57): no packs, and with cp only by a2a",
+    " sinks by get_attention_backend of Transformer Engine (002a3e57, 2.11): no packs, which 2.12 takes, and"
+    " with cp only by a2a; devices by its fused_attn.cpp (015d346d)",
 )
 UNFUSED = AttentionKernel(
     name="unfused",
@@ -66,17 +91,22 @@ UNFUSED = AttentionKernel(
 
 
 def _at_least(major: int, minor: int) -> Callable[[str], bool]:
-    return lambda capability: tuple(map(int, capability.split("."))) >= (major, minor)
+    return lambda generation: _capability(generation) >= (major, minor)
 
 
 def _packs_narrow_values(recipe: "Recipe", generation: str | None) -> bool:
-    """Whether packed values are narrower than their keys, on Hopper.
-
-    Elsewhere, and under context parallelism, cuDNN was not seen to take them as they are.
-    """
-    width, value_width = recipe.architecture.head_dims
+    """Whether packed values are narrower than their keys, on Hopper and on no more than one rank."""
     hopper = generation is not None and generation.startswith("9.")
-    return hopper and recipe.data.packed and value_width < width and recipe.parallel.cp == 1
+    return hopper and recipe.parallel.cp == 1 and _narrow(recipe)
+
+
+def _divides_narrow_values(recipe: "Recipe", generation: str | None) -> bool:
+    return recipe.parallel.cp > 1 and _narrow(recipe)
+
+
+def _narrow(recipe: "Recipe") -> bool:
+    width, value_width = recipe.architecture.head_dims
+    return recipe.data.packed and value_width < width
 
 
 CUDA = Capabilities(
@@ -94,6 +124,12 @@ CUDA = Capabilities(
             _packs_narrow_values,
             "takes packed values narrower than keys as they are; padded to one width, as other kernels want"
             " them, a step of latent attention took 11 % longer on an H200",
+        ),
+        Preference(
+            "auto",
+            _divides_narrow_values,
+            "packed values narrower than keys are padded to one width: between ranks cuDNN was not seen to"
+            " take them as they are",
         ),
     ),
     fp8=(

@@ -94,7 +94,8 @@ def backend_problems(
     recipe: Recipe, can: Capabilities, hardware: Hardware, code: MegatronCode
 ) -> Iterator[Problem]:
     """What this backend, these devices and this code of megatron-core cannot do for a recipe."""
-    yield from (recipe_problem(f"model.attention: {why}") for why in can.attention_refusals(recipe))
+    refused = can.attention_refusals(recipe, hardware.generation.value)
+    yield from (recipe_problem(f"model.attention: {why}") for why in refused)
     yield from (recipe_problem(f"model.operators: {why}") for why in can.operator_refusals(recipe))
     model, capability = recipe.model, hardware.capability
     if model.dtype == "bf16" and capability is not None and capability < BF16_FROM:

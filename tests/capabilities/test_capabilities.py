@@ -11,6 +11,7 @@ from bundle.capabilities.cpu import CPU
 from bundle.capabilities.cuda import CUDA
 from bundle.environment.hardware import NAMES, preset
 from bundle.fp8 import SCALINGS
+from tests.planning.jobs import DEEPSEEK, QWEN3, job
 
 BACKENDS = (CPU, CUDA, ASCEND)
 
@@ -60,6 +61,8 @@ def test_there_is_no_fp8_on_ascend_and_a_cpu_has_all_of_it():
     [
         (CUDA, "flash", ("thd", "causal", 192, 128), "thd heads of one size"),
         (CUDA, "flash", ("thd", "causal", 128, 128), None),
+        (CUDA, "flash", ("bshd", "causal", 192, 128), "bshd heads of one size"),
+        (CPU, "flash", ("bshd", "causal", 192, 128), "bshd heads of one size"),
         (CUDA, "fused", ("thd", "padding_causal", 192, 128), None),
         (CUDA, "fused", ("thd", "causal", 576, 512), "up to 256"),
         (CUDA, "unfused", ("thd", "causal", 576, 512), None),
@@ -78,6 +81,43 @@ def test_attention_kernels_refuse_what_they_do_not_take(backend, name, case, ref
     reasons = backend.kernel(name).refusals(layout=layout, mask=mask, qk_head_dim=qk, v_head_dim=v)
     assert bool(reasons) == (refusal is not None)
     assert refusal is None or refusal in reasons[0]
+
+
+MLA = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+WIDE = QWEN3 | {"head_dim": 256}
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "sections", "kernel", "refusal"),
+    [
+        ("8.0", QWEN3, {"data": {"packed": True}}, "flash", None),
+        ("9.0", QWEN3, {"data": {"packed": True}, "parallel": {"cp": 2}}, "flash", "no padding between"),
+        ("9.0", QWEN3, {"data": {"packed": True}, "parallel": {"cp": 2}}, "auto", None),
+        ("8.0", QWEN3, {"data": {"packed": True}, "parallel": {"cp": 2}}, "auto", "packs from compute"),
+        ("8.0", QWEN3, {"data": {"packed": True}}, "fused", "packs from compute capability 9.0 on"),
+        ("8.9", QWEN3, {"parallel": {"cp": 2}}, "fused", None),
+        (None, QWEN3, {"data": {"packed": True}}, "fused", None),
+        ("8.0", WIDE, {}, "fused", "heads of more than 128"),
+        ("10.0", WIDE, {}, "fused", "these are of 256 and 256"),
+        ("9.0", WIDE, {}, "fused", None),
+        ("10.0", DEEPSEEK | MLA, {}, "fused", None),
+        ("8.0", DEEPSEEK | MLA, {}, "fused", "these are of 192 and 128"),
+    ],
+)
+def test_kernels_of_a_gpu_are_those_of_its_generation(generation, config, sections, kernel, refusal):
+    recipe = job(
+        config, backend="cuda", model={"config": config, "dtype": "bf16", "attention": kernel}, **sections
+    )
+    reasons = CUDA.attention_refusals(recipe, generation)
+    assert any(refusal in why for why in reasons) if refusal else not reasons
+
+
+def test_latent_attention_of_an_a100_is_unfused_and_counted_so():
+    rows = {"data": {"packed": False}}
+    recipe = job(DEEPSEEK | MLA, model={"config": DEEPSEEK | MLA, "dtype": "bf16"}, **rows)
+    for generation, kernel in (("8.0", "unfused"), ("9.0", "auto")):
+        assert CUDA.attention(recipe, generation).value == kernel
+        assert CUDA.layers_of(recipe, generation).scores is (kernel == "unfused")
 
 
 def test_all_reasons_come_at_once():

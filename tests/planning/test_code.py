@@ -170,7 +170,7 @@ def test_what_nobody_computes_of_gpt_oss_is_refused_by_its_key() -> None:
 )
 def test_kernels_without_sinks_are_named(backend: str, sections: dict[str, Any], missing: str | None) -> None:
     recipe = job(GPT_OSS, **sections)
-    found = capabilities.of(backend).attention_refusals(recipe)
+    found = capabilities.of(backend).attention_refusals(recipe, None)
     assert any(missing in why for why in found) if missing else not found
 
 

@@ -225,7 +225,7 @@ def test_a_kernel_that_the_backend_does_not_have():
 
 
 def test_what_a_kernel_computes_in_is_its_backend_s_to_say():
-    recipe = load("demo", ["model.attention=flash", "model.dtype=fp32"])
+    recipe = load("qwen3-tp2-sp", ["model.attention=flash", "model.dtype=fp32"])
     assert plan(recipe).problems == ()
     refused = [why.text for why in plan(recipe, preset("h200")).problems if "attention" in why.text]
     assert refused == ["model.attention: flash takes bf16, and model.dtype is fp32"]

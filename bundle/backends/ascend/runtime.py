@@ -48,7 +48,7 @@ class AscendRuntime:
 
     def refuse(self, recipe: Recipe, generation: str | None = None) -> None:
         """Raises UsageError for attention, operators and FP8 that an NPU of this generation has not."""
-        wrong = [f"model.attention: {why}" for why in self.can.attention_refusals(recipe)]
+        wrong = [f"model.attention: {why}" for why in self.can.attention_refusals(recipe, generation)]
         wrong += [f"model.operators: {why}" for why in self.can.operator_refusals(recipe)]
         fp8 = recipe.model.fp8
         if fp8 is not None and (why := self.can.fp8_refusal(fp8.scaling, fp8.format, generation)):

@@ -79,7 +79,7 @@ def _attention(recipe: Recipe, generation: str) -> AttnBackend:
     the next. What is refused here would end in "No dot product attention backend is available" at the first
     layer.
     """
-    if refusals := CUDA.attention_refusals(recipe):
+    if refusals := CUDA.attention_refusals(recipe, generation):
         raise UsageError("model.attention: no kernel takes this job", refusals)
     name = CUDA.attention(recipe, generation).value
     flash = (found for package in ("flash-attn", "flash-attn-3") for found in distributions(name=package))

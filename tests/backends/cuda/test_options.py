@@ -66,7 +66,7 @@ def test_the_loss_is_fused_where_its_gradient_may_be_bf16(dtype, fused):
 
 def test_fp32_cannot_share_a_sequence():
     shared = recipe(name="qwen3-cp2-packed")
-    assert options(shared, generation=HOPPER)["attention_backend"] is AttnBackend.auto
+    assert options(shared, generation=HOPPER)["attention_backend"] is AttnBackend.fused
     with pytest.raises(UsageError, match="unfused has no context parallelism"):
         options(recipe("model.dtype=fp32", name="qwen3-cp2-packed"), generation=HOPPER)
 
@@ -127,7 +127,7 @@ def test_a_kernel_that_does_not_compute_in_fp32_is_refused():
 
 @pytest.mark.parametrize("installed", ["flash_attn", "flash_attn_3", None])
 def test_flash_attention_must_be_installed(installed, monkeypatch, tmp_path):
-    wanted = recipe("model.attention=flash")
+    wanted = recipe("model.attention=flash", name="qwen3-tp2-sp")
     if installed:
         record = tmp_path / f"{installed}-2.8.3.dist-info"
         record.mkdir()
