@@ -129,7 +129,9 @@ RANK = (
     _rule(
         Kind.DEVICE,
         r"CUDA error: (?P<what>no CUDA-capable device is detected|all CUDA-capable devices are busy or"
-        r" unavailable|unknown error)",
+        r" unavailable|CUDA-capable device\(s\) is/are busy or unavailable|uncorrectable NVLink error"
+        r" detected during the execution|Invalid access of peer GPU memory over nvlink or a hardware error"
+        r"|system not yet initialized|unknown error)",
         "its device cannot be used: {what}",
         Action.RESTART_WITHOUT,
     ),
@@ -181,7 +183,9 @@ RANK = (
     ),
     _rule(
         Kind.NETWORK,
-        r"(?P<what>NET/\w+ ?:? .*(?:Got completion from peer|completed with error).*)",
+        r"(?P<what>NET/\w+ ?:? .*(?:Got completion from peer|completed with error).*"
+        r"|Call to ibv_modify_qp failed with .*"
+        r"|\w*[sS]ocketPollConnect: .*exceeded error retry count.*|.*No route to host.*)",
         "the network between ranks failed: {what}",
         Action.RESTART,
     ),

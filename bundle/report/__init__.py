@@ -6,7 +6,7 @@ a run directory are data from outside: bounded, most may be missing.
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,22 @@ def read(directory: Path) -> Run:
     )
     plan = job.get("plan")
     planned = {**(plan if isinstance(plan, dict) else {}), "recipe": job.get("recipe")} if job else {}
-    return Run(directory.resolve().name, curves, planned, versions, result, tuple(unread))
+    found = Run(directory.resolve().name, curves, planned, versions, result, tuple(unread))
+    if _drawable(found):
+        return found
+    return replace(found, plan={}, unread=(*unread, "job.json: no job as a launcher writes it"))
+
+
+def _drawable(run: Run) -> bool:
+    """Whether all that a page shows of a plan has the form that a launcher gives it."""
+    try:
+        _facts(run)
+        dict(flat(run.planned("recipe") or {}))
+        for row in run.planned("patches") or []:
+            row["id"], row["action"], row["reason"]
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return False
+    return True
 
 
 def _curves(data: bytes, unread: list[str]) -> dict[str, Curve]:
@@ -89,7 +104,10 @@ def _curves(data: bytes, unread: list[str]) -> dict[str, Curve]:
             continue
         for name, value in report.items():
             if name != "time" and type(value) in (int, float):
-                seen.setdefault(name, {})[step] = float(value)
+                try:
+                    seen.setdefault(name, {})[step] = float(value)
+                except OverflowError:  # an integer beyond all floats
+                    broken += 1
     if broken:
         unread.append(f"metrics.jsonl: {broken} lines are no report")
     return {name: Curve(*zip(*sorted(values.items()), strict=True)) for name, values in seen.items()}

@@ -54,6 +54,11 @@ class Batches:
         self.lengths = [length for batch in batches for length in lengths_of(batch)]
         return [self._micro_batch(batch) for batch in batches]
 
+    @property
+    def tokens_of_step(self) -> int:
+        """Tokens of the last step, learned or not, if all replicas had as many as this rank's."""
+        return sum(self.lengths) * self._groups.dp.size
+
     def once(self) -> Iterator[tuple[list[Batch], list[MicroBatch]]]:
         """All that is ever trained on or evaluated with, in portions, as on the host and as on the device."""
         for batches in chain(self._loader.once(), self._loader.validation().values()):
@@ -110,9 +115,9 @@ class Progress:
     """How far a run has come: what a checkpoint keeps beside weights and optimizer.
 
     Steps done, samples read, and updates left out because a gradient was not finite. `unreported_steps` took
-    `unreported_seconds` and `unreported_flops` of a device since the last report; `losses` are those reported
-    last. `lowest` is the validation loss that an early stop holds others against, and `unimproved` how many
-    evaluations were not below it since.
+    `unreported_seconds` and `unreported_flops` of a device for `unreported_tokens` since the last report;
+    `losses` are those reported last. `lowest` is the validation loss that an early stop holds others against,
+    and `unimproved` how many evaluations were not below it since.
     """
 
     step: int = 0
@@ -121,6 +126,7 @@ class Progress:
     unreported_steps: int = 0
     unreported_seconds: float = 0.0
     unreported_flops: float = 0.0
+    unreported_tokens: int = 0
     losses: Losses | None = None
     lowest: float | None = None
     unimproved: int = 0
@@ -181,6 +187,7 @@ def train(engine: Engine, data: Batches, progress: Progress, metrics: Metrics, h
             result = engine.step()
         progress.unreported_seconds += time.perf_counter() - started
         progress.unreported_flops += hooks.flops()
+        progress.unreported_tokens += data.tokens_of_step
         progress.unreported_steps += 1
         progress.step += 1
         progress.consumed_samples += recipe.train.global_batch_size
@@ -196,7 +203,7 @@ def train(engine: Engine, data: Batches, progress: Progress, metrics: Metrics, h
             if recipe.train.on_nan == "stop":
                 _refuse_no_number(progress, progress.losses)
             progress.unreported_steps, progress.unreported_seconds = 0, 0.0
-            progress.unreported_flops = 0.0
+            progress.unreported_flops, progress.unreported_tokens = 0.0, 0
         last = progress.step == recipe.train.steps
         if validation and (last or _due(progress.step, recipe.train.eval_interval)):
             losses = {name: engine.evaluate(batches) for name, batches in validation.items()}
@@ -252,7 +259,7 @@ def _report(recipe: Recipe, progress: Progress, losses: Losses, result: StepResu
     return _named("train", losses) | {
         "train/grad_norm": result.grad_norm,
         "train/learning_rate": result.learning_rate,
-        "train/tokens_per_second": losses.tokens / progress.unreported_seconds,
+        "train/tokens_per_second": progress.unreported_tokens / progress.unreported_seconds,
         "train/step_seconds": seconds,
         "train/seconds_left": seconds * (recipe.train.steps - progress.step),
         "train/samples": progress.consumed_samples,

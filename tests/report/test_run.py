@@ -6,8 +6,10 @@ import random
 import pytest
 
 from bundle.errors import UsageError
-from bundle.report import POINTS, Curve, read
+from bundle.report import POINTS, Curve, read, render
 from tests.report.runs import write
+
+HUGE = f'{{"step": 2, "a": {10**400}}}'
 
 
 def test_the_last_report_of_a_step_counts_and_steps_are_in_order(tmp_path):
@@ -37,7 +39,16 @@ def test_what_is_no_number_is_no_point_of_a_curve(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line", ["{", "[1]", '{"train/loss": 1}', '{"step": "1"}', '{"step": true}', "[" * 99_999]
+    "line",
+    [
+        '{"step": 2, "a": 1' + "0" * 400 + "}",
+        "{",
+        "[1]",
+        '{"train/loss": 1}',
+        '{"step": "1"}',
+        '{"step": true}',
+        "[" * 99_999,
+    ],
 )
 def test_a_line_that_is_no_report_is_told(tmp_path, line):
     run = write(tmp_path / "run", [{"step": 1, "train/loss": 1}])
@@ -53,6 +64,24 @@ def test_a_file_that_is_no_object_is_told_and_left_out(tmp_path, text):
     found = read(run)
     assert found.unread == ("job.json: no JSON object",) and found.plan == {}
     assert found.planned("layout", "axes") is None
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"stages": [1]},
+        {"stages": [{"bytes": 3}]},
+        {"hardware": {"devices": [3]}},
+        {"layout": {"axes": ["tp"]}},
+        {"patches": [{"id": "a"}]},
+        {"recipe": [3]},
+    ],
+)
+def test_a_plan_of_another_form_is_told_and_left_out(tmp_path, plan):
+    run = write(tmp_path / "run", [{"step": 1, "train/loss": 1}], plan=plan, result={"ended": "last step"})
+    found = read(run)
+    assert found.unread == ("job.json: no job as a launcher writes it",) and found.plan == {}
+    assert "last step" in render([found])
 
 
 def test_a_value_of_the_plan_is_found_by_its_keys(tmp_path):

@@ -196,6 +196,9 @@ def test_a_run_whose_updates_were_all_skipped_has_failed(tmp_path):
     lines = [json.loads(line, parse_constant=pytest.fail) for line in written]
     assert lines[0]["train/skipped_updates"] == 4
     assert lines[0]["train/grad_norm"] is None
+    # Of both replicas: a global batch of rows in each step.
+    a_step = lines[0]["train/tokens_per_second"] * lines[0]["train/step_seconds"]
+    assert a_step == pytest.approx(4 * 32)
 
 
 def test_a_run_that_an_early_stop_has_ended_is_finished_until_that_is_changed(tmp_path):

@@ -35,12 +35,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Slow:
-    """An engine and its data: every step has 100 tokens, and the losses and gradients that are given."""
+    """An engine and its data: every step has 400 tokens, of which 100 are learned, and the losses and
+    gradients that are given."""
 
     recipe: Recipe
     losses: list[float] = field(default_factory=list)
     gradient: float = 1.0
     tokens: int = 100
+    tokens_of_step: int = 400
     validated: list[float] = field(default_factory=list)
 
     def training(self, _consumed: int) -> list[Any]:
@@ -144,7 +146,7 @@ def test_rates_are_those_of_steps_whatever_is_evaluated_and_saved_between():
     assert [line["step"] for line in trained] == [2, 4, 6]
     for line in trained:
         assert line["train/step_seconds"] == pytest.approx(STEP)
-        assert line["train/tokens_per_second"] == pytest.approx(100 / STEP)
+        assert line["train/tokens_per_second"] == pytest.approx(400 / STEP)
         assert line["train/seconds_left"] == pytest.approx((6 - line["step"]) * STEP)
         assert line["train/samples"] == 16 * line["step"]
         assert line["flops"] == 12e12 and line["seconds"] == pytest.approx(2 * STEP)
@@ -159,9 +161,9 @@ def test_every_evaluation_is_told_under_its_name():
 
 def test_what_was_not_reported_before_an_interruption_counts_with_its_time():
     engine = Slow(recipe("train.steps=2"), losses=[2.0])
-    (line,) = (line for line in run(engine, Progress(1, 16, 0, 1, 3.0, 5e12)) if "train/loss" in line)
+    (line,) = (line for line in run(engine, Progress(1, 16, 0, 1, 3.0, 5e12, 60)) if "train/loss" in line)
     assert line["train/step_seconds"] == pytest.approx((3.0 + STEP) / 2)
-    assert line["train/tokens_per_second"] == pytest.approx(200 / (3.0 + STEP))
+    assert line["train/tokens_per_second"] == pytest.approx(460 / (3.0 + STEP))
     assert line["flops"] == 11e12 and line["seconds"] == pytest.approx(3.0 + STEP)
 
 

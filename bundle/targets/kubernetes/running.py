@@ -77,7 +77,8 @@ def state(name: str) -> State:
         raise LaunchUnavailable(f"kubernetes:{name}: no such job; it was stopped, or its time is over")
     if now.code is not None or now.name != "PENDING":
         return now
-    pods = _pods(name)
+    # A pod that had to go stays listed beside the one that came for it.
+    pods = [pod for pod in _pods(name) if pod.status.phase not in ("Succeeded", "Failed")]
     if pods and all(pod.status.phase == "Running" for pod in pods):
         return State("RUNNING", now.reason, None)
     conditions = [each for pod in pods for each in pod.status.conditions or () if each.status == "False"]
@@ -165,14 +166,17 @@ def _how(name: str, found: dict[str, Any]) -> State:
 
 
 def _code(pods: list[Any]) -> int:
-    """The code of the pod that failed first; of a job whose pods are gone, that of any failure."""
+    """The code of the pod that failed first; of a job whose pods are gone, that of any failure.
+
+    Pods that were preempted are replaced, and say something of the end only where no other has failed.
+    """
     ends = [
-        (status.state.terminated.finished_at, status.state.terminated.exit_code)
+        (code == ExitCode.PREEMPTED, status.state.terminated.finished_at, code)
         for pod in pods
         for status in pod.status.container_statuses or ()
-        if status.state.terminated is not None and status.state.terminated.exit_code
+        if status.state.terminated is not None and (code := status.state.terminated.exit_code)
     ]
-    return min(ends)[1] if ends else int(ExitCode.JOB_FAILED)
+    return min(ends)[-1] if ends else int(ExitCode.JOB_FAILED)
 
 
 def _begun(pods: list[Any]) -> list[Any]:

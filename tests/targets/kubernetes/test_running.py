@@ -159,6 +159,20 @@ def test_a_status_says_how_a_job_is(recorder, small, npus, form, status, found):
     assert all(query["labelSelector"] == "app.kubernetes.io/instance=demo" for query in asked)
 
 
+def test_a_preempted_pod_that_was_replaced_says_nothing_of_the_job(recorder, small):
+    name = running.submit(small, replace(LEAST, form="job"))
+    drained = [pod(f"demo-{index}-old", "Failed", 75, f"2026-01-01T00:00:0{index}Z") for index in (0, 1)]
+    recorder.pods = [[*drained, pod("demo-0-new", "Running"), pod("demo-1-new", "Running")]]
+    assert running.state(name).name == "RUNNING"
+    recorder.statuses = [
+        {"conditions": [{"type": "Failed", "status": "True", "message": "PodFailurePolicy"}]}
+    ]
+    recorder.pods = [[*drained, pod("demo-0-new", "Failed", 3, "2026-01-01T01:00:00Z")]]
+    assert running.state(name) == ("FAILED", "PodFailurePolicy", 3)
+    recorder.pods = [drained]
+    assert running.wait(name) == 75
+
+
 def test_a_job_runs_when_all_of_its_pods_do(recorder, small):
     running.submit(small, LEAST)
     recorder.pods = [[pod("demo-node-0-0", "Running"), pod("demo-node-0-1", "Running")]]
