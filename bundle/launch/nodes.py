@@ -2,22 +2,31 @@
 
 They meet in the folder of what concerns all of them, which they share where they share the run directory. A
 node whose ranks only lost their connections waits there for the word of another; one without a word is lost.
+
+The name of a node's word says what it comes to, `RANK.CODE.KIND.verdict.json`, so that a node that waits
+lists one folder, and reads a single word in the end: of a thousand nodes, each would read a thousand.
 """
 
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from bundle import files
 from bundle.errors import ExitCode
 from bundle.launch.causes import Action, Kind
+from bundle.launch.outcomes import NODES
+from bundle.launch.roster import look_seconds
 from bundle.launch.verdict import Verdict, parse, strength
 
 # That a node has to say how it ended, after one that has ended: its ranks may take their time to notice.
 WORD_SECONDS = 20.0
-_LOOK_SECONDS = 0.5
+_ALIVE_SECONDS = 0.5
+_NAME = re.compile(r"(\d+)\.json")
+_WORD = re.compile(r"(\d+)\.(\d+)\.([a-z-]+)\.verdict\.json")
 
 
 def agreed(
@@ -32,15 +41,23 @@ def agreed(
     """
     if world is None or own.nodes == 1:
         return own
-    files.write_json(world / f"node-{own.node_rank}.verdict.json", own.dump())
-    deadline = time.monotonic() + seconds
+    folder = world / NODES
+    files.write_json(folder / _word(own), own.dump())
+    began = time.monotonic()
+    looked = began - look_seconds(own.nodes)
     while _undecided(own):
         alive()
-        said, names = _said(world), _names(world)
-        joined = joint(own, said, names, over=time.monotonic() > deadline)
-        if joined is not None:
-            return joined
-        time.sleep(_LOOK_SECONDS)
+        now = time.monotonic()
+        # What was said while we looked may have been said in time: there is one more look afterwards.
+        over = now > began + seconds
+        if over or now - looked >= look_seconds(own.nodes):
+            looked = now
+            ranks, said = _seen(folder)
+            names = {rank: _name(folder, rank) if over and rank not in said else "" for rank in ranks}
+            joined = joint(own, said, names, over=over)
+            if joined is not None:
+                return parse(_json(folder / _word(joined))) if joined in said.values() else joined
+        time.sleep(_ALIVE_SECONDS)
     return own
 
 
@@ -87,15 +104,27 @@ def _undecided(verdict: Verdict) -> bool:
     return bool(strength(verdict.kind)) or verdict.kind is Kind.HANG
 
 
-def _said(world: Path) -> dict[int, Verdict]:
-    paths = sorted(world.glob("node-*.verdict.json"), key=_rank)
-    return {_rank(path): parse(json.loads(path.read_text(encoding="utf-8"))) for path in paths}
+def _word(of: Verdict) -> str:
+    """The name of the file of a node's word."""
+    return f"{of.node_rank}.{int(of.code)}.{of.kind.replace(' ', '-')}.verdict.json"
 
 
-def _names(world: Path) -> dict[int, str]:
-    paths = (path for path in world.glob("node-*.json") if not path.name.endswith(".verdict.json"))
-    return {_rank(path): json.loads(path.read_text(encoding="utf-8"))["node"] for path in paths}
+def _seen(folder: Path) -> tuple[list[int], dict[int, Verdict]]:
+    """All nodes, and their verdicts as far as the names of these say them, in the order of their ranks."""
+    there = sorted(path.name for path in folder.iterdir())
+    said = [found.groups() for found in map(_WORD.fullmatch, there) if found]
+    verdicts = [
+        Verdict(ExitCode(int(code)), Kind(kind.replace("-", " ")), node_rank=int(rank))
+        for rank, code, kind in said
+    ]
+    verdicts.sort(key=lambda verdict: verdict.node_rank)
+    ranks = sorted(int(found[1]) for found in map(_NAME.fullmatch, there) if found)
+    return ranks, {verdict.node_rank: verdict for verdict in verdicts}
 
 
-def _rank(path: Path) -> int:
-    return int(path.name.removeprefix("node-").partition(".")[0])
+def _name(folder: Path, rank: int) -> str:
+    return str(_json(folder / f"{rank}.json")["node"])
+
+
+def _json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))

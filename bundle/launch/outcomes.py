@@ -27,6 +27,8 @@ STOP, HANG = "stop", "hang"
 NOTICED, _LAST_NOTICED = "noticed.log", 4
 # In the folder of a launch on one node: the folder of what concerns all of its nodes.
 WORLD = "world"
+# In that, what each node says of itself and of its end, apart from what its ranks leave there in a hang.
+NODES = "nodes"
 
 
 @dataclass(frozen=True)
@@ -88,10 +90,10 @@ def meet(world: Path, node_rank: int, local_rank: int) -> None:
 
     Nodes that share the run directory share it; the first rank of each notes there that it is one, by name.
     """
-    world.mkdir(parents=True, exist_ok=True)
+    (world / NODES).mkdir(parents=True, exist_ok=True)
     folder = directory()
     if local_rank == 0 and folder is not None:
-        files.write_json(world / f"node-{node_rank}.json", {"node": node_name()})
+        files.write_json(world / NODES / f"{node_rank}.json", {"node": node_name()})
         files.write_text(folder / WORLD, str(world.absolute()))
 
 

@@ -130,7 +130,8 @@ class Spares:
         fit = [sign for sign in alive if not sign.out]
         if ours and resolved(last, alive, gone) and len(fit) < self._nodes:
             word = f"no word from {'it' if len(lost) == 1 else 'them'} for {LOST_SECONDS:.0f} s"
-            raise Ended(own or nodes.lost([roster.names(lost)], word))
+            named = roster.names(token for token in members if token in lost)
+            raise Ended(own or nodes.lost([named], word))
         if not ours and len(alive) >= self._where.nodes and len(fit) < self._nodes:
             raise Ended(self._refused(alive))
         if not ours and waited > self._wait:

@@ -4,6 +4,9 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ from bundle.errors import ExitCode
 from bundle.launch import nodes, outcomes
 from bundle.launch.causes import Action, Kind
 from bundle.launch.verdict import Verdict
-from tests.launch.launched import finish, gone, reserved, start
+from tests.launch.launched import asked, finish, gone, reserved, start
 
 NAMES = {0: "gpu07", 1: "gpu08", 2: "gpu09"}
 AGAIN = "the same command goes on after the last checkpoint"
@@ -73,11 +76,84 @@ def test_a_node_that_saved_explains_the_echo_of_its_end_and_one_that_ended_well_
 
 
 def test_a_node_that_knows_what_broke_waits_for_nobody_and_leaves_its_word(tmp_path):
+    here(tmp_path, {0: "gpu07", 2: "gpu09"})
     assert nodes.agreed(KILLED, tmp_path, seconds=60) is KILLED
-    (tmp_path / "node-0.json").write_text(json.dumps({"node": "gpu07"}))
-    (tmp_path / "node-2.json").write_text(json.dumps({"node": "gpu09"}))
     assert nodes.agreed(ECHO, tmp_path, seconds=60) == KILLED
     assert nodes.agreed(ECHO, None) is ECHO
+
+
+def here(world: Path, names: Mapping[int, str]) -> None:
+    """Nodes whose ranks have met."""
+    (world / outcomes.NODES).mkdir()
+    for rank, name in names.items():
+        (world / outcomes.NODES / f"{rank}.json").write_text(json.dumps({"node": name}))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that goes on where somebody sleeps."""
+    now = [100.0]
+    monkeypatch.setattr("bundle.launch.nodes.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("bundle.launch.nodes.time.sleep", lambda seconds: now.append(now.pop() + seconds))
+    return now
+
+
+@pytest.mark.parametrize("count", [8, 1024])
+def test_a_node_of_many_reads_few_words_and_lists_them_seldom(tmp_path, clock, count):
+    echoes = [replace(ECHO, node=f"gpu{rank}", node_rank=rank, nodes=count) for rank in range(count)]
+    here(tmp_path, {rank: f"gpu{rank}" for rank in range(count)})
+    for rank in set(range(count)) - {1, 7}:
+        left = tmp_path / outcomes.NODES / f"{rank}.1.echo.verdict.json"
+        left.write_text(json.dumps(echoes[rank].dump()))
+    beats: list[float] = []
+    clock[0] = 200.0
+    with asked(tmp_path) as events:
+        lost = nodes.agreed(echoes[1], tmp_path, alive=lambda: beats.append(clock[0]))
+    assert (lost.kind, lost.node, lost.node_rank) == (Kind.LOST_NODE, "gpu7", 7)
+    assert nodes.WORD_SECONDS <= clock[0] - 200 <= nodes.WORD_SECONDS + 1
+    # Our own word, and the folder that it is in, and the name of the lost node.
+    assert events.count("open") == 3
+    assert count * events.count("os.listdir") / nodes.WORD_SECONDS <= 310
+    assert all(after - before <= 0.5 for before, after in pairwise(beats))
+    nodes.agreed(replace(KILLED, node_rank=7), tmp_path)
+    ended = clock[0]
+    with asked(tmp_path) as events:
+        assert nodes.agreed(echoes[1], tmp_path) == replace(KILLED, node_rank=7)
+    assert events.count("open") == 3 and clock[0] == ended
+
+
+def test_of_words_that_say_as_little_the_first_nodes_is_told(tmp_path, clock):
+    here(tmp_path, {2: "gpu2", 10: "gpu10"})
+    second, tenth = (replace(ECHO, node=f"gpu{rank}", node_rank=rank) for rank in (2, 10))
+    assert nodes.agreed(second, tmp_path, seconds=-1).node == "gpu10"  # which has said nothing
+    assert nodes.agreed(tenth, tmp_path) == second
+
+
+def test_what_is_said_while_a_slow_disk_is_looked_at_is_read_before_anybody_is_lost(
+    tmp_path, clock, monkeypatch
+):
+    here(tmp_path, NAMES)
+    nodes.agreed(replace(ECHO, node_rank=1), tmp_path, seconds=-1)
+    listed = Path.iterdir
+
+    def slow(folder: Path) -> list[Path]:
+        found = list(listed(folder))
+        if len(found) < 6:
+            clock[0] += nodes.WORD_SECONDS + 1
+            nodes.agreed(KILLED, tmp_path)
+        return found
+
+    monkeypatch.setattr(Path, "iterdir", slow)
+    assert nodes.agreed(ECHO, tmp_path) == KILLED
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_every_kind_of_word_is_found_by_its_name(tmp_path, clock, kind):
+    here(tmp_path, {0: "gpu07", 2: "gpu09"})
+    said = word(2, kind, "so it is", code=ExitCode.HANG)
+    nodes.agreed(said, tmp_path, seconds=-1)
+    _, seen = nodes._seen(tmp_path / outcomes.NODES)
+    assert {rank: (each.kind, each.code) for rank, each in seen.items()} == {2: (kind, ExitCode.HANG)}
 
 
 WORKER = "tests.launch.worker"
