@@ -42,9 +42,10 @@ Where a cell says "from", the release has not what the family needs, and a plan 
 is what no run has recorded for the release: `make releases` tries it, and fails where a number is too large;
 FP8 of models that see images nobody has tried.
 
-gpt-oss needs `parallel.etp: 1`, and on cuda unpacked rows without context parallelism: Transformer Engine's
-kernels take no sinks otherwise. It was run on the cpu alone. Experts are read in MXFP4 as published, as the
-numbers that transformers makes of them, and written in bf16.
+gpt-oss needs `parallel.etp: 1`, and on cuda unpacked rows without context parallelism: up to 2.11 Transformer
+Engine's kernels take its sinks in no other way, and packs, which 2.12 takes, were not run. It was run on the
+cpu alone. Experts are read in MXFP4 as published, as the numbers that transformers makes of them, and written
+in bf16.
 
 Qwen3-Next and the text models of Qwen3.5 need unpacked rows (`data.packed: false`) and `parallel.cp: 1` for
 their gated delta nets; adapters, FP8, megatron's own checkpoints (`weights`) and NPUs are refused. The nets

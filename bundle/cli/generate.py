@@ -51,7 +51,7 @@ def generate(
     if (model / "config.json").is_file():
         asked = Prompts.of_directory(model)
         given = [asked.prompt(prompt, shown) for prompt in prompts]
-        found = list(answers(model, given, asked.tokenizer.end_of_text, sampling))
+        found = list(answers(model, given, asked.ends, sampling))
     else:
         checkpoint, job = weights.checkpoint_of(model, verified=True)
         if job is None:
@@ -63,9 +63,9 @@ def generate(
         with tempfile.TemporaryDirectory(prefix="generate-") as folder:
             whole = Path(folder, "hf")
             to_hugging_face(checkpoint, Published.of(job), whole, job.model.dtype)
-            found = list(answers(whole, given, asked.tokenizer.end_of_text, sampling))
-    end, decode = asked.tokenizer.end_of_text, asked.tokenizer.decode
-    texts = [decode(ids[:-1] if ids[-1:] == [end] else ids) for ids in found]
+            found = list(answers(whole, given, asked.ends, sampling))
+    decode = asked.tokenizer.decode
+    texts = [decode(ids[:-1] if ids and ids[-1] in asked.ends else ids) for ids in found]
     for prompt, text, each in zip(prompts, texts, found, strict=True):
         if as_json:
             print(json.dumps({"prompt": prompt, "answer": text, "tokens": len(each)}))

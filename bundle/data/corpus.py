@@ -30,7 +30,7 @@ from bundle.data.samples import (
 )
 from bundle.data.sources import SHOWN
 from bundle.data.store import Progress, Store
-from bundle.data.tokenizers import Tokenizer, tokenizer
+from bundle.data.tokenizers import Learned, Tokenizer, Tokens, tokenizer
 from bundle.errors import JobFailed
 from bundle.files import json_digest
 from bundle.planning.inputs import MEGATRON, STDLIB, expand, interpreter
@@ -100,20 +100,26 @@ class Corpus:
 
         White space may follow, which is a turn's as well.
         """
-        found = set()
+        found: set[int] = set()
         for store in self.stores:
             for start, length in zip(store.starts[:_LOOKED_AT], store.lengths[:_LOOKED_AT], strict=True):
                 places = np.arange(start, start + length)
-                ids, learned = store.ids[places], learned_at(store, places)
-                for last in np.flatnonzero(learned & ~np.append(learned[1:], False)):
-                    blank = last and learned[last - 1] and not self.tokenizer.decode([int(ids[last])]).strip()
-                    found.add(int(ids[last - 1] if blank else ids[last]))
-        return frozenset(found & self.tokenizer.special)
+                found |= learned_ends(store.ids[places], learned_at(store, places), self.tokenizer)
+        return frozenset(found)
 
     @functools.cached_property
     def bigram_entropy(self) -> float | None:
         """Nats per byte that the text's own pair counts leave; None where tokens are not bytes."""
         return _bigram_entropy([store.ids for store in self.stores]) if self.bytes_of_text else None
+
+
+def learned_ends(ids: Tokens, learned: Learned, tokenizer: Tokenizer) -> set[int]:
+    """The special tokens of a document [t] that runs of learned ones [t] end with, white space aside."""
+    found = set()
+    for last in np.flatnonzero(learned & ~np.append(learned[1:], False)):
+        blank = last and learned[last - 1] and not tokenizer.decode([int(ids[last])]).strip()
+        found.add(int(ids[last - 1] if blank else ids[last]))
+    return found & tokenizer.special
 
 
 @dataclass(frozen=True)

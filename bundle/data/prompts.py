@@ -1,15 +1,18 @@
 """What a trained model is asked, written as the rows of its training were."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from bundle.data import chat, media
-from bundle.data.chat import ChatTemplate, Headings
+from bundle.data.chat import ChatTemplate, Conversation, Headings
+from bundle.data.corpus import learned_ends
 from bundle.data.media import MARKS
 from bundle.data.processing import Processing
 from bundle.data.sources import Corrupt
@@ -28,6 +31,18 @@ class Prompts:
     _writer: "Headings | ChatTemplate | None"
     _processing: Callable[[], Processing | None]
     _begins: tuple[int, ...] = ()  # of a text that goes on
+
+    @functools.cached_property
+    def ends(self) -> tuple[int, ...]:
+        """What an answer ends with: the tokenizer's end of text, then what the writer has behind a turn."""
+        end = self.tokenizer.end_of_text
+        if self._writer is None:
+            return (end,)
+        says = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}]
+        draft: Any = self._writer.draft(Conversation(says, [1]))
+        (document,) = self._writer.encode([draft])
+        learned = np.ones(len(document.ids), np.bool_) if document.learned is None else document.learned
+        return (end, *sorted(learned_ends(document.ids, learned, self.tokenizer) - {end}))
 
     @classmethod
     def of_recipe(cls, job: Recipe) -> "Prompts":

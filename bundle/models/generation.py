@@ -42,21 +42,23 @@ class Prompt:
     shown: Shown | None = None
 
 
-def answers(directory: Path, prompts: Iterable[Prompt], end: int, sampling: Sampling) -> Iterator[list[int]]:
+def answers(
+    directory: Path, prompts: Iterable[Prompt], ends: Sequence[int], sampling: Sampling
+) -> Iterator[list[int]]:
     """The ids that follow each prompt in the model of a Hugging Face directory, one prompt after the other.
 
-    An answer ends with `end`, with what the directory's generation config ends it with, or is cut at
+    An answer ends with one of `ends`, with what the directory's generation config ends it with, or is cut at
     `max_tokens`. Nothing else of that config counts. MTP layers take no part.
     Raises EnvironmentUnfit without transformers, UsageError for a directory that it does not open whole.
     """
     model = _opened(directory)
-    ends = model.generation_config.eos_token_id
-    ends = {end, *(ends if isinstance(ends, list) else () if ends is None else (ends,))}
+    own = model.generation_config.eos_token_id
+    every = {*ends, *(own if isinstance(own, list) else () if own is None else (own,))}
     chosen = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
     settings = type(model.generation_config)(
         max_new_tokens=sampling.max_tokens,
-        eos_token_id=sorted(ends),
-        pad_token_id=end,
+        eos_token_id=sorted(every),
+        pad_token_id=ends[0],
         **(chosen if sampling.temperature else {"do_sample": False}),
     )
     torch.manual_seed(sampling.seed)

@@ -104,7 +104,9 @@ ENDLESS = (
 )
 
 
-def directory(path: Path, template: str | None = SIMPLE, merged: tuple[str, ...] = ()) -> Path:
+def directory(
+    path: Path, template: str | None = SIMPLE, merged: tuple[str, ...] = (), pad: str | None = None
+) -> Path:
     """A real tokenizer of `transformers`, saved to a directory: a token per byte, and per pair `merged`."""
     transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
@@ -114,7 +116,7 @@ def directory(path: Path, template: str | None = SIMPLE, merged: tuple[str, ...]
     raw = tokenizers.Tokenizer(model)
     raw.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = tokenizers.decoders.ByteLevel()
-    made = transformers.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>")
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>", pad_token=pad)
     made.chat_template = template
     made.save_pretrained(path)
     return path

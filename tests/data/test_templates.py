@@ -168,12 +168,13 @@ def test_a_template_that_comes_to_no_end_stops_the_job_in_seconds(learned, monke
     [
         (chat.SIMPLE, {"<end>"}),
         (chat.SIMPLE.replace("<end>", "<end>\n"), {"<end>"}),  # as ChatML has it
+        (chat.SIMPLE.replace("<end>", "<turn>\n"), {"<turn>"}),  # beside the tokenizer's own end
         (chat.SIMPLE.replace("<end>", ""), set()),  # GLM-4.5: the next role ends a turn
         (chat.SIMPLE.replace("<end>", "<end>."), set()),
     ],
 )
 def test_what_answers_end_with_is_seen_in_what_is_learned(tmp_path, template, ends):
-    made = chat.directory(tmp_path / "tokenizer", template)
+    made = chat.directory(tmp_path / "tokenizer", template, pad="<turn>")
     rows = tmp_path / "rows.jsonl"
     rows.write_text(
         "\n".join(json.dumps({"messages": said("1?", "one", "2?", "two" * n)}) for n in range(1, 9))
@@ -182,6 +183,9 @@ def test_what_answers_end_with_is_seen_in_what_is_learned(tmp_path, template, en
     keys += ["task=sft", "data.separator=null", "data.validation=0", "model.config.vocab_size=512"]
     corpus = prepare(load("demo", keys), tmp_path / "tokens")
     assert {corpus.tokenizer.decode([end]) for end in corpus.ends} == ends
+    asked = Prompts.of_recipe(load("demo", keys))
+    assert asked.ends[0] == corpus.tokenizer.end_of_text
+    assert {asked.tokenizer.decode([end]) for end in asked.ends} == ends | {"<end>"}
 
 
 def test_a_template_writes_the_date_that_it_is_told(tmp_path):
