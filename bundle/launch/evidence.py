@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from bundle import files
+from bundle.errors import ExitCode
 from bundle.launch import hang, outcomes
 from bundle.launch.hang import Standing
 from bundle.launch.outcomes import Outcome
@@ -95,11 +96,15 @@ def gathered(
     *,
     stopped_by: int | None = None,
     overdue: bool = False,
+    hung: bool = False,
     gave_up: str = "",
     kernel: tuple[str, ...] = (),
     memory_kills: bool = False,
 ) -> Evidence:
-    """What the log folder of a launch holds, beside what its starter has seen."""
+    """What the log folder of a launch holds, beside what its starter has seen.
+
+    `hung`: it killed ranks that stood still in a hang, which have that for their end.
+    """
     found = {int(path.parent.name): path for path in sorted(folder.glob("*/attempt_*/*/stderr.log"))}
     return Evidence(
         status=status,
@@ -107,7 +112,7 @@ def gathered(
         node_rank=meeting.node_rank,
         nodes=meeting.nodes,
         per_node=per_node,
-        outcomes=tuple(outcomes.read(folder)),
+        outcomes=tuple(_killed_in_hang(of) if hung else of for of in outcomes.read(folder)),
         agent=_end(folder / "agent.log"),
         logs={local: Log(path, _end(path)) for local, path in found.items()},
         standings=tuple(hang.read(outcomes.world(folder) or folder)),
@@ -118,6 +123,10 @@ def gathered(
         gave_up=gave_up,
         noticed=outcomes.noticed(folder),
     )
+
+
+def _killed_in_hang(of: Outcome) -> Outcome:
+    return of if of.code is not None else replace(of, code=int(ExitCode.HANG), message="killed in a hang")
 
 
 def _end(path: Path) -> str:

@@ -25,11 +25,14 @@ _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<funct
 _SHOWN = 4  # ranks that are told of one by one
 # That a rank has to write down where it stands before its launcher does, and to print its stacks for that.
 _WORD_SECONDS, _PRINTING_SECONDS = 2.0, 0.5
+# That ranks have to end, once a hang is noticed; other nodes wait longer than this for our word of it.
+_ENDING_SECONDS = 10.0
+ENDED = "its process has ended"
 _STATES = {
     "T": "its process is stopped (SIGSTOP)",
     "t": "its process is held by a debugger",
     "D": "its process waits in the kernel, for a disk, a file server or a device",
-    "Z": "its process has ended",
+    "Z": ENDED,
 }
 
 
@@ -103,7 +106,7 @@ def _read(values: dict[str, Any]) -> Standing:
 def state(pid: int) -> str:
     """Why a process cannot say where it stands, as the kernel knows it; empty where that knows of nothing."""
     said = files.read(Path(f"/proc/{pid}/stat"))
-    return _STATES.get(said.rpartition(")")[2].split()[0], "") if said else _STATES["Z"]
+    return _STATES.get(said.rpartition(")")[2].split()[0], "") if said else ENDED
 
 
 def listens(pid: int) -> bool:
@@ -190,6 +193,11 @@ class Hung:
         self._folder = folder
         self._noticed: float | None = None
         self._over = False
+
+    @property
+    def overdue(self) -> bool:
+        """Whether ranks had their time to write down where they stand and to end: who is left never will."""
+        return self._noticed is not None and time.monotonic() - self._noticed > _ENDING_SECONDS
 
     def look(self, ranks: Sequence[Outcome]) -> None:
         """Called every now and then, as long as ranks run."""

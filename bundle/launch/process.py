@@ -8,10 +8,10 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bundle.environment import machine
 from bundle.environment.hardware import memory_kills
@@ -19,7 +19,7 @@ from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, JobFailed
 from bundle.launch import nodes, orphans, outcomes, output, verdict
 from bundle.launch.command import Launch, command
 from bundle.launch.evidence import KernelLog, gathered
-from bundle.launch.hang import Hung
+from bundle.launch.hang import ENDED, Hung, state
 from bundle.launch.rendezvous import Rendezvous
 from bundle.launch.verdict import Verdict, judge
 
@@ -30,6 +30,8 @@ _HEARD = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _LOOK_SECONDS = 0.5
 # How long the other ranks of a failed job may take to end by themselves; torchrun would give them 30.
 _GRACE_SECONDS = 5.0
+# How long torchrun may take to end after its ranks, which were killed; the kernel may hold one of them.
+_AFTER_KILL_SECONDS = 8.0
 _FIRST_WORD_SECONDS = 10.0
 
 
@@ -115,15 +117,16 @@ def run(launch: Launch, inherited: Mapping[str, str], alive: Callable[[], None] 
             stopped = passed_on.enter_context(_signals(agent, folder, waiting))
         node = launch.rendezvous.node_rank
         passed_on.enter_context(output.labelled(agent.stdout, output.label(node, node * launch.per_node)))
-        status, overdue = _watch(agent, folder, waiting, alive)
+        watched = _watch(agent, folder, waiting, alive)
         ending = judge(
             gathered(
                 folder,
                 launch.rendezvous,
                 launch.per_node,
-                status,
+                watched.status,
                 stopped_by=stopped.get("by"),
-                overdue=overdue,
+                overdue=watched.overdue,
+                hung=watched.hung,
                 gave_up=f"gave up: {waiting}" if waiting.too_long else "",
                 kernel=kernel.lines(),
                 memory_kills=memory_kills(machine.local()) > kills,
@@ -152,19 +155,28 @@ def _bind_to(parent: int, folder: Path) -> Callable[[], None]:
     return bind
 
 
+class _Watched(NamedTuple):
+    """How the agent ended, and whether that is of our doing: what outlived a failure, or hung, was killed."""
+
+    status: int
+    overdue: bool = False
+    hung: bool = False
+
+
 def _watch(
     agent: subprocess.Popen[bytes], folder: Path, waiting: Waiting, alive: Callable[[], None]
-) -> tuple[int, bool]:
-    """The agent's status, and whether it is of our doing: ranks that outlive a failure too long are killed.
+) -> _Watched:
+    """Returns when the agent has ended: ranks that outlive a failure too long, or hang, are killed.
 
-    An agent that has waited too long for the other nodes is killed as well.
+    An agent that has waited too long for the other nodes is killed as well, and one that outlives its ranks.
     """
     failed: float | None = None
-    killed = overdue = False
+    killed: float | None = None
+    doing = _Watched(-signal.SIGKILL)
     hung = Hung(folder)
     while True:
         try:
-            return agent.wait(timeout=_LOOK_SECONDS), overdue
+            return doing._replace(status=agent.wait(timeout=_LOOK_SECONDS))
         except subprocess.TimeoutExpired:
             ranks = outcomes.read(folder)
         alive()
@@ -172,14 +184,30 @@ def _watch(
         if waiting.too_long:
             agent.kill()
         hung.look(ranks)
+        now = time.monotonic()
         if failed is None and any(map(_failed, ranks)):
-            failed = time.monotonic()
-        elif failed is not None and time.monotonic() - failed > _GRACE_SECONDS:
-            if not killed:  # what torchrun has seen by now is not our doing
-                overdue = not verdict.saw_death((folder / "agent.log").read_text(errors="replace"))
-            killed = True
-            for rank in ranks:
-                _send(rank.pid, signal.SIGKILL)
+            failed = now
+        if not hung.overdue and (failed is None or now - failed <= _GRACE_SECONDS):
+            continue
+        if killed is None:  # what torchrun has seen by now is not our doing
+            killed = now
+            seen = verdict.saw_death((folder / "agent.log").read_text(errors="replace"))
+            doing = doing._replace(overdue=not seen, hung=hung.overdue)
+        for rank in ranks:
+            _send(rank.pid, signal.SIGKILL)
+        if now - killed > _AFTER_KILL_SECONDS:
+            _let_go(agent, ranks)
+            return doing
+
+
+def _let_go(agent: subprocess.Popen[bytes], ranks: Sequence[outcomes.Outcome]) -> None:
+    """Ends an agent that waits for ranks which the kernel holds; what cannot be ended is left, and named."""
+    agent.kill()
+    with suppress(subprocess.TimeoutExpired):
+        agent.wait(_LOOK_SECONDS)
+    for rank in ranks:
+        if (why := state(rank.pid)) != ENDED:
+            _log.warning("rank %d, process %d, was killed and does not end: %s", rank.rank, rank.pid, why)
 
 
 def _failed(outcome: outcomes.Outcome) -> bool:

@@ -209,7 +209,8 @@ def _hung(of: Evidence, ended: list[Outcome]) -> Verdict | None:
         return _of_rank(of, said[0], Kind.HANG, Action.RESTART, f"{_name(said[0])}: {said[0].message}{stuck}")
     text, rank = hang.statement(of.standings)
     longest = max(of.standings, key=lambda standing: standing.seconds)
-    cause = f"no progress for {longest.seconds:.0f} s: {text}"
+    since = f" for {longest.seconds:.0f} s" if longest.seconds else ""  # ranks know, and none may have said
+    cause = f"no progress{since}: {text}"
     found = _of_rank(of, said[0], Kind.HANG, Action.RESTART, cause)
     of_it = [standing for standing in of.standings if standing.rank == rank]
     return replace(

@@ -46,6 +46,25 @@ def test_a_killed_rank_is_named_and_ends_all_in_seconds_even_those_that_do_not_w
     assert gone(pids)
 
 
+@pytest.mark.parametrize("agent_too", [False, True])
+def test_ranks_that_say_nothing_in_a_hang_are_ended_even_where_their_agent_never_sees_it(tmp_path, agent_too):
+    starter = start(tmp_path, WORKER, "meet")
+    pids = wait_until_ready(tmp_path)
+    agent = int((tmp_path / "logs" / outcomes.AGENT).read_text())
+    for stopped in [pids[0], *([agent] if agent_too else [])]:
+        os.kill(stopped, signal.SIGSTOP)
+    (tmp_path / "world" / outcomes.HANG).touch()
+    _, err = finish(starter, 6, 60)
+    node = outcomes.node_name()
+    assert err.splitlines()[-1] == (
+        f"no progress: rank 0 on {node}: its process is stopped (SIGSTOP); rank 1 on {node}: it says nothing;"
+        " the same command goes on after the last checkpoint"
+    )
+    assert json.loads((tmp_path / "logs" / "verdict.json").read_text())["kind"] == "hang"
+    assert "does not end" not in err
+    assert gone([agent, *pids])
+
+
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path):
     starter = start(tmp_path, WORKER, "sleep")
     pids = wait_until_ready(tmp_path)

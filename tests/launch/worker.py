@@ -55,6 +55,11 @@ def mourn() -> None:
             raise RuntimeError("[gloo/transport/tcp/pair.cc:544] Connection closed by peer [127.0.0.1]:34567")
 
 
+def meet() -> None:
+    outcomes.meet(Path("world").absolute(), 0, LOCAL_RANK)
+    sleep()
+
+
 def grow() -> None:
     """Rank 1 takes ever more memory, within a group of processes that has little, or may not have more."""
     if RANK == 1 and "TEST_CGROUP" in os.environ:
