@@ -96,7 +96,9 @@ def _override(document: Document, override: str) -> None:
     """Lays "a.b=value" over the document; sections that are missing or null are made."""
     name, equals, text = override.partition("=")
     parts = tuple(name.strip().split("."))
-    origin = f"--set {override[:100]}"
+    # Variables may be somebody's secrets: their values are shown nowhere.
+    hidden = equals and parts[0] == "environment"
+    origin = f"--set {name.strip()}=..." if hidden else f"--set {override[:100]}"
     if not equals or not all(parts):
         document.violations.append(f"{origin}: must look like section.key=value")
         return

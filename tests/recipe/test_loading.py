@@ -115,6 +115,13 @@ def test_a_malformed_override_is_named(override):
     assert any(f"--set {override}" in line for line in violations(override))
 
 
+@pytest.mark.parametrize("said", ["environment.WANDB_API_KEY=s3cret", "environment={WANDB_API_KEY: s3cret}"])
+def test_a_variable_s_value_is_shown_nowhere(said):
+    with pytest.raises(UsageError, match=r"--set environment.*=\.\.\.: .*set it where ranks are") as refused:
+        load("demo", [said])
+    assert "s3cret" not in str(refused.value)
+
+
 def test_a_file_is_read_from_its_path(tmp_path):
     text = find("demo").read_text()
     (tmp_path / "mine.yaml").write_text(text.replace("name: demo", "name: mine"))
