@@ -226,8 +226,14 @@ def agree(
     """Returns when every rank came with the same `fields`: names, each with a digest or a short value.
 
     Raises EnvironmentUnfit on every rank, naming the fields that differ, or what makes any rank `unfit`, and
-    the ranks; or LaunchUnavailable naming the ranks that did not come within `timeout`.
+    the ranks; or LaunchUnavailable naming the ranks that did not come within `timeout`, or where this rank
+    has been here before.
     """
+    if store.check([f"agreement/{rank}"]):
+        raise LaunchUnavailable(
+            f"rank {rank} met the ranks of an earlier start, which the node that serves the store still runs:"
+            " end them first"
+        )
     store.set(f"agreement/{rank}", json.dumps({"fields": dict(fields), "unfit": list(unfit)}))
     missing: list[int] = []
     if rank == 0:

@@ -32,7 +32,8 @@ class Evidence:
     `status` is torchrun's and `agent` what it wrote; `logs` are by local rank. `standings` are of the ranks
     of all nodes, where they hung. `stopped_by` is the signal that we were sent, `gave_up` the wait for other
     nodes that was too long. `kernel` is what the kernel's log got meanwhile, as far as we may read it;
-    `memory_kills`: it ended processes, of anybody, for memory. `overdue`: we killed what outlived a failure.
+    `memory_kills`: it ended processes, of anybody, for memory. `overdue`: we killed what outlived a failure,
+    be it `elsewhere`, on another node.
     `noticed` is what was unusual before: stragglers and losses that jumped.
     """
 
@@ -49,6 +50,7 @@ class Evidence:
     memory_kills: bool = False
     stopped_by: int | None = None
     overdue: bool = False
+    elsewhere: bool = False
     gave_up: str = ""
     noticed: tuple[str, ...] = ()
 
@@ -97,6 +99,7 @@ def gathered(
     stopped_by: int | None = None,
     overdue: bool = False,
     hung: bool = False,
+    elsewhere: bool = False,
     gave_up: str = "",
     kernel: tuple[str, ...] = (),
     memory_kills: bool = False,
@@ -120,6 +123,7 @@ def gathered(
         memory_kills=memory_kills,
         stopped_by=stopped_by,
         overdue=overdue,
+        elsewhere=elsewhere,
         gave_up=gave_up,
         noticed=outcomes.noticed(folder),
     )

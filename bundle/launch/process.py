@@ -101,6 +101,7 @@ def run(launch: Launch, inherited: Mapping[str, str], alive: Callable[[], None] 
         ) from error
     kills = memory_kills(machine.local())
     waiting = Waiting(launch.rendezvous, folder, launch.wait)
+    others = nodes.Others(folder, launch.rendezvous)
     torchrun = command(launch, inherited)
     with (folder / "agent.log").open("wb") as log, ExitStack() as passed_on, closing(KernelLog()) as kernel:
         with _held_back():
@@ -117,7 +118,7 @@ def run(launch: Launch, inherited: Mapping[str, str], alive: Callable[[], None] 
             stopped = passed_on.enter_context(_signals(agent, folder, waiting))
         node = launch.rendezvous.node_rank
         passed_on.enter_context(output.labelled(agent.stdout, output.label(node, node * launch.per_node)))
-        watched = _watch(agent, folder, waiting, alive)
+        watched = _watch(agent, folder, waiting, others, alive)
         ending = judge(
             gathered(
                 folder,
@@ -126,6 +127,7 @@ def run(launch: Launch, inherited: Mapping[str, str], alive: Callable[[], None] 
                 watched.status,
                 stopped_by=stopped.get("by"),
                 overdue=watched.overdue,
+                elsewhere=others.ended,
                 hung=watched.hung,
                 gave_up=f"gave up: {waiting}" if waiting.too_long else "",
                 kernel=kernel.lines(),
@@ -164,11 +166,16 @@ class _Watched(NamedTuple):
 
 
 def _watch(
-    agent: subprocess.Popen[bytes], folder: Path, waiting: Waiting, alive: Callable[[], None]
+    agent: subprocess.Popen[bytes],
+    folder: Path,
+    waiting: Waiting,
+    others: nodes.Others,
+    alive: Callable[[], None],
 ) -> _Watched:
     """Returns when the agent has ended: ranks that outlive a failure too long, or hang, are killed.
 
-    An agent that has waited too long for the other nodes is killed as well, and one that outlives its ranks.
+    So are those that outlive the ranks of another node. An agent that has waited too long for the other nodes
+    is killed as well, and one that outlives its ranks.
     """
     failed: float | None = None
     killed: float | None = None
@@ -185,7 +192,7 @@ def _watch(
             agent.kill()
         hung.look(ranks)
         now = time.monotonic()
-        if failed is None and any(map(_failed, ranks)):
+        if failed is None and (any(map(_failed, ranks)) or others.look()):
             failed = now
         if not hung.overdue and (failed is None or now - failed <= _GRACE_SECONDS):
             continue

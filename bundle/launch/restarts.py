@@ -3,9 +3,8 @@
 import logging
 from collections.abc import Callable
 
-from bundle.launch.causes import Action, Kind
 from bundle.launch.process import Ended
-from bundle.launch.verdict import Verdict
+from bundle.launch.verdict import mends
 
 _log = logging.getLogger(__name__)
 
@@ -13,8 +12,9 @@ _log = logging.getLogger(__name__)
 def repeated(start: Callable[[], None], most: int, kept: Callable[[], object]) -> None:
     """Calls `start`, and again when its verdict is that a restart may mend it.
 
-    At most `most` times in a row in which nothing is gained: `kept` is what a restart goes on from. Raises
-    Ended.
+    At most `most` times in a row in which nothing is gained: `kept` is what a restart goes on from. Not while
+    other nodes may still run what this one has ended: their ranks would be met, which wait for those that are
+    gone. Raises Ended.
     """
     left, before = most, kept()
     while True:
@@ -24,15 +24,9 @@ def repeated(start: Callable[[], None], most: int, kept: Callable[[], object]) -
             left, before = (most if kept() != before else left), kept()
             if not left or not mends(ended.verdict):
                 raise
+            if ended.verdict.silent:
+                _log.warning("does not start again: no word from %s", ", ".join(ended.verdict.silent))
+                raise
             left -= 1
             _log.warning("%s", ended)
             _log.warning("starts again; %d times more unless it gets further", left)
-
-
-def mends(verdict: Verdict) -> bool:
-    """Whether the same ranks may get further on the same nodes: nobody had them stopped, no node is bad."""
-    return verdict.action is Action.RESTART and verdict.kind not in (
-        Kind.PREEMPTED,
-        Kind.STOPPED,
-        Kind.LAUNCH,
-    )

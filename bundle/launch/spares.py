@@ -16,9 +16,8 @@ from bundle.launch import nodes, outcomes
 from bundle.launch.causes import Action, Kind
 from bundle.launch.process import Ended, hearing
 from bundle.launch.rendezvous import Rendezvous, own_address
-from bundle.launch.restarts import mends
 from bundle.launch.roster import LOST_SECONDS, Roster, Round, Sign, resolved, upcoming
-from bundle.launch.verdict import Verdict
+from bundle.launch.verdict import Verdict, mends
 
 _log = logging.getLogger(__name__)
 

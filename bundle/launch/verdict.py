@@ -45,6 +45,7 @@ class Verdict:
     """How a launch ended: its exit code, what broke, where, why we believe it, and what to do.
 
     `cause` is one line; `details` are lines for a person, beside it. `rank` is None where it is about none.
+    `silent`: nodes that had said nothing of their own end when this was told.
     """
 
     code: ExitCode
@@ -58,6 +59,7 @@ class Verdict:
     device: str | None = None
     evidence: tuple[str, ...] = ()
     details: tuple[str, ...] = ()
+    silent: tuple[str, ...] = ()
 
     @property
     def sentence(self) -> str:
@@ -93,7 +95,7 @@ def parse(values: Mapping[str, Any]) -> Verdict:
     """The verdict that `Verdict.dump` made these JSON values of."""
     kept = {each.name: values[each.name] for each in fields(Verdict)}
     kept |= {"code": ExitCode(kept["code"]), "kind": Kind(kept["kind"]), "action": Action(kept["action"])}
-    return Verdict(**kept | {name: tuple(kept[name]) for name in ("evidence", "details")})
+    return Verdict(**kept | {name: tuple(kept[name]) for name in ("evidence", "details", "silent")})
 
 
 def judge(of: Evidence) -> Verdict:
@@ -123,6 +125,11 @@ def saw_death(agent: str) -> bool:
 def strength(kind: Kind) -> int:
     """0 for what can only be a cause; more for what may be the echo of one."""
     return SECONDARY.index(kind) + 1 if kind in SECONDARY else 0
+
+
+def mends(of: Verdict) -> bool:
+    """Whether the same ranks may get further on the same nodes: nobody had them stopped, no node is bad."""
+    return of.action is Action.RESTART and of.kind not in (Kind.PREEMPTED, Kind.STOPPED, Kind.LAUNCH)
 
 
 def _said(
@@ -236,6 +243,10 @@ def _stopped(of: Evidence, _: list[Outcome]) -> Verdict | None:
 
 def _broken(of: Evidence, ended: list[Outcome]) -> Iterator[Verdict]:
     """What each rank that broke is a case of, the likeliest to be the first before the others."""
+    if of.overdue and of.elsewhere and not ended:
+        cause = "its launcher ended its ranks, since another node had ended without them"
+        yield _said(of, ExitCode.JOB_FAILED, Kind.ECHO, cause, Action.RESTART)
+        return
     ranks = {outcome.local_rank: outcome for outcome in of.outcomes}
     order = [outcome.local_rank for outcome in ended if outcome.code != ExitCode.PREEMPTED]
     first, code = _FIRST_DEATH.search(of.agent), 0

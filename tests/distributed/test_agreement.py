@@ -50,6 +50,13 @@ def test_ranks_that_do_not_come_are_named():
     assert "ranks 1, 3 did not come" in str(told[2])
 
 
+def test_a_rank_that_comes_again_has_met_an_earlier_start_and_does_not_stay():
+    store = HashStore()
+    agree(store, 0, 1, {"plan": "a"}, timedelta(seconds=30))
+    with pytest.raises(LaunchUnavailable, match="rank 0 met the ranks of an earlier start"):
+        agree(store, 0, 1, {"plan": "a"}, timedelta(seconds=30))
+
+
 @pytest.mark.parametrize(
     ("ranks", "text"), [([3], "rank 3"), ([0, 1, 2, 7], "ranks 0-2, 7"), ([5, 4], "ranks 4-5")]
 )

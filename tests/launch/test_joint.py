@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -14,6 +15,7 @@ import pytest
 from bundle.errors import ExitCode
 from bundle.launch import nodes, outcomes
 from bundle.launch.causes import Action, Kind
+from bundle.launch.rendezvous import Rendezvous
 from bundle.launch.verdict import Verdict
 from tests.launch.launched import asked, finish, gone, reserved, start
 
@@ -35,8 +37,15 @@ def test_a_node_that_lost_its_connection_says_what_the_node_says_that_broke():
     said = {0: ECHO, 1: word(1, Kind.NETWORK, "the network failed"), 2: KILLED}
     assert nodes.joint(ECHO, said, NAMES, over=False) is KILLED
     assert KILLED.sentence == f"rank 16 on gpu09: killed by SIGKILL; {AGAIN}"
-    # It need not wait for the others.
-    assert nodes.joint(ECHO, {0: ECHO, 2: KILLED}, NAMES, over=False) is KILLED
+
+
+def test_what_no_restart_mends_waits_for_nobody_and_what_one_may_for_all_that_run():
+    full = word(2, Kind.DISK, "its disk is full", Action.STOP)
+    assert nodes.joint(ECHO, {0: ECHO, 2: full}, NAMES, over=False) is full
+    for own in (ECHO, KILLED):
+        assert nodes.joint(own, {0: ECHO, 2: KILLED}, NAMES, over=False) is None
+        found = nodes.joint(own, {0: ECHO, 2: KILLED}, NAMES, over=True)
+        assert found == replace(KILLED, silent=("gpu08",)) and found.sentence == KILLED.sentence
 
 
 def test_where_nobody_broke_the_network_did_and_then_the_first_echo_is_told():
@@ -66,6 +75,7 @@ def test_a_node_without_a_word_is_waited_for_and_then_lost(kind):
 def test_a_hang_of_all_nodes_is_a_hang():
     hangs = {rank: word(rank, Kind.HANG, "no progress", code=ExitCode.HANG) for rank in NAMES}
     assert nodes.joint(hangs[1], hangs, NAMES, over=False) is hangs[0]
+    assert nodes.joint(ECHO, hangs | {0: ECHO}, NAMES, over=False) is hangs[1]
 
 
 def test_a_node_that_saved_explains_the_echo_of_its_end_and_one_that_ended_well_nothing():
@@ -75,16 +85,59 @@ def test_a_node_that_saved_explains_the_echo_of_its_end_and_one_that_ended_well_
     assert nodes.joint(ECHO, {0: ECHO, 1: well}, {0: "gpu07", 1: "gpu08"}, over=False) is ECHO
 
 
-def test_a_node_that_knows_what_broke_waits_for_nobody_and_leaves_its_word(tmp_path):
+def test_each_node_leaves_its_word_and_one_that_knows_what_broke_waits_only_to_start_again(tmp_path, clock):
     here(tmp_path, {0: "gpu07", 2: "gpu09"})
-    assert nodes.agreed(KILLED, tmp_path, seconds=60) is KILLED
-    assert nodes.agreed(ECHO, tmp_path, seconds=60) == KILLED
+    full = word(2, Kind.DISK, "its disk is full", Action.STOP)
+    assert nodes.agreed(full, tmp_path) is full and clock == [100.0]
+    assert nodes.agreed(ECHO, tmp_path) == full
     assert nodes.agreed(ECHO, None) is ECHO
+
+
+def test_a_node_that_may_start_again_leaves_when_all_have_ended_or_says_who_has_not(tmp_path, clock):
+    here(tmp_path, {0: "gpu07", 2: "gpu09"})
+    assert nodes.agreed(KILLED, tmp_path) == replace(KILLED, silent=("gpu07",))
+    assert nodes.WORD_SECONDS <= clock[0] - 100 <= nodes.WORD_SECONDS + 1
+    later = clock[0] + 7
+
+    def ends() -> None:
+        if clock[0] >= later:
+            nodes.agreed(ECHO, tmp_path, seconds=-1)
+
+    assert nodes.agreed(KILLED, tmp_path, alive=ends) == KILLED
+    assert later <= clock[0] <= later + 1
+    assert nodes.agreed(ECHO, tmp_path) == KILLED
+
+
+@pytest.mark.parametrize(
+    ("said", "ends"),
+    [
+        (KILLED, True),
+        (word(2, Kind.ECHO, "lost its connection"), True),
+        (word(2, Kind.HANG, "no progress", code=ExitCode.HANG), False),
+        (word(2, Kind.PREEMPTED, "saved", code=ExitCode.PREEMPTED), False),
+        (Verdict(ExitCode.OK, node_rank=2), False),
+        (replace(KILLED, node_rank=0), False),  # our own
+    ],
+)
+def test_a_node_sees_that_the_ranks_of_another_have_ended_with_a_failure(tmp_path, clock, said, ends):
+    where = Rendezvous(3, 0, "h", 1, "test", "said")
+    others = nodes.Others(tmp_path, where)
+    clock[0] += 10
+    assert not others.look()  # whose ranks have not met
+    here(tmp_path / "world-1", NAMES)
+    (tmp_path / outcomes.WORLD).write_text(str(tmp_path / "world-1"))
+    clock[0] += 10
+    assert not others.look()
+    nodes.agreed(replace(said, nodes=3), tmp_path / "world-1", seconds=-1)
+    clock[0] += 0.5
+    assert not others.look()  # a shared disk is not asked all the time
+    clock[0] += 10
+    assert others.look() is others.ended is ends
 
 
 def here(world: Path, names: Mapping[int, str]) -> None:
     """Nodes whose ranks have met."""
-    (world / outcomes.NODES).mkdir()
+    (world / outcomes.NODES).mkdir(parents=True)
     for rank, name in names.items():
         (world / outcomes.NODES / f"{rank}.json").write_text(json.dumps({"node": name}))
 
@@ -103,7 +156,7 @@ def test_a_node_of_many_reads_few_words_and_lists_them_seldom(tmp_path, clock, c
     echoes = [replace(ECHO, node=f"gpu{rank}", node_rank=rank, nodes=count) for rank in range(count)]
     here(tmp_path, {rank: f"gpu{rank}" for rank in range(count)})
     for rank in set(range(count)) - {1, 7}:
-        left = tmp_path / outcomes.NODES / f"{rank}.1.echo.verdict.json"
+        left = tmp_path / outcomes.NODES / f"{rank}.1.echo.restart.verdict.json"
         left.write_text(json.dumps(echoes[rank].dump()))
     beats: list[float] = []
     clock[0] = 200.0
@@ -147,13 +200,17 @@ def test_what_is_said_while_a_slow_disk_is_looked_at_is_read_before_anybody_is_l
     assert nodes.agreed(ECHO, tmp_path) == KILLED
 
 
-@pytest.mark.parametrize("kind", list(Kind))
-def test_every_kind_of_word_is_found_by_its_name(tmp_path, clock, kind):
+@pytest.mark.parametrize(
+    ("kind", "action"),
+    [*((kind, Action.RESTART) for kind in Kind), *((Kind.DEVICE, action) for action in Action)],
+)
+def test_every_kind_of_word_is_found_by_its_name(tmp_path, clock, kind, action):
     here(tmp_path, {0: "gpu07", 2: "gpu09"})
-    said = word(2, kind, "so it is", code=ExitCode.HANG)
+    said = word(2, kind, "so it is", action, code=ExitCode.HANG)
     nodes.agreed(said, tmp_path, seconds=-1)
     _, seen = nodes._seen(tmp_path / outcomes.NODES)
-    assert {rank: (each.kind, each.code) for rank, each in seen.items()} == {2: (kind, ExitCode.HANG)}
+    found = {rank: (each.kind, each.action, each.code) for rank, each in seen.items()}
+    assert found == {2: (kind, action, ExitCode.HANG)}
 
 
 WORKER = "tests.launch.worker"
@@ -171,6 +228,23 @@ def two_nodes(folder: Path, monkeypatch: pytest.MonkeyPatch, port: int, does: st
         monkeypatch.setenv("SLURMD_NODENAME", f"node{node}")
         started.append(start(folder / str(node), WORKER, does))
     return started
+
+
+@pytest.mark.world
+def test_a_node_whose_ranks_notice_nothing_ends_with_the_one_that_broke(tmp_path, monkeypatch):
+    with reserved() as port:
+        both = two_nodes(tmp_path, monkeypatch, port, "deaf")
+        while len(list((tmp_path / "world").glob("ready-*"))) < 4:
+            assert all(each.poll() is None for each in both)
+            time.sleep(0.02)
+        ranks = [[each.pid for each in outcomes.read(tmp_path / node / "logs")] for node in ("0", "1")]
+        os.kill(ranks[0][0], signal.SIGSTOP)
+        os.kill(ranks[1][0], signal.SIGKILL)
+        said = [finish(each, 1, 60)[1].splitlines()[-1] for each in both]
+    assert all(each.startswith("rank 2 on node1: killed by SIGKILL") for each in said)
+    assert gone([pid for each in ranks for pid in each])
+    first, second = (json.loads((tmp_path / n / "logs" / "verdict.json").read_text()) for n in ("0", "1"))
+    assert first["silent"] == second["silent"] == []
 
 
 @pytest.mark.world

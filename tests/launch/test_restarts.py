@@ -1,6 +1,7 @@
 """How often a launch is started again, and for what."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -39,6 +40,14 @@ def test_a_launch_is_started_again_until_it_ends_well_or_has_been_too_often(most
         with pytest.raises(Ended):
             repeated(start, most, lambda: None)
     assert len(called) == calls
+
+
+def test_a_node_does_not_start_again_while_another_may_still_run_what_it_has_ended():
+    silent = Ended(replace(ends().verdict, silent=("gpu08",)))
+    start, called = starts(silent, None)
+    with pytest.raises(Ended):
+        repeated(start, 9, lambda: None)
+    assert len(called) == 1
 
 
 def test_a_new_checkpoint_gives_it_all_its_restarts_again():

@@ -248,11 +248,25 @@ def test_without_any_rank_the_launch_itself_did_not_work():
     assert found.text() == f"[torchrun] No module named torch\ntorchrun could not start the ranks; {NEVER}"
 
 
+def test_ranks_that_their_launcher_ended_for_those_of_another_node_are_an_echo_and_who_broke_is_not():
+    agent = death(1, -9)
+    ended = judged(outcome(0, None), outcome(1, None), agent=agent, overdue=True, elsewhere=True, nodes=2)
+    assert (ended.kind, ended.action, ended.rank) == (Kind.ECHO, Action.RESTART, None)
+    assert ended.sentence == (
+        f"gpu07: its launcher ended its ranks, since another node had ended without them; {AGAIN}"
+    )
+    for more in ({"overdue": True}, {"elsewhere": True}):  # it has died before that
+        assert judged(outcome(0, None), outcome(1, None), agent=agent, nodes=2, **more).kind is Kind.KILLED
+    broken = judged(broke(0, "ValueError: a"), agent=agent, overdue=True, elsewhere=True, nodes=2)
+    assert broken.kind is Kind.EXCEPTION
+
+
 def test_the_json_has_all_of_it(tmp_path):
     found = judged(agent=death(1, -11), nodes=2)
     verdicts.write(tmp_path, found)
     read = json.loads((tmp_path / "verdict.json").read_text())
-    assert read.pop("details") == [] and read.pop("evidence")[0].startswith("torchrun: failed")
+    assert read.pop("details") == read.pop("silent") == []
+    assert read.pop("evidence")[0].startswith("torchrun: failed")
     assert read == {
         "format": "mcore-bundle verdict",
         "code": 1,

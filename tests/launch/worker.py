@@ -60,6 +60,14 @@ def meet() -> None:
     sleep()
 
 
+def deaf() -> None:
+    """Waits for a rank of the other node, and does not notice when that is gone."""
+    world = Path(os.environ["TEST_WORLD"])
+    outcomes.meet(world, int(os.environ["GROUP_RANK"]), LOCAL_RANK)
+    (world / f"ready-{RANK}").touch()
+    time.sleep(300)
+
+
 def grow() -> None:
     """Rank 1 takes ever more memory, within a group of processes that has little, or may not have more."""
     if RANK == 1 and "TEST_CGROUP" in os.environ:
