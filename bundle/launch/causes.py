@@ -107,13 +107,17 @@ KERNEL = (
     ),
 )
 
+PORT_TAKEN = (
+    "the port where the nodes meet is taken on this node: end what listens there, or name another with"
+    " --rendezvous"
+)
+
 # What torchrun says where it starts no rank.
 AGENT = (
     _rule(
         Kind.LAUNCH,
         r"failed to listen on any local network address|EADDRINUSE|Address already in use",
-        "the port where the nodes meet is taken on this node: end what listens there, or name another with"
-        " --rendezvous",
+        PORT_TAKEN,
         Action.STOP,
     ),
 )

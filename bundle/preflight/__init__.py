@@ -1,11 +1,15 @@
 """Whether a node can do what a job will ask of it, found out by doing it: a module for each probe.
 
 A probe is a process of its own, `python -m bundle.preflight.PROBE WORDS`, which has a time limit: a driver in
-trouble never answers, and a file server late. It prints what it found as one line, `Found`.
+trouble never answers, and a file server late. It prints what it found as one line, `Found`, and ends with who
+asks (`bundle.preflight.__main__`): what it holds, as a port, is free for the next.
 """
 
+import errno
 import json
+import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -20,6 +24,8 @@ from typing import Any
 
 from bundle import capabilities
 from bundle.environment.machine import Finding, Hardware, fail, ok, spoken
+from bundle.errors import LaunchUnavailable
+from bundle.launch.causes import PORT_TAKEN
 from bundle.launch.outcomes import node_name
 from bundle.launch.rendezvous import Rendezvous
 from bundle.preflight import nodes
@@ -130,7 +136,10 @@ class Asked:
         devices: int | None,
         wait: float,
     ) -> None:
-        """Asks this node alone and then, each doing this, all of `where`. Raises JobFailed for the lists."""
+        """Asks this node alone and then, each doing this, all of `where`.
+
+        Raises JobFailed where the lists cannot be written, and what `together` raises.
+        """
         every = list(probes(hardware, directory, quick=quick, devices=devices))
         alone = run(every, QUICK_SECONDS if quick else SECONDS)
         if capabilities.of(hardware.backend).device != "cpu":  # whose processors all ranks share
@@ -158,11 +167,14 @@ def together(
     """What the links of this node's devices carry, and of all nodes of `where`, of which each calls this.
 
     `alone` is what was found before: a node that fails alone is measured with nobody, and says why. For nodes
-    that have yet to come it waits for `wait` seconds. Nothing where there is one device.
+    that have yet to come it waits for `wait` seconds. Nothing where there is one device. Raises
+    LaunchUnavailable on node 0 where the port is taken at which the nodes meet.
     """
     per_node = devices or max(1, len(hardware.devices))
     if where.nodes * per_node == 1:
         return {}
+    if where.nodes > 1 and where.node_rank == 0:
+        _refuse_taken(where.port or 0)
     unfit = "; ".join(f"{probe.subject}: {each.wrong}" for probe, each in alone.items() if each.wrong)
     seconds = QUICK_LINK_SECONDS if quick else LINK_SECONDS
     fix = "look at cables, switches and the driver's log; leave the node out until then"
@@ -181,6 +193,17 @@ def together(
         limit = wait + 3 * seconds + _STARTING_SECONDS
         with ThreadPoolExecutor(len(every)) as at_once:
             return dict(zip(every, at_once.map(lambda probe: _asked(probe, limit), every), strict=True))
+
+
+def _refuse_taken(port: int) -> None:
+    """Raises LaunchUnavailable where somebody listens, which is nothing against the node."""
+    with socket.socket() as asking:  # which does not listen, so that no other node meets it
+        asking.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            asking.bind(("", port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise LaunchUnavailable(f"port {port}: {PORT_TAKEN}") from error
 
 
 def judged(found: Mapping[Probe, Found]) -> dict[Probe, Found]:
@@ -235,7 +258,8 @@ def report(
 def _asked(probe: Probe, seconds: float) -> Found:
     began = time.monotonic()
     process = subprocess.Popen(
-        [sys.executable, "-m", probe.module, *probe.words],
+        # By the process, since a thread of it is the parent: that lives until the probe has ended.
+        [sys.executable, "-m", __name__, str(os.getpid()), probe.module, *probe.words],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

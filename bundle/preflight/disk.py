@@ -15,7 +15,7 @@ _PIECE = 1 << 20
 def probe(directory: Path, size: int) -> Found:
     """Writes a file, waits until it is on the disk, reads it and removes it."""
     try:
-        with tempfile.NamedTemporaryFile(dir=directory, prefix=".preflight-") as file:
+        with tempfile.TemporaryFile(dir=directory) as file:  # without a name, gone however this ends
             piece, written = os.urandom(_PIECE), hashlib.sha256()
             began = time.perf_counter()
             for _ in range(size // _PIECE):

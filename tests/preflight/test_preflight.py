@@ -1,6 +1,7 @@
 """Probes that find something wrong, or nothing, or never answer."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -132,11 +133,13 @@ def test_the_driver_of_gpus_alone_is_asked_whether_they_must_be_recovered():
     assert [b for b, every in asked.items() if "recovery" in [each.subject for each in every]] == ["cuda"]
 
 
-def test_a_disk_that_cannot_be_written_is_told(tmp_path):
+def test_a_disk_that_cannot_be_written_is_told(tmp_path, monkeypatch):
     from bundle.preflight import disk
 
+    lay: list[list[Path]] = []
+    monkeypatch.setattr(os, "fsync", lambda _: lay.append(list(tmp_path.iterdir())))
     assert disk.probe(tmp_path, 1 << 22).measured["MB/s written"] > 0
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [] and lay == [[]]  # nothing is left behind by who is killed there
     assert disk.probe(tmp_path / "none", 1 << 20).wrong == f"{tmp_path / 'none'}: No such file or directory"
     assert disk.probe(Path("/proc"), 1 << 20).wrong.startswith("/proc: ")
 
