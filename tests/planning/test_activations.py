@@ -43,7 +43,7 @@ CASES = [
     ["qwen3-tp2-sp", BF16, LORA.format("down_proj"), SELECTIVE, "model.recompute.modules=[core_attn]"],
     ["qwen3-pp2-vpp2", BF16, LORA.format("gate_proj, o_proj")],
     ["qwen3-pp2-vpp2", BF16, LORA.format("q_proj"), SELECTIVE, "model.recompute.modules=[mlp]"],
-    ["demo", LORA.format("all-linear")],
+    ["demo", BF16, LORA.format("all-linear")],
     ["demo", BF16, LORA.format("kv_b_proj")],
     ["demo", "parallel.ep=1", "parallel.tp=2", "parallel.etp=2", BF16, LORA.format("down_proj, q_a_proj")],
     ["demo", LORA.format("o_proj"), "model.recompute.granularity=full"],
@@ -66,7 +66,7 @@ def test_what_ranks_keep_and_how_many_wait(installed):
             assert found["microbatches"] == layout.microbatches * chunks
             assert found["in_flight"] == sum(expected.in_flight), (name, overrides, rank)
             kept = found["kept"] / layout.microbatches
-            near = 0.07 if recipe.data.packed else 0.03
+            near = 0.07 if recipe.data.packed else 0.013 if recipe.model.lora else 0.03
             assert expected.microbatch == pytest.approx(kept, rel=near), (name, overrides, rank)
 
 
