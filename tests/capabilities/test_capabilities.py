@@ -101,6 +101,7 @@ WIDE = QWEN3 | {"head_dim": 256}
         ("10.0", WIDE, {}, "fused", "these are of 256 and 256"),
         ("9.0", WIDE, {}, "fused", None),
         ("10.0", DEEPSEEK | MLA, {}, "fused", None),
+        ("10.0", DEEPSEEK | MLA | {"v_head_dim": 160}, {}, "fused", "these are of 192 and 160"),
         ("8.0", DEEPSEEK | MLA, {}, "fused", "these are of 192 and 128"),
     ],
 )
