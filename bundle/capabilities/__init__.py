@@ -79,7 +79,9 @@ class AttentionKernel(NamedTuple):
         if recipe.architecture.sinks:
             wanted = (layout, "cp") if recipe.parallel.cp > 1 else (layout,)
             if missing := [where for where in wanted if where not in self.sinks]:
-                found.append(f"{self.name} takes no learned sinks with {' and '.join(missing)}")
+                ways = {"thd": "thd (packs; data.packed: false)", "cp": "cp (parallel.cp: 1)"}
+                spoken = " and ".join(ways.get(where, where) for where in missing)
+                found.append(f"{self.name} takes no learned sinks with {spoken}")
         return found
 
     def refusals(self, *, layout: str, mask: str, qk_head_dim: int, v_head_dim: int) -> tuple[str, ...]:

@@ -158,7 +158,8 @@ def _step(plan: Plan) -> str:
     if plan.peak is None or plan.recipe.model.dtype != "bf16" or plan.recipe.model.fp8 is not None:
         return work
     seconds = plan.step_flops / (plan.world * plan.peak.bf16)
-    return f"{work}: {seconds:.2g} s at the devices' peak of {_decimal(plan.peak.bf16, 'KMGTPEZY')}FLOP/s"
+    shown = f"{seconds:,.0f}" if seconds >= 10 else f"{seconds:.2g}"
+    return f"{work}: {shown} s at the devices' peak of {_decimal(plan.peak.bf16, 'KMGTPEZY')}FLOP/s"
 
 
 def _length(plan: Plan) -> str:

@@ -219,7 +219,7 @@ def plan_on(
         *(() if layout is None else layout_problems(recipe, can, layout, decided.decisions)),
         *patch_problems(decided.decisions),
         *devices_problems(hardware, per_node),
-        *memory_problems(stages, hardware, per_node),
+        *memory_problems(recipe, stages, hardware, per_node),
     )
     return Plan(
         recipe=recipe,

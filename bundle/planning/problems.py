@@ -265,7 +265,9 @@ def devices_problems(hardware: Hardware, per_node: int) -> Iterator[Problem]:
         yield hardware_problem(hardware.unfit)
 
 
-def memory_problems(stages: Sequence[MemoryEstimate], hardware: Hardware, per_node: int) -> Iterator[Problem]:
+def memory_problems(
+    recipe: Recipe, stages: Sequence[MemoryEstimate], hardware: Hardware, per_node: int
+) -> Iterator[Problem]:
     """Every stage that does not fit its devices; on the cpu, ranks that do not fit the host together."""
     if not stages:
         return
@@ -275,7 +277,7 @@ def memory_problems(stages: Sequence[MemoryEstimate], hardware: Hardware, per_no
         if host is not None and worst.total * per_node > host:
             needed = f"{per_node} ranks of {bytes_shown(worst.total)}"
             yield hardware_problem(
-                f"memory: {needed} do not fit this host's {bytes_shown(host)} ({_less(worst)})"
+                f"memory: {needed} do not fit this host's {bytes_shown(host)} ({_less(recipe, worst)})"
             )
         return
     host, offloaded = hardware.host.memory.value, per_node * max(stage.states.host for stage in stages)
@@ -289,15 +291,28 @@ def memory_problems(stages: Sequence[MemoryEstimate], hardware: Hardware, per_no
         if size is not None and stage.total > size:
             yield hardware_problem(
                 f"memory: a rank of stage {stage.stage} needs {bytes_shown(stage.total)}, "
-                f"a device has {bytes_shown(size)} ({_less(stage)})"
+                f"a device has {bytes_shown(size)} ({_less(recipe, stage)})"
             )
 
 
-def _less(stage: MemoryEstimate) -> str:
-    """What would shrink the larger part of a stage."""
-    if stage.activations.total > stage.states.total:
-        return "mostly activations: smaller train.micro_batch_size, model.recompute, more tp, cp or pp"
-    return "mostly weights and optimizer: more tp, pp or ep, or more data-parallel ranks"
+def _less(recipe: Recipe, stage: MemoryEstimate) -> str:
+    """What would shrink the larger part of a stage, of what is not done yet.
+
+    More stages keep as many activations: each holds less of more micro-batches.
+    """
+    model, optimizer = recipe.model, recipe.optimizer
+    if stage.activations.total <= stage.states.total:
+        layout = "tp, pp or ep" if recipe.architecture.moe else "tp or pp"
+        divided = ", or more data-parallel ranks" if optimizer.use_distributed_optimizer else ""
+        return f"mostly weights and optimizer: more {layout}{divided}"
+    ways = ["a smaller train.micro_batch_size"] if recipe.train.micro_batch_size > 1 else []
+    ways += ["a shorter data.sequence_length"]
+    tower = recipe.architecture.vision is not None and stage.stage == 0
+    if tower and model.lora is None and not model.vision.freeze_tower:
+        ways += ["model.vision.freeze_tower and freeze_projector"]
+    if model.recompute is None or model.recompute.granularity != "full":
+        ways += ["model.recompute"]
+    return f"mostly activations: {', '.join(ways)}, more tp or cp"
 
 
 def _recomputation(recipe: Recipe, can: Capabilities, code: MegatronCode) -> Iterator[Problem]:

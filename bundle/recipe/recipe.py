@@ -411,14 +411,25 @@ class Recipe(Completed):
         }
         return frozenset(name for name, is_used in used.items() if is_used)
 
+    def _least(self, world: int) -> str:
+        """How many ranks the layout divides, and why; what fits `world`, if fewer parts of experts do."""
+        p, moe = self.parallel, self.architecture.moe
+        why = f"tp {p.tp} x cp {p.cp} x pp {p.pp}"
+        if moe is None:
+            return f"{p.minimal_world} ranks ({why}), {world} is none"
+        fewer = (ep for ep in range(p.ep - 1, 0, -1) if not moe.num_experts % ep)
+        fits = next((ep for ep in fewer if p.model_copy(update={"ep": ep}).fits(world)), None)
+        experts = f"etp {p.etp} x ep {p.ep} x pp {p.pp} of experts"
+        instead = f": parallel.ep={fits} fits" if fits else ""
+        return f"{p.minimal_world} ranks ({why}, {experts}), {world} is none{instead}"
+
     def layout_violations(self, world: int) -> list[str]:
         """Every reason why `world` ranks cannot run this recipe; empty when they can."""
         parallel, train = self.parallel, self.train
         if world > MOST_RANKS:
             return [f"devices: {world} ranks are more than the {MOST_RANKS} that a plan is made for"]
         if not parallel.fits(world):
-            least = parallel.minimal_world
-            return [f"parallel: this layout needs a multiple of {least} ranks, {world} is none"]
+            return [f"parallel: this layout needs a multiple of {self._least(world)}"]
         portion = train.micro_batch_size * parallel.dp(world)
         if train.global_batch_size % portion:
             return [

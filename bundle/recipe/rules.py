@@ -187,7 +187,11 @@ def _sequences(recipe: Recipe) -> Iterator[Violation]:
         yield "data.sequence_length", f"{length} is not a multiple of {multiple}, as {shares} needs it"
     longest = recipe.architecture.max_position_embeddings
     if length > longest:
-        yield "data.sequence_length", f"{length} exceeds the model's max_position_embeddings {longest}"
+        yield (
+            "data.sequence_length",
+            f"{length} exceeds the model's max_position_embeddings {longest}; where its rope_scaling is for"
+            " more, set model.config.max_position_embeddings, too",
+        )
     if recipe.data.packed and recipe.train.micro_batch_size != 1:
         yield (
             "train.micro_batch_size",

@@ -173,13 +173,42 @@ def test_what_does_not_fit_a_device_says_what_is_large():
     made = plan(job(wide, train={"steps": 1, "global_batch_size": 8}), preset("h200"))
     (problem,) = made.problems
     assert problem.code is ExitCode.ENVIRONMENT_UNFIT
-    assert "mostly weights and optimizer" in problem.text
+    assert "(mostly weights and optimizer: more tp, pp or ep, or more data-parallel ranks)" in problem.text
     long = job(
         QWEN3 | {"max_position_embeddings": 2**22},
         data={"sequence_length": 2**22},
         train={"steps": 1, "global_batch_size": 64, "micro_batch_size": 8},
     )
-    assert "mostly activations" in plan(long, preset("h200")).problems[0].text
+    assert (
+        plan(long, preset("h200"))
+        .problems[0]
+        .text.endswith(
+            "(mostly activations: a smaller train.micro_batch_size, a shorter data.sequence_length, model.recompute,"
+            " more tp or cp)"
+        )
+    )
+
+
+def test_what_is_done_already_is_no_advice():
+    long = load("sft-qwen3-vl-8b-a3", ["data.sequence_length=16384"])
+    (problem,) = plan(long, preset("a3")).problems
+    assert problem.text.endswith(
+        "(mostly activations: a shorter data.sequence_length, model.vision.freeze_tower and freeze_projector,"
+        " more tp or cp)"
+    )
+    frozen = load("sft-qwen3-vl-8b-a3", ["data.sequence_length=16384", "model.vision.freeze_tower=true"])
+    assert plan(frozen, preset("a3")).problems == ()
+
+
+def test_a_layout_that_does_not_fit_says_what_it_divides_and_what_would():
+    made = plan(job(DEEPSEEK, parallel={"pp": 2, "ep": 8, "tp": 2, "etp": 1}), preset("h200"), per_node=8)
+    (said,) = (problem.text for problem in made.problems if "multiple of" in problem.text)
+    assert said == (
+        "parallel: this layout needs a multiple of 16 ranks (tp 2 x cp 1 x pp 2, etp 1 x ep 8 x pp 2 of"
+        " experts), 8 is none: parallel.ep=4 fits"
+    )
+    dense = plan(job(QWEN3, parallel={"tp": 2, "pp": 2}), preset("h200"), per_node=6)
+    assert "needs a multiple of 4 ranks (tp 2 x cp 1 x pp 2), 6 is none" in str(dense.problems)
 
 
 def test_a_tight_fit_is_a_note():
