@@ -79,3 +79,13 @@ def test_the_depths_that_stages_do_not_divide_are_among_them() -> None:
     recipes = [load(name) for name in READY]
     uneven = {recipe.architecture.num_layers for recipe in recipes if len(set(lengths(recipe))) > 1}
     assert uneven >= {27, 46, 61, 94}
+
+
+def test_dense_layers_are_computed_twice_only_where_memory_asks_for_it() -> None:
+    """Where 0.7 of a device would do without. Experts get as many tokens as the router sends: no plan knows."""
+    dense = [name for name in READY if load(name).architecture.moe is None]
+    for name in (name for name in dense if load(name).model.recompute is not None):
+        machine = name.rpartition("-")[2]
+        without = plan_for(load(name, ["model.recompute=null"]), named=machine, mcore="0.16.1")
+        fullest = max(stage.total for stage in without.memory)
+        assert fullest > 0.7 * (preset(machine).device_memory.value or 0), name
