@@ -183,8 +183,8 @@ def test_what_does_not_fit_a_device_says_what_is_large():
         plan(long, preset("h200"))
         .problems[0]
         .text.endswith(
-            "(mostly activations: a smaller train.micro_batch_size, a shorter data.sequence_length, model.recompute,"
-            " more tp or cp)"
+            "(mostly activations: a smaller train.micro_batch_size, a shorter data.sequence_length,"
+            " model.recompute, more tp or cp)"
         )
     )
 
