@@ -82,7 +82,7 @@ def test_the_depths_that_stages_do_not_divide_are_among_them() -> None:
 
 
 def test_dense_layers_are_computed_twice_only_where_memory_asks_for_it() -> None:
-    """Where 0.7 of a device would do without. Experts get as many tokens as the router sends: no plan knows."""
+    """Where 0.7 of a device would do without. How many tokens experts get, no plan knows."""
     dense = [name for name in READY if load(name).architecture.moe is None]
     for name in (name for name in dense if load(name).model.recompute is not None):
         machine = name.rpartition("-")[2]
