@@ -18,6 +18,7 @@ from bundle.errors import UsageError
 from bundle.planning.problems import Problem, hardware_problem, recipe_problem
 from bundle.pretrained.directory import has_tokenizer, unread_tokenizer
 from bundle.recipe import Recipe
+from bundle.recipe.data import Data
 
 _TOKENIZER_BYTES = 2**28  # published ones have some 2**25
 
@@ -70,12 +71,47 @@ def input_problems(recipe: Recipe, directory: Path, begins: Weights | None = Non
     yield from _run_directory(directory)
 
 
+class Input(NamedTuple):
+    """What of a job's inputs is here: the key that names it, the name, and what that means."""
+
+    key: str
+    written: str
+    paths: tuple[Path, ...]
+
+
+def found(recipe: Recipe, origin: Path | None = None) -> Iterator[Input]:
+    """The inputs of a job that are on this machine, `origin` being the checkpoint that it begins with."""
+    kind, _, tokenizer = recipe.data.tokenizer.partition(":")
+    lora = recipe.model.lora
+    named = (
+        ("model.path", recipe.model.path),
+        ("model.lora.path", lora.path if lora else None),
+        ("data.tokenizer", tokenizer if kind == "hf" else None),
+        ("--from", str(origin) if origin else None),
+    )
+    for key, written in named:
+        if written and _here(Path(written)):
+            yield Input(key, written, (Path(written),))
+    for key, data in _read(recipe).items():
+        for written in data.path:
+            one = _index_of(written, data.source)
+            paths = [one] if _here(Path(one)) else glob.glob(one, recursive=True)  # noqa: PTH207
+            if paths and written != STDLIB:
+                yield Input(key, written, tuple(map(Path, paths)))
+
+
+def _here(path: Path) -> bool:
+    return files.is_directory(path) or files.is_file(path)
+
+
+def _read(recipe: Recipe) -> dict[str, Data]:
+    """All data that a job reads, by the key of its paths."""
+    sets = {f"data.validation_sets.{name}.path": name for name in recipe.data.validation_sets}
+    return {"data.path": recipe.data} | {key: recipe.validating(name).data for key, name in sets.items()}
+
+
 def _data(recipe: Recipe) -> Iterator[Problem]:
-    every = {"data.path": recipe.data}
-    every |= {
-        f"data.validation_sets.{name}.path": recipe.validating(name).data
-        for name in recipe.data.validation_sets
-    }
+    every = _read(recipe)
     for key, data in every.items():
         try:
             expand([path for path in data.path if path != STDLIB], data.source, key)

@@ -23,6 +23,7 @@ from bundle.launch.job import NAME, Job
 from bundle.launch.orphans import death_signal
 from bundle.targets import devices
 from bundle.targets.client import asked
+from bundle.targets.mounts import Mount
 
 # Where an image of ours keeps what its libraries compile, which goes with the container (images/README.md).
 HOME = "/home/bundle"
@@ -112,8 +113,7 @@ def command(job: Job, options: Options, workdir: Path, node_rank: int = 0, rende
         *(["--network=host"] if job.nodes > 1 else []),
         *_devices(job),
         *(_RDMA if options.rdma else ()),
-        *(f"--volume={path}:{path}" for path in dict.fromkeys(paths)),
-        *(f"--volume={mount if ':' in mount else f'{mount}:{mount}'}" for mount in options.mounts),
+        *(f"--volume={mount}" for mount in _mounts(job, options, workdir)),
         f"--workdir={workdir}",
         *(f"--env={name}" for name in options.environment),
         options.image,
@@ -122,6 +122,16 @@ def command(job: Job, options: Options, workdir: Path, node_rank: int = 0, rende
         ),
     )
     return Command(words)
+
+
+def mounts(job: Job, options: Options, workdir: Path) -> Sequence[Mount]:
+    """What the container sees of the disks of this machine."""
+    return [Mount.read(each, workdir) for each in _mounts(job, options, workdir)]
+
+
+def _mounts(job: Job, options: Options, workdir: Path) -> Sequence[str]:
+    own = [f"{path}:{path}" for path in dict.fromkeys((workdir, job.directory.absolute()))]
+    return own + [mount if ":" in mount else f"{mount}:{mount}" for mount in options.mounts]
 
 
 def dry_run(job: Job, options: Options, workdir: Path, rendezvous: str = "") -> str:

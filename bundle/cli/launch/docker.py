@@ -16,6 +16,7 @@ from bundle.cli.launch.submission import (
     Rendezvous,
     decided_here,
     read_record_of_one,
+    say_hidden,
     submitted,
 )
 from bundle.cli.request import Machines, Request
@@ -80,6 +81,7 @@ def docker(
         preflight=preflight,
         grace_seconds=grace,
     )
+    say_hidden(job, engine.mounts(job, wanted, Path.cwd()), Path.cwd(), "say --mount {0}:{0}")
     if dry_run:
         print(engine.dry_run(job, wanted, Path.cwd(), rendezvous), end="")
         return

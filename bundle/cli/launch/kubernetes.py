@@ -1,6 +1,7 @@
 """`mcore-bundle launch kubernetes`: the options that only Kubernetes has."""
 
 import logging
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,13 +14,14 @@ from bundle.cli.launch.submission import (
     Registry,
     decided,
     read_record_of_one,
+    say_hidden,
     submitted,
 )
 from bundle.cli.request import Machines, Request
 from bundle.errors import UsageError
 from bundle.targets import images
 from bundle.targets import kubernetes as objects
-from bundle.targets.kubernetes import running
+from bundle.targets.kubernetes import pod, running
 from bundle.targets.kubernetes.options import CLAIM, Options
 
 _log = logging.getLogger(__name__)
@@ -118,6 +120,8 @@ def kubernetes(
         grace_seconds=grace,
         keep_seconds=keep,
     )
+    claims = "say --mount CLAIM:{}, of a claim that holds it"
+    say_hidden(job, pod.mounts(wanted), Path(pod.HOME), claims)
     if apply and not dry_run:
         submitted(f"kubernetes:{running.submit(job, wanted)}", detach=detach)
     else:

@@ -6,10 +6,10 @@ from typing import Annotated
 import typer
 
 from bundle.cli import options
-from bundle.cli.launch.submission import Detach, decided_here, read_record, submitted
+from bundle.cli.launch.submission import Detach, decided_here, read_record, say_hidden, submitted
 from bundle.cli.request import Machines, Request
 from bundle.targets import slurm as scheduler
-from bundle.targets.slurm import batch
+from bundle.targets.slurm import batch, containers
 from bundle.targets.slurm.options import CONTAINERS, Options
 
 
@@ -67,6 +67,8 @@ def slurm(
         ray=ray,
         rdma=rdma,
     )
+    if container_image:
+        say_hidden(job, containers.mounts(job, wanted, Path.cwd()), Path.cwd(), "say --mount {0}:{0}")
     if dry_run:
         print(batch.script(job, wanted, Path.cwd()), end="")
         return

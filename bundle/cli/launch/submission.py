@@ -24,6 +24,7 @@ from bundle.recipe import Recipe
 from bundle.runs.directory import RunDirectory
 from bundle.targets import docker, images, local, ray, slurm
 from bundle.targets.kubernetes import FORMS, running
+from bundle.targets.mounts import Mount, hidden
 
 _log = logging.getLogger(__name__)
 
@@ -134,6 +135,12 @@ def decided_here(
             _log.warning("%s (seen from here; the image, or what is mounted, may have it)", problem.text)
         missing = []
     return _of(asked, here, machines, record, missing)
+
+
+def say_hidden(job: Job, mounts: Sequence[Mount], workdir: Path, advice: str) -> None:
+    """Warns of inputs that are here and that a container does not see; see `hidden`."""
+    for text in hidden(job, mounts, workdir, advice):
+        _log.warning("%s", text)
 
 
 def submitted(handle: str, *, detach: bool) -> None:

@@ -13,6 +13,7 @@ from bundle.launch.job import NAME, Job
 from bundle.launch.outcomes import KUBERNETES_NODE
 from bundle.launch.starters import DEFAULT_PORT
 from bundle.targets.kubernetes.options import Options
+from bundle.targets.mounts import Mount
 
 # Where an image of ours writes, and its user (images/README.md); where the pod finds the job file.
 HOME, USER, JOB = "/home/bundle", 10001, "/opt/job"
@@ -25,6 +26,11 @@ _TAKEN, _WITHHELD = (HOME, _SHARED, _TEMPORARY, "/dev"), (JOB, "/proc", "/sys")
 _LEVEL = "kueue.x-k8s.io/podset-required-topology"
 INSTANCE = "app.kubernetes.io/instance"  # the label by which the pods of a job are found
 _MANAGED, _BY_US = "app.kubernetes.io/managed-by", "mcore-bundle"
+
+
+def mounts(options: Options) -> Sequence[Mount]:
+    """What the container finds of claims: what these hold is not known here."""
+    return [Mount(Path(path)) for path in (HOME, *(each.partition(":")[2] for each in options.mounts))]
 
 
 def pairs(said: Sequence[str]) -> dict[str, str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from bundle.errors import shown
 from bundle.launch.job import Job
 from bundle.targets import devices
+from bundle.targets.mounts import Mount
 from bundle.targets.slurm.options import Options
 
 _IMAGE = re.compile(r"(?P<host>[^/#]+\.[^/#]+|[^/#]+:[0-9]+|localhost)/(?P<name>.+)")
@@ -39,9 +40,7 @@ def inside(job: Job, options: Options, workdir: Path) -> Sequence[str]:
     """The words of srun, and those of what runs in its place, up to the verb."""
     if not options.image:
         return ["--", options.python, "-m", "bundle"]
-    mounts = [f"{path}:{path}" for path in _seen(job, workdir)]
-    mounts += [mount if ":" in mount else f"{mount}:{mount}" for mount in options.mounts]
-    mounts += _of_devices(job, options)
+    mounts = [*_mounts(job, options, workdir), *_of_devices(job, options)]
     if options.container == "apptainer":
         binds = [word for mount in mounts for word in ("--bind", mount)]
         gpus = ["--nv"] if job.backend == "cuda" else []
@@ -58,6 +57,16 @@ def inside(job: Job, options: Options, workdir: Path) -> Sequence[str]:
         "--",
         "mcore-bundle",
     ]
+
+
+def mounts(job: Job, options: Options, workdir: Path) -> Sequence[Mount]:
+    """What the container sees of the disks."""
+    return [Mount.read(each, workdir) for each in _mounts(job, options, workdir)]
+
+
+def _mounts(job: Job, options: Options, workdir: Path) -> Sequence[str]:
+    own = [f"{path}:{path}" for path in _seen(job, workdir)]
+    return own + [mount if ":" in mount else f"{mount}:{mount}" for mount in options.mounts]
 
 
 def _seen(job: Job, workdir: Path) -> Sequence[Path]:
