@@ -75,6 +75,18 @@ class RankLayout(NamedTuple):
         """The model chunks that `rank` holds."""
         return self.stages[self.axis("pp").index(rank)]
 
+    @property
+    def bubble(self) -> float:
+        """The pipeline bubble: the share of a step that a stage waits, 0 without stages.
+
+        (p - 1) / (m v + p - 1) of p stages, m micro-batches and v chunks a stage, by 1F1B and its interleaved
+        form (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+        Megatron-LM", 2021, section 2.2, which divides by the work alone). Chunks count as equally long, and
+        what they send as free: of uneven stages the shorter ones wait longer.
+        """
+        waits, chunks = self.size("pp") - 1, len(self.stages[0])
+        return waits / (self.microbatches * chunks + waits)
+
     def all_chunks(self) -> Iterator[Chunk]:
         """The chunks of every stage."""
         return (chunk for chunks in self.stages for chunk in chunks)

@@ -56,6 +56,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
 def _axes(layout: RankLayout) -> dict[str, Any]:
     return {
         "microbatches": layout.microbatches,
+        "bubble": layout.bubble,
         "axes": {
             axis.name: {"size": axis.size, "stride": axis.stride, "first_group": list(axis.group(0))}
             for axis in layout.axes
@@ -107,7 +108,7 @@ def to_text(plan: Plan, run: str, starts: str) -> str:
         ("operators", list(_operators(plan))),
         ("layout", list(_layout(plan))),
         ("length", [_length(plan)]),
-        ("step", [_step(plan)]),
+        ("step", [_step(plan), *_bubble(plan.layout)]),
         ("experts", list(_experts(plan.recipe))),
         ("stages", [f"{of.stage}: {'; '.join(map(_chunk, chunks))}" for chunks, of in _stages(plan)]),
         ("memory", list(_memory(plan))),
@@ -160,6 +161,12 @@ def _step(plan: Plan) -> str:
     seconds = plan.step_flops / (plan.world * plan.peak.bf16)
     shown = f"{seconds:,.0f}" if seconds >= 10 else f"{seconds:.2g}"
     return f"{work}: {shown} s at the devices' peak of {_decimal(plan.peak.bf16, 'KMGTPEZY')}FLOP/s"
+
+
+def _bubble(layout: RankLayout | None) -> Iterator[str]:
+    if layout is not None and layout.size("pp") > 1:
+        schedule = "1F1B" if len(layout.stages[0]) == 1 else "interleaved 1F1B"
+        yield f"pipeline bubble: stages wait {layout.bubble:.0%} of a step ({schedule}, even stages)"
 
 
 def _length(plan: Plan) -> str:
