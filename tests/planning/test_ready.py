@@ -44,6 +44,7 @@ def test_a_ready_job_is_planned_without_a_problem(name: str) -> None:
     assert sum(lengths(plan.recipe)) == plan.recipe.architecture.num_layers
     # A tenth is left to what a plan does not count: kernels' workspaces, fragments.
     assert 0 < max(stage.total for stage in plan.memory) < 0.9 * (machine.device_memory.value or 0)
+    assert plan.layout and plan.layout.bubble < 0.25
 
 
 @pytest.mark.parametrize("name", READY)
@@ -82,7 +83,7 @@ def test_the_depths_that_stages_do_not_divide_are_among_them() -> None:
 
 
 def test_dense_layers_are_computed_twice_only_where_memory_asks_for_it() -> None:
-    """Where 0.7 of a device would do without. How many tokens experts get, no plan knows."""
+    """Where 0.7 of a device would not do without. How many tokens experts get, no plan knows."""
     dense = [name for name in READY if load(name).architecture.moe is None]
     for name in (name for name in dense if load(name).model.recompute is not None):
         machine = name.rpartition("-")[2]
