@@ -260,9 +260,9 @@ def test_through_ray_no_signal_reaches_it_and_the_step_is_waited_for_to_its_end(
 
 
 def test_an_own_option_wins_and_no_option_is_said_twice(job):
-    text = batch.script(job, Options(sbatch=("gpus-per-node=4", "exclusive=user")), Path("/w"))
+    text = batch.script(job, Options(sbatch=("mem=1G", "exclusive=user")), Path("/w"))
     lines = [line for line in text.splitlines() if line.startswith("#SBATCH")]
-    assert {"#SBATCH --nodes=2", "#SBATCH --gpus-per-node=4", "#SBATCH --exclusive=user"} <= set(lines)
+    assert {"#SBATCH --nodes=2", "#SBATCH --mem=1G", "#SBATCH --exclusive=user"} <= set(lines)
     names = [shlex.split(line, comments=False)[1].partition("=")[0] for line in lines]
     assert len(names) == len(set(names))
 

@@ -9,14 +9,13 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from bundle import capabilities
 from bundle.errors import ExitCode, UsageError, shown
 from bundle.files import json_digest
 from bundle.launch import grace
 from bundle.launch import job as job_file
 from bundle.launch.job import NAME, Job
 from bundle.targets import ray
-from bundle.targets.slurm import containers
+from bundle.targets.slurm import containers, resources
 from bundle.targets.slurm.options import Options, named, too_short
 
 # Starts in a row that may come to one step each. A job that is told to save while it starts makes one step,
@@ -53,10 +52,9 @@ def script(job: Job, options: Options, workdir: Path) -> str:
         **({"no-kill": ""} if options.spares else {}),
         "signal": f"{'B:' if options.ray else ''}TERM@{min(grace.seconds(job), _LONGEST_GRACE)}",
     }
-    if resource := capabilities.of(job.backend).resource(job.generation):
-        ours |= dict([named(resource.slurm.format(job.per_node))])
-    said = ours | dict(named(option) for option in options.sbatch)
-    wrong = [*options.violations(), *containers.violations(job, options, workdir)]
+    said = ours | resources.with_devices(job, dict(named(option) for option in options.sbatch))
+    wrong = [*options.violations(), *resources.violations(job, options)]
+    wrong += containers.violations(job, options, workdir)
     texts = (*options.sbatch, options.image, *options.mounts, str(workdir), str(where))
     wrong += [f"{shown(text)}: holds a control character" for text in texts if not text.isprintable()]
     if "%" in str(where):
