@@ -56,3 +56,21 @@ def test_data_that_is_not_there_is_refused_and_said_where_an_image_may_have_it(t
 def test_what_would_be_submitted_is_shown_on_a_machine_without_the_data(tmp_path):
     done = launched(tmp_path, "slurm", "--set=data.path=[nowhere.txt]", "--dry-run")
     assert done.returncode == 0 and done.stdout.startswith("#!/bin/bash"), done.stderr
+
+
+QUEUES = ("slurm", "kubernetes", "ray")
+
+
+@pytest.mark.parametrize("target", [*QUEUES, "docker"])
+def test_a_queue_is_handed_epochs_with_a_word_on_what_is_not_known_of_them(target, tmp_path):
+    def said(*words: str) -> int:
+        command = [sys.executable, "-m", "bundle", "launch", target, "demo", "--backend=cpu", "--dry-run"]
+        done = subprocess.run([*command, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        found = (
+            "how many steps 1.5 epochs are is not known before the data is read; `mcore-bundle check demo`"
+        )
+        return done.stderr.count(found)
+
+    assert said("--set=train.steps=null", "--set=train.epochs=1.5") == (target in QUEUES)
+    assert said() == 0

@@ -14,6 +14,7 @@ from bundle.cli.launch.submission import (
     Registry,
     decided,
     read_record_of_one,
+    say_epochs,
     say_hidden,
     submitted,
 )
@@ -120,6 +121,7 @@ def kubernetes(
         grace_seconds=grace,
         keep_seconds=keep,
     )
+    say_epochs(job, recipe)
     claims = "say --mount CLAIM:{}, of a claim that holds it"
     say_hidden(job, pod.mounts(wanted), Path(pod.HOME), claims)
     if apply and not dry_run:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from bundle.cli import may_fail, options
-from bundle.cli.launch.submission import Detach, decided_here, submitted
+from bundle.cli.launch.submission import Detach, decided_here, say_epochs, submitted
 from bundle.cli.request import Machines, Request
 from bundle.environment import image
 from bundle.errors import UsageError
@@ -63,6 +63,7 @@ def ray(
         decided = decided_here(
             recipe, request, machines, built, looks=not dry_run, in_image=built is not None
         )
+        say_epochs(decided, recipe)
         decided = replace(decided, image=built or image.own())
         if dry_run:
             print(cluster.dry_run(decided, wanted, Path.cwd()), end="")

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from bundle.cli import options
-from bundle.cli.launch.submission import Detach, decided_here, read_record, say_hidden, submitted
+from bundle.cli.launch.submission import Detach, decided_here, read_record, say_epochs, say_hidden, submitted
 from bundle.cli.request import Machines, Request
 from bundle.targets import slurm as scheduler
 from bundle.targets.slurm import batch, containers
@@ -67,6 +67,7 @@ def slurm(
         ray=ray,
         rdma=rdma,
     )
+    say_epochs(job, recipe)
     if container_image:
         say_hidden(job, containers.mounts(job, wanted, Path.cwd()), Path.cwd(), "say --mount {0}:{0}")
     if dry_run:

@@ -143,6 +143,17 @@ def say_hidden(job: Job, mounts: Sequence[Mount], workdir: Path, advice: str) ->
         _log.warning("%s", text)
 
 
+def say_epochs(job: Job, recipe: str) -> None:
+    """Warns of a job that will learn on its nodes how long it is: what contradicts that is found there."""
+    if (epochs := job.recipe.train.epochs) is not None:
+        _log.warning(
+            "train.epochs: how many steps %g epochs are is not known before the data is read;"
+            " `mcore-bundle check %s` says whether warm-up and intervals fit",
+            epochs,
+            recipe,
+        )
+
+
 def submitted(handle: str, *, detach: bool) -> None:
     """Says what the job is called; shows what it writes and ends as it does, unless it is left alone."""
     if detach:
