@@ -3,16 +3,15 @@
 import json
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from bundle.cli import options
-from bundle.errors import UsageError, bytes_shown
+from bundle.errors import UsageError
 from bundle.launch import Start
 from bundle.planning.inputs import input_problems
-from bundle.planning.size import Disk, disk
+from bundle.planning.output import disk_shown
 from bundle.recipe import Recipe, load, with_steps
 from bundle.runs.directory import RunDirectory
 
@@ -33,7 +32,8 @@ def check(
     job = load(recipe, overrides or ())
     directory = run_directory or job.run_directory
     start = Start(origin=start_from, weights_only=weights_only)
-    begins = RunDirectory(directory).beginning(job, start)
+    run = RunDirectory(directory)
+    begins = run.beginning(job, start)
     if problems := [problem.text for problem in input_problems(job, directory, begins)]:
         raise UsageError(f"recipe {job.name} cannot be checked", problems)
     from bundle.data import prepare
@@ -44,26 +44,23 @@ def check(
     corpus = prepare(job, place(job, directory), told())
     counts, shown = asdict(inspect(job, corpus)), first_samples(job, corpus, samples)
     counts |= counts.pop("left_out")
-    room = disk(with_steps(job, len(corpus.training)), directory)
+    room = run.room(with_steps(job, len(corpus.training)))
     if as_json:
         said = {"weights": begins.described, **counts, "disk": room._asdict(), "samples": shown}
         print(json.dumps({"schema": 1, **said}, indent=2))
         return
-    print("\n".join([f"weights    {begins.described}", *_lines(job, counts), _disk(room, directory)]))
+    lines = (
+        f"weights    {begins.described}",
+        *_lines(job, counts),
+        f"disk       {disk_shown(room, directory)}",
+    )
+    print("\n".join(lines))
     named = ((f"data.validation_sets.{name}: ", each) for name, each in corpus.validation_left_out.items())
     for where, left_out in (("", corpus.left_out), *named):
         for reason in (*left_out.skipped_rows, *left_out.long_rows):
             print(f"  - {where}{reason}", file=sys.stderr)
     for number, text in enumerate(shown, start=1):
         print(f"\nsample {number} of step 1, ⟦learned⟧:\n{text}")
-
-
-def _disk(room: Disk, directory: Path) -> str:
-    needed = f"{bytes_shown(room.checkpoints)} of checkpoints, {bytes_shown(room.checkpoint)} each"
-    if room.exports:
-        needed += f", {bytes_shown(room.exports)} of exports"
-    short = "" if room.suffices else ": NOT ENOUGH, free some, lower checkpoint.keep, or name --run-directory"
-    return f"disk       {needed}; {bytes_shown(room.free)} free for {directory}{short}"
 
 
 def _lines(job: Recipe, counts: dict[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ import typer
 
 from bundle.cli import may_fail, options
 from bundle.cli.request import Request, spread
+from bundle.cli.room import say_room
 from bundle.environment import hardware, image, machine, packages
 from bundle.environment.ascend import cann
 from bundle.environment.doctor import package_findings
@@ -124,6 +125,8 @@ def train(
     if goes_on and run.finished(told.recipe):
         print(run.nothing_left())
         return
+    if where.node_rank == 0:
+        say_room(told.recipe, run)
     unfit = _unfit(told, run, where, wait, spares) if preflight else ""
     _run(told, run, where, wait, restarts, spares, unfit)
 

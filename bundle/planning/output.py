@@ -1,6 +1,7 @@
 """A plan as it is shown: JSON values for programs, text for people."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from bundle import capabilities
@@ -10,7 +11,7 @@ from bundle.patches import Action
 from bundle.planning.layout import Chunk, RankLayout
 from bundle.planning.memory import MemoryEstimate
 from bundle.planning.plan import Plan
-from bundle.planning.size import ModelSize
+from bundle.planning.size import Disk, ModelSize
 from bundle.recipe import Recipe
 
 SCHEMA = 1
@@ -195,6 +196,17 @@ def _export(plan: Plan) -> Iterator[str]:
         return
     count = "" if train.epochs is not None else f": {kept.exports(train.steps):,} of them, which all stay"
     yield f"{each}, every {kept.export_interval:,} steps and at the end{count}"
+
+
+def disk_shown(room: Disk, directory: Path) -> str:
+    """What a run leaves on the disk where it lives, and whether that has the room."""
+    needed = f"{bytes_shown(room.checkpoints)} of checkpoints, {bytes_shown(room.checkpoint)} each"
+    if room.exports:
+        needed += f", {bytes_shown(room.exports)} of exports"
+    if room.there:
+        needed += f", {bytes_shown(room.there)} of it there"
+    short = "" if room.suffices else ": NOT ENOUGH, free some, lower checkpoint.keep, or name --run-directory"
+    return f"{needed}; {bytes_shown(room.free)} free for {directory}{short}"
 
 
 def _decimal(amount: float, prefixes: str) -> str:

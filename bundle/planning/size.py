@@ -244,16 +244,23 @@ class Disk(NamedTuple):
     checkpoints: int  # of those that stay and one more, which is being written
     exports: int  # at most, all together
     free: int
+    there: int = 0  # of the checkpoints and exports, those that the run has written before
 
     @property
     def suffices(self) -> bool:
         """Whether they fit."""
-        return self.checkpoints + self.exports <= self.free
+        return self.checkpoints + self.exports - self.there <= self.free
 
 
-def disk(recipe: Recipe, directory: Path) -> Disk:
-    """The disk of the run that would live in `directory`, which need not be there yet; epochs are steps."""
+def disk(recipe: Recipe, directory: Path, checkpoints: int = 0, exports: int = 0) -> Disk:
+    """The disk of the run that would live in `directory`, which need not be there yet.
+
+    So many checkpoints and exports of it are there already. Of epochs that are no steps yet, one export is
+    counted.
+    """
     size, kept = model_size(recipe.architecture, recipe.model), recipe.checkpoint
     one = size.checkpoint_bytes(recipe.model.dtype, recipe.optimizer)
-    exports = kept.exports(recipe.train.steps) * size.export_bytes(recipe.model.dtype, kept.export)
-    return Disk(one, one * kept.most, exports, files.free(directory))
+    export = size.export_bytes(recipe.model.dtype, kept.export)
+    most = kept.exports(recipe.train.steps or 1)
+    there = min(checkpoints, kept.most) * one + min(exports, most) * export
+    return Disk(one, one * kept.most, most * export, files.free(directory), there)

@@ -17,6 +17,7 @@ from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.errors import UsageError
 from bundle.launch import LOCK, Start
 from bundle.planning.inputs import Weights, problems_of, weights
+from bundle.planning.size import Disk, disk
 from bundle.recipe import Recipe, differences, load
 from bundle.recipe.document import written
 
@@ -74,6 +75,11 @@ class RunDirectory:
     def exports(self) -> list[Path]:
         """Every export that is there."""
         return [path for path in self.root.glob("*") if _EXPORTED.fullmatch(path.name)]
+
+    def room(self, recipe: Recipe) -> Disk:
+        """The disk of a run of that recipe here, which may have written of it before."""
+        kept = CheckpointDirectory(self.checkpoints).steps()
+        return disk(recipe, self.root, len(kept), len(self.exports))
 
     def begun(self) -> tuple[int, int] | None:
         """Which start made the run what it is, as something to compare; None where none has."""

@@ -13,6 +13,7 @@ import typer
 from bundle.cli import may_fail
 from bundle.cli.plan import planned
 from bundle.cli.request import Machines, Request
+from bundle.cli.room import say_room
 from bundle.environment import image
 from bundle.environment.image import BuildInfo
 from bundle.errors import UsageError, shown
@@ -134,7 +135,9 @@ def decided_here(
         for problem in missing:
             _log.warning("%s (seen from here; the image, or what is mounted, may have it)", problem.text)
         missing = []
-    return _of(asked, here, machines, record, missing)
+    decided = _of(asked, here, machines, record, missing)
+    say_room(asked, run)
+    return decided
 
 
 def say_hidden(job: Job, mounts: Sequence[Mount], workdir: Path, advice: str) -> None:
