@@ -61,8 +61,8 @@ def test_the_engine_gets_the_kernel_of_the_plan_whatever_this_device_would_choos
         "auto",
         "fused",
     )
-    assert options(job.recipe, generation="8.0")["attention_backend"].name == "auto"
-    assert options(job.trained, generation="8.0")["attention_backend"].name == "fused"
+    assert options(job.recipe, generation="10.0")["attention_backend"].name == "auto"
+    assert options(job.trained, generation="10.0")["attention_backend"].name == "fused"
     assert parse(job.text()).trained == job.trained
 
 
