@@ -9,6 +9,7 @@ import pytest
 
 from bundle.launch.job import of_plan
 from bundle.planning import plan_for
+from bundle.planning.inputs import found
 from bundle.recipe import load
 from bundle.targets.mounts import Mount, hidden
 from tests.runs.test_origin import kept_by
@@ -106,3 +107,16 @@ def test_what_is_mounted_elsewhere_or_only_linked_to_is_not_seen(tmp_path):
         assert f"say {data}, unless" in text
     assert len(said(f"{data}/link", data)) == 1
     assert said(f"{data}/link", data, real) == said(f"{tmp_path}/data/../real", real) == []
+
+
+def test_adapters_are_an_input_megatrons_files_are_known_by_their_prefix_and_stdlib_is_of_the_image(tmp_path):
+    (tmp_path / "adapter").mkdir()
+    said = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["o_proj"], "bias": "none"}
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(said))
+    for ending in ("idx", "bin"):
+        (tmp_path / f"tokens.{ending}").touch()
+    adapted = [f"model.lora={{path: {tmp_path}/adapter}}", "model.mtp.layers=0"]
+    (of_adapter,) = found(load("demo", adapted))  # its data is stdlib
+    assert of_adapter == ("model.lora.path", f"{tmp_path}/adapter", (tmp_path / "adapter",))
+    (data,) = found(load("demo", ["data.source=megatron", f"data.path=[{tmp_path}/tokens, {tmp_path}/gone]"]))
+    assert data == ("data.path", f"{tmp_path}/tokens", (tmp_path / "tokens.idx",))
