@@ -213,9 +213,14 @@ class Layout(Groups):
             packed_seq_params(packing),
         )
 
-    def packed_gap(self, model: torch.nn.Module, sequences: Sequence[torch.Tensor]) -> float:
-        """How far the padded pack of all sequences is from one unpacked pass for each."""
-        reference = self.trained(model, self.single(sequences))
+    def packed_gap(
+        self,
+        model: torch.nn.Module,
+        sequences: Sequence[torch.Tensor],
+        alone: torch.nn.Module | None = None,
+    ) -> float:
+        """How far the padded pack of all sequences is from an unpacked pass for each, by `alone` if given."""
+        reference = self.trained(alone or model, self.single(sequences))
         model.zero_grad()
         return gap(self.trained(model, [self.packed(sequences, multiple=8)]), reference)
 

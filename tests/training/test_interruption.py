@@ -107,11 +107,18 @@ def test_a_launch_starts_its_ranks_again_where_that_may_mend_it_and_goes_on(whol
 def stop_a_writer(rank: int) -> list[int]:
     """The processes that a rank has forked, one of which is kept from going on; none where it has none."""
     pids = [int(word) for word in Path(f"/proc/{rank}/task/{rank}/children").read_text().split()]
-    with suppress(ProcessLookupError):  # it may be done by now
+    with suppress(ProcessLookupError, FileNotFoundError):  # it may be done by now
+        if any(holds_the_lock(pid) for pid in pids):  # it has only just been forked, and is bound in a moment
+            return []
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         return pids
     return []
+
+
+def holds_the_lock(pid: int) -> bool:
+    """Whether a process still has the file that a run directory is locked by, which it lets go of at last."""
+    return any(file.readlink().name == ".lock" for file in Path(f"/proc/{pid}/fd").iterdir())
 
 
 @pytest.mark.parametrize("flags", [(), BACKGROUND], ids=["", "written in the background"])
