@@ -1,6 +1,8 @@
 """Directories that torch's own writer has made are read entry by entry; damaged ones are an error of ours."""
 
+import contextlib
 import dataclasses
+import functools
 import pickle
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed import checkpoint
 
 from bundle.errors import BundleError, JobFailed, UsageError
-from bundle.mcore.torch_dist import Directory
+from bundle.mcore.torch_dist import Directory, Part, write
 
 STACKED = torch.arange(4 * 3 * 5).reshape(4, 3, 5).float()
 
@@ -60,6 +62,35 @@ def test_files_that_are_not_in_the_directory_are_not_opened(place, name):
     changed(place, elsewhere)
     with pytest.raises(UsageError, match="files are missing"):
         Directory(place)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("sums", [True, False])
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_written_is_read_by_torch_and_had_no_checksums(tmp_path, sums, fails):
+    """torch.load compares none; what others of this process save afterwards is as they asked for it."""
+    values, while_written = torch.randn(2, 3, 5), []
+
+    def of(entry):
+        while_written.append(torch.serialization.get_crc32_options())
+        if fails:
+            raise JobFailed("gone")
+        return values[entry]
+
+    parts = [Part("a", (i,), (2,), (3, 5), torch.float32, functools.partial(of, i)) for i in range(2)]
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(sums)
+    try:
+        with pytest.raises(JobFailed, match="gone") if fails else contextlib.nullcontext():
+            write(tmp_path, parts, ["nothing"], arguments={}, content={})
+        assert torch.serialization.get_crc32_options() is sums
+    finally:
+        torch.serialization.set_crc32_options(before)
+    assert while_written == [False] * (1 if fails else 2)
+    if not fails:
+        found = {"a": torch.empty(2, 3, 5)}
+        checkpoint.load(found, checkpoint_id=tmp_path, no_dist=True)
+        assert torch.equal(found["a"], values)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
