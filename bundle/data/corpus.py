@@ -190,7 +190,7 @@ def _data_set(
     together = [[source] for source in sources] if recipe.data.source == MEGATRON else [sources]
     stores, training, held_out = [], [], []
     for each in together:
-        store = stored(recipe, directory, each, made, _room(recipe)[0], further)
+        store = stored(recipe, directory, each, made, _longest(recipe), further)
         first = further.documents
         further.before += len(store.ids)
         further.documents += len(store.lengths)
@@ -214,7 +214,10 @@ def _identity(recipe: Recipe, files: int, made: Tokenizer, stores: Sequence[Stor
     identity |= {"tokens": _tokens(stores), "order": ORDER}
     if recipe.data.packed:  # more than the recipe's data section decides how sequences are put into packs
         room, multiple = _room(recipe)
-        identity["packs (parallel.cp decides)"] = f"{room} tokens, each sequence a multiple of {multiple}"
+        most = "" if (longest := _longest(recipe)) == room else f", of at most {longest}"
+        identity["packs (parallel.cp decides)"] = (
+            f"{room} tokens, each sequence a multiple of {multiple}{most}"
+        )
     return identity
 
 
@@ -225,7 +228,7 @@ def _tokens(stores: Sequence[Store]) -> str:
 
 
 def _room(recipe: Recipe) -> tuple[int, int]:
-    """Tokens that one sequence may have, and the multiple in which a pack gives room to each."""
+    """Tokens of a sample for each of its documents, and the multiple in which a pack gives room to each."""
     length = recipe.data.sequence_length
     if not recipe.data.packed:
         return length, 1
@@ -235,12 +238,18 @@ def _room(recipe: Recipe) -> tuple[int, int]:
     return (length // even * even, even) if length >= even else (length // multiple * multiple, multiple)
 
 
+def _longest(recipe: Recipe) -> int:
+    """Tokens that one sequence may have: positions begin anew in each, however long its pack is."""
+    return min(_room(recipe)[0], recipe.architecture.max_position_embeddings)
+
+
 def _parts(recipe: Recipe, store: Store) -> tuple[Spans, Spans]:
     """The pieces to train on and those held out, both in the order of the documents."""
     spans = Spans(store.starts, store.lengths)
     if recipe.task == "pretrain":
-        room, _ = _room(recipe)
-        spans = spans.cut(room if recipe.data.packed else SEQUENCES_PER_PIECE * recipe.data.sequence_length)
+        spans = spans.cut(
+            _longest(recipe) if recipe.data.packed else SEQUENCES_PER_PIECE * recipe.data.sequence_length
+        )
     if recipe.data.packed or recipe.task != "pretrain":
         spans = spans.where(spans.lengths > 1)  # a single token has no label; no document of a pair is one
     together = recipe.documents_per_sample

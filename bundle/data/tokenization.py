@@ -253,7 +253,7 @@ def _fitting(
             yield row, documents
             continue
         place = f"{row} ({size:,} tokens)"  # with it, rows of all lengths have one reason
-        what = f"more than the {longest:,} tokens that data.sequence_length allows"
+        what = f"more than the {longest:,} tokens that data.sequence_length and the model's positions allow"
         cut = [_shortened(document, longest, truncation) for document in documents]
         if truncation == "error":
             errors.add(place, f"{what}; data.truncation says what to do with such rows")

@@ -144,8 +144,9 @@ class Data(Section):
         description="`bytes` (256 and two specials), or `hf:DIR`, a local Hugging Face tokenizer.",
     )
     sequence_length: Count = Field(
-        description="Tokens of a sample; packed: tokens of a pack. DPO: of an answer with its prompt; packed:"
-        " of a pack, which holds whole pairs, so that an answer may have half as many."
+        description="Tokens of a sample; packed: tokens of a pack, which may be more than the model has"
+        " positions: each sequence has its own. DPO: of an answer with its prompt; packed: of a pack, which"
+        " holds whole pairs, so that an answer may have half as many."
     )
     packed: bool = Field(
         default=False, description="Pack whole documents into each sample, without attention across."

@@ -186,7 +186,7 @@ def _sequences(recipe: Recipe) -> Iterator[Violation]:
             shares += f"{' and ' if shares else ''}tp {parallel.tp} (sequence parallel)"
         yield "data.sequence_length", f"{length} is not a multiple of {multiple}, as {shares} needs it"
     longest = recipe.architecture.max_position_embeddings
-    if length > longest:
+    if length > longest and not recipe.data.packed:  # positions begin anew in each sequence of a pack
         yield (
             "data.sequence_length",
             f"{length} exceeds the model's max_position_embeddings {longest}; where its rope_scaling is for"

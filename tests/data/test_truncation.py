@@ -57,8 +57,8 @@ def test_long_rows_are_refused_where_nobody_says_otherwise(rows, tmp_path):
     with pytest.raises(JobFailed) as caught:
         prepare(recipe(rows), tmp_path / "data")
     assert caught.value.violations == (
-        f"{long(rows)}: more than the {LENGTH} tokens that data.sequence_length allows;"
-        " data.truncation says what to do with such rows",
+        f"{long(rows)}: more than the {LENGTH} tokens that data.sequence_length and the model's positions"
+        " allow; data.truncation says what to do with such rows",
     )
 
 
@@ -95,6 +95,23 @@ def test_a_pack_has_room_for_what_it_holds(rows, tmp_path):
     corpus = prepare(recipe(rows, *keys, "data.sequence_length=72"), tmp_path / "data")
     room = 64  # the next multiple below
     assert max(corpus.stores[0].lengths) == room and corpus.left_out.cut == 3
+
+
+@pytest.mark.parametrize("task", ["sft", "pretrain"])
+def test_a_pack_may_be_longer_than_the_models_positions_but_no_sequence_of_it(rows, tmp_path, task):
+    """40 positions: rows are cut there and running text comes in pieces of as many; a pack holds several."""
+    if task == "pretrain":
+        rows.write_text(json.dumps({"text": "x" * 1010}))
+    keys = [f"task={task}", "data.packed=true", "train.micro_batch_size=1", "data.truncation=left"]
+    made = recipe(rows, "data.sequence_length=192", "model.config.max_position_embeddings=40", *keys)
+    corpus = prepare(made, tmp_path / "data")
+    packs = [corpus.training.batch(np.array([number])) for number in range(len(corpus.training))]
+    lengths = [length for pack in packs for length in pack.lengths]
+    assert max(lengths) == 40 and max(pack.ids.shape[1] for pack in packs) > 120
+    assert max(pack.position_ids.max() for pack in packs) == 39
+    assert sum(lengths) == corpus.tokens
+    other = recipe(rows, "data.sequence_length=192", "model.config.max_position_embeddings=48", *keys)
+    assert len(changed(corpus.identity, prepare(other, tmp_path / "other").identity)) >= 1
 
 
 def test_other_truncation_is_other_data(rows, tmp_path):
