@@ -157,6 +157,7 @@ def _model(size: ModelSize) -> str:
 def _step(plan: Plan) -> str:
     """Tokens and work of a step, and how long it takes at least where that can be said."""
     work = f"up to {plan.step_tokens:,} tokens, {_decimal(plan.step_flops, 'KMGTPEZY')}FLOPs"
+    work += " beside the vision tower's" if plan.recipe.architecture.vision else ""
     if plan.peak is None or plan.recipe.model.dtype != "bf16" or plan.recipe.model.fp8 is not None:
         return work
     seconds = plan.step_flops / (plan.world * plan.peak.bf16)

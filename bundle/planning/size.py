@@ -18,7 +18,7 @@ The backward pass takes twice as many; as many for weights that are frozen, whic
 rotations, softmax and all else that goes element by element is not counted, nor are adapters, padding (of the
 vocabulary too) and what recomputation does again. This is what model FLOPs utilisation (MFU) is computed from
 (Chowdhery et al., "PaLM", 2022, appendix B), but for causality, which that leaves out. A vision tower is
-among the parameters, and not in the FLOPs: what it computes follows from images, not from tokens.
+among the parameters, and not in these FLOPs: what it computes follows from images (`bundle.planning.tower`).
 """
 
 import functools

@@ -17,10 +17,12 @@ from typing import Any, Protocol, Self, TextIO
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from bundle import capabilities, files
 from bundle.errors import EnvironmentUnfit
 from bundle.planning.size import model_size
+from bundle.planning.tower import tower_size
 from bundle.recipe import Recipe, flat
 from bundle.runs.directory import RunDirectory
 
@@ -290,6 +292,7 @@ class Speed:
     def __init__(self, recipe: Recipe, backend: str, device: torch.device) -> None:
         parallel = recipe.parallel
         self._size = model_size(recipe.architecture, recipe.model)
+        self._tower = tower_size(recipe.architecture, recipe.model)
         self._ranks = parallel.tp * parallel.cp * parallel.pp
         self._device = device
         self._peak: float | None = None  # FLOP/s of the arithmetic that is used, where it is known
@@ -297,11 +300,15 @@ class Speed:
             peak = capabilities.of(backend).peak(torch.cuda.get_device_name(device))
             self._peak = peak.bf16 if peak else None
 
-    def flops(self, lengths: Sequence[int]) -> float:
-        """This rank's share of the model FLOPs of training on sequences of these lengths."""
+    def flops(self, lengths: Sequence[int], grids: NDArray[np.int64]) -> float:
+        """This rank's share of the model FLOPs of training on sequences of these lengths.
+
+        `grids` [images, 3] are the patches of their images in time, height and width.
+        """
         tokens = np.asarray(lengths, np.int64)
         pairs = int((tokens * (tokens + 1) // 2).sum())
-        return self._size.step_flops(int(tokens.sum()), pairs) / self._ranks
+        of_images = self._tower.training_flops(grids) if self._tower else 0
+        return (self._size.step_flops(int(tokens.sum()), pairs) + of_images) / self._ranks
 
     def gauges(self, flops: float, seconds: float) -> Mapping[str, float]:
         """FLOP/s of a device (TFLOP/s; MFU where the peak is known) and the peak of its memory in bytes.

@@ -46,12 +46,15 @@ class Batches:
         self._alignment, self._vision = recipe.alignment, recipe.architecture.vision
         # What a reference says of every document of the corpus, once it is known; of pairs alone.
         self.reference: NDArray[np.float64] | None = None
-        self.lengths: list[int] = []  # of the sequences of this rank's last step, padding aside
+        # Of this rank's last step: the lengths of its sequences, padding aside, and its images' patches.
+        self.lengths: list[int] = []
+        self.grids = np.zeros((0, 3), np.int64)
 
     def training(self, consumed: int) -> list[MicroBatch]:
         """The micro-batches of the step that begins after `consumed` samples of the whole run."""
         batches = self._loader.training(consumed)
         self.lengths = [length for batch in batches for length in lengths_of(batch)]
+        self.grids = np.concatenate([batch.grids for batch in batches])
         return [self._micro_batch(batch) for batch in batches]
 
     @property

@@ -106,7 +106,7 @@ class Trainer:
                 should_stop=should_stop,
                 alive=self._alive,
                 profiled=profiler.step,
-                flops=lambda: self.speed.flops(self.batches.lengths),
+                flops=lambda: self.speed.flops(self.batches.lengths, self.batches.grids),
                 gauges=self.speed.gauges,
                 export=self._export,
                 unusual=self._unusual,

@@ -360,6 +360,12 @@ def test_the_size_of_the_model_and_the_work_of_a_step_are_shown():
     assert f"{stored * 14 * 3 / 2**20:.1f} MiB of disk" in shown
 
 
+def test_the_work_of_a_step_is_said_to_lack_a_tower_that_images_decide():
+    for name, has in (("sft-qwen3-vl-8b-h200", True), ("sft-qwen3-8b-h200", False)):
+        said = to_text(plan(load(name), preset("h200")), "run", "starts")
+        assert ("FLOPs beside the vision tower's: " in said, "FLOPs: " in said) == (has, not has)
+
+
 def test_what_has_no_known_rate_takes_no_time():
     recipe = job(QWEN3, model={"config": QWEN3, "dtype": "fp32"}, train={"global_batch_size": 16})
     for made in (plan(recipe, preset("h200")), plan(job(QWEN3))):

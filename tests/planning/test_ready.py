@@ -66,6 +66,15 @@ def test_a_model_with_a_tower_has_as_many_parameters_as_its_published_files() ->
     assert planned("sft-qwen3-vl-8b-h200").size.parameters == 8_767_123_696
 
 
+@pytest.mark.parametrize("machine", ["h200", "a3"])
+def test_kimi_k2_turns_and_balances_as_its_config_says(machine: str) -> None:
+    # Unlike DeepSeek-V3, whose beta_fast is 32.
+    kimi, deepseek = (load(f"sft-{name}-{machine}").architecture for name in ("kimi-k2", "deepseek-v3"))
+    turned = [of.rope_scaling and of.rope_scaling.beta_fast for of in (kimi, deepseek)]
+    assert turned == [1.0, 32.0]
+    assert kimi.moe and (kimi.moe.aux_loss_coeff, kimi.moe.aux_loss_per_sequence) == (0.001, True)
+
+
 def test_every_model_is_ready_for_both_machines_but_where_npus_refuse_it() -> None:
     models = {name.removeprefix("sft-").rpartition("-")[0] for name in READY}
     absent = {model for model in models if not {f"sft-{model}-h200", f"sft-{model}-a3"} <= set(READY)}

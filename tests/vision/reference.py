@@ -153,6 +153,14 @@ def positions(model: Any, ids: Tensor, grids: Tensor, seconds: Tensor) -> Tensor
     return positions
 
 
+def tower(case: Case) -> Any:
+    """transformers' vision tower of a case, with random weights."""
+    from transformers import AutoModel
+
+    kind: Any = AutoModel
+    return kind.from_config(_config(case), attn_implementation="eager", dtype=torch.float32).visual
+
+
 def _config(case: Case) -> Any:
     from transformers import AutoConfig
 

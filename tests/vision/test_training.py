@@ -2,8 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 
+from bundle.planning.size import model_size
+from bundle.planning.tower import tower_size
+from bundle.recipe import load
 from tests.training.command import finish, train
 from tests.vision import rows
 from tests.vision.rows import asking, content, image
@@ -58,6 +62,25 @@ def test_an_export_has_what_belongs_to_it(alone):
     assert len(found) == 2 and found[0] != found[1]
     belongings = {path.name for path in (run / "hf").iterdir()}
     assert {"preprocessor_config.json", "tokenizer.json", "model.safetensors"} <= belongings
+
+
+def test_rates_count_what_the_tower_computes(alone):
+    """Every step has all rows: 7 images of 4 by 4 patches, and a video of as many in 3 frames."""
+    _, run = alone["rows"]
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    (first, _) = (line for line in lines if "train/loss" in line)
+    seconds, recipe = first["train/step_seconds"], load(str(rows.RECIPE))
+    size, tower = (
+        model_size(recipe.architecture, recipe.model),
+        tower_size(recipe.architecture, recipe.model),
+    )
+    assert tower is not None
+    tokens = round(first["train/tokens_per_second"] * seconds)
+    of_images = tower.training_flops(np.asarray([[1, 4, 4]] * 7 + [[3, 4, 4]]))
+    least = of_images + size.step_flops(tokens, 0)
+    most = of_images + size.step_flops(tokens, tokens * recipe.data.sequence_length // 2)
+    assert most - least < of_images / 2
+    assert least < first["train/tflops_per_device"] * seconds * 1e12 < most
 
 
 @pytest.mark.releases
