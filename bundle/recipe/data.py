@@ -165,7 +165,9 @@ class Data(Section):
         " directory, or data in it where that cannot be written.",
     )
     on_error: Literal["stop", "skip"] = Field(
-        default="stop", description="Corrupt rows and files: stop and list them, or skip and count them."
+        default="stop",
+        description="Corrupt rows and files: stop and list them, or skip and count them. A row that was"
+        " skipped for an image stays so in `cache` until the row's own file changes.",
     )
     truncation: Literal["error", "delete", "right", "left"] = Field(
         default="error",
