@@ -200,6 +200,37 @@ def test_what_is_done_already_is_no_advice():
     assert plan(frozen, preset("a3")).problems == ()
 
 
+LONG = "data.sequence_length=1048576"
+STAGES = ("parallel.pp=2", "parallel.num_layers_in_first_pipeline_stage=3")
+FREEZING = "model.vision.freeze_tower and freeze_projector, "
+
+
+@pytest.mark.parametrize(
+    ("changes", "of_stages"),
+    [
+        ((), [FREEZING]),
+        (("model.vision.freeze_tower=true",), [""]),
+        (("model.lora={rank: 8, alpha: 8, targets: [q_proj]}",), [""]),
+        (STAGES, [FREEZING, ""]),  # the last has no tower
+        (
+            ("model.recompute.granularity=selective", "model.recompute.modules=[core_attn]"),
+            [f"{FREEZING}model.recompute, "],
+        ),
+    ],
+)
+def test_advice_is_what_would_help_and_is_not_done_yet(changes, of_stages):
+    problems = plan(load("sft-qwen3-vl-8b-a3", [LONG, *changes]), preset("a3")).problems
+    said = [problem.text.partition("(")[2] for problem in problems]
+    shorter = "mostly activations: a shorter data.sequence_length, "
+    assert said == [f"{shorter}{advice}more tp or cp)" for advice in of_stages]
+
+
+def test_more_replicas_are_no_advice_where_each_has_the_whole_state():
+    changes = ("optimizer.use_distributed_optimizer=false", "parallel.tp=1")
+    (problem,) = plan(load("sft-qwen3-vl-8b-a3", changes), preset("a3")).problems
+    assert problem.text.endswith("(mostly weights and optimizer: more tp or pp)")
+
+
 def test_a_layout_that_does_not_fit_says_what_it_divides_and_what_would():
     made = plan(job(DEEPSEEK, parallel={"pp": 2, "ep": 8, "tp": 2, "etp": 1}), preset("h200"), per_node=8)
     (said,) = (problem.text for problem in made.problems if "multiple of" in problem.text)
