@@ -154,7 +154,7 @@ RANK = (
     ),
     _rule(
         Kind.HOST_MEMORY,
-        r"^MemoryError\b|DefaultCPUAllocator: can't allocate memory|Cannot allocate memory",
+        r"^MemoryError\b|Cannot allocate memory",
         "its host gave it no more memory: raise the limit (`ulimit -v`, or that of the container), or lower"
         " train.micro_batch_size or the ranks of a node",
         Action.STOP,

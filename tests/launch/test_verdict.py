@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bundle.errors import ExitCode
 from bundle.launch import verdict as verdicts
-from bundle.launch.causes import KERNEL, RANK, Action, Kind
+from bundle.launch.causes import KERNEL, PORT_TAKEN, RANK, Action, Kind
 from bundle.launch.causes import found as found_cause
 from bundle.launch.evidence import Evidence, Log
 from bundle.launch.hang import Collective, Standing
@@ -201,7 +201,7 @@ def test_what_libraries_say_is_known_in_the_word_of_a_rank_and_in_the_log_of_one
 
 
 def test_every_rule_about_a_rank_or_a_kernel_has_been_met():
-    """No rule that a later one, or none of the texts above, would hide."""
+    """No rule that an earlier one hides, or that none of the texts above is about."""
     texts = [line for line, _ in KERNEL_LINES] + [
         f"NVRM: Xid (PCI:0000:3b:00): {number}, pid=7, name=python"
         for number in (64, 74, 95, 119, 120, 140, 143)
@@ -246,6 +246,20 @@ def test_without_any_rank_the_launch_itself_did_not_work():
     found = judged(agent="No module named torch\n")
     assert found.code == ExitCode.LAUNCH_UNAVAILABLE
     assert found.text() == f"[torchrun] No module named torch\ntorchrun could not start the ranks; {NEVER}"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "The server socket has failed to listen on any local network address. port: 29500, code: -98",
+        "port: 29500, useIpv6: false, code: -98, name: EADDRINUSE, message: in use",
+        "OSError: [Errno 98] Address already in use",
+    ],
+)
+def test_a_port_that_is_taken_is_no_ranks_fault(said):
+    found = judged(agent=f"torch.distributed.DistNetworkError: {said}\n")
+    assert found.sentence == f"{PORT_TAKEN}; {NEVER}"
+    assert (found.kind, found.action) == (Kind.LAUNCH, Action.STOP)
 
 
 def test_ranks_that_their_launcher_ended_for_those_of_another_node_are_an_echo_and_who_broke_is_not():
