@@ -121,6 +121,21 @@ def test_a_run_and_its_export_answer_by_the_chat_template(chatting, part, capfd)
 
 
 @pytest.mark.world
+@pytest.mark.parametrize("form", [lambda token: token, lambda token: [1, token]])
+def test_an_answer_ends_where_its_directory_ends_it_and_with_its_turn(chatting, tmp_path, capfd, form):
+    from transformers import AutoTokenizer
+
+    shutil.copytree(chatting / "hf", copy := tmp_path / "copy")
+    ids = AutoTokenizer.from_pretrained(copy).encode("Nobody knows:", add_special_tokens=False)
+    config = json.loads((copy / "generation_config.json").read_text())
+    asking = (copy, "--prompt=What is blue?")
+    for own, answer in ((form(ids[-1]), "Nobody knows:"), (None, "Nobody knows: ask again.")):
+        (copy / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": own}))
+        code, out, err = generate(capfd, *asking)
+        assert (code, out) == (0, f"{answer}\n"), err
+
+
+@pytest.mark.world
 def test_an_export_says_where_its_turns_end(chatting):
     """Its config names no end, and every server asks this file."""
     transformers = pytest.importorskip("transformers")
