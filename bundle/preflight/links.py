@@ -40,7 +40,7 @@ class Measuring:
         self.bytes = _BYTES.get(place.kind, _BYTES_OF_DEVICES)[place.quick]
         self.links: list[Link] = []
         self.stage = "meeting the others"
-        # What is received in the exchange under way, and with whom that is.
+        # What is received in the first exchange with somebody, and with whom that is.
         self.came: torch.Tensor | None = None
         self.source = self.target = rank
         self.measured: dict[str, float] = {}
@@ -96,7 +96,6 @@ class Measuring:
                 work.wait()
 
         seconds = self._timed(exchange, repeats)
-        self.came = None
         if not bool((came == float(source)).all()):
             raise ValueError(f"rank {source} sent what did not arrive as it was")
         return seconds
@@ -122,9 +121,12 @@ class Measuring:
         dist.barrier(device_ids=None if self.device.type == "cpu" else [self.place.local_rank])
 
     def _timed(self, body: Callable[[], object], repeats: int) -> float:
-        """Seconds of one call, the first of which, that sets up a connection, is not counted."""
+        """Seconds of one call when all call it; the first one, that sets up connections, is not counted."""
         body()
         self._wait()
+        stage, self.came = self.stage, None
+        self._meet()
+        self.stage = stage
         began = time.perf_counter()
         for _ in range(repeats):
             body()

@@ -1,4 +1,5 @@
-"""The probe of links, on a node that never sends (PLACE held), or that tells late what came of it (slow)."""
+"""The probe of links, on a node that never sends (PLACE held), or that tells late what came of it (slow),
+or that takes a second to set up its first connection (late)."""
 
 import os
 import sys
@@ -20,6 +21,17 @@ if __name__ == "__main__":
             return found
 
         links.Meeting.result = slow  # type: ignore
+    if sys.argv[2] == "late":
+        wait = links.Measuring._wait
+        waited: list[Any] = []
+
+        def late(of: Any) -> None:
+            wait(of)
+            if not waited:
+                time.sleep(1)
+            waited.append(of)
+
+        links.Measuring._wait = late  # type: ignore
     links.probe(Place.parse(sys.argv[1])).tell()
     sys.stdout.flush()
     os._exit(0)

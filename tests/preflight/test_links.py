@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,34 +100,44 @@ def test_lists_have_a_name_on_each_line(tmp_path):
     assert (tmp_path / "lists/failing.txt").read_text() == "gpu2\n"
 
 
-@pytest.mark.releases
-def test_nodes_measure_each_other_without_one_that_fails_alone_and_name_one_that_is_held(tmp_path):
-    pytest.importorskip("torch")
-    does = ["slow", "held", "well", "unfit"]
-    with reserved() as port:
-        started = []
-        for number, how in enumerate(does):
-            place = Place(
-                kind="cpu", local_rank=0, per_node=1, nodes=4, node_rank=number, address="127.0.0.1",
-                port=port, unfit="its disk is full" if how == "unfit" else "", wait=300, seconds=30,
-                quick=True, name=f"gpu{number}",
-            )  # fmt: skip
-            command = [sys.executable, "-m", "tests.preflight.link", place.word, how]
-            started.append(
-                subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            )
-        said = [process.communicate(timeout=500)[0] for process in started]
+def told(does: list[str], unfit: dict[str, str], port: int) -> list[dict[str, Any]]:
+    """What the probe of each of some nodes of one device finds."""
+    started = []
+    for number, how in enumerate(does):
+        place = Place(
+            kind="cpu", local_rank=0, per_node=1, nodes=len(does), node_rank=number, address="127.0.0.1",
+            port=port, unfit=unfit.get(how, ""), wait=300, seconds=30, quick=True, name=f"gpu{number}",
+        )  # fmt: skip
+        command = [sys.executable, "-m", "tests.preflight.link", place.word, how]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    said = [process.communicate(timeout=500)[0] for process in started]
     assert all("preflight found " in text for text in said), "\n=====".join(said)
-    told = [json.loads(text.partition("preflight found ")[2]) for text in said]
+    return [json.loads(text.partition("preflight found ")[2]) for text in said]
+
+
+@pytest.mark.releases
+def test_nodes_measure_each_other_without_one_that_fails_alone_and_name_one_that_is_held():
+    pytest.importorskip("torch")
+    with reserved() as port:
+        found = told(["slow", "held", "well", "unfit", "well"], {"unfit": "its disk is full"}, port)
     came_to = {
         "0": ["gpu0", ""],
         "1": ["gpu1", "nothing came over its links to or from node 0, 2"],
         "2": ["gpu2", ""],
         "3": ["gpu3", "its disk is full"],
+        "4": ["gpu4", ""],  # whose own exchange has ended, and which waits for those that are held
     }
-    assert [each["nodes"] for each in told] == [came_to] * 4
-    assert [each["wrong"] for each in told] == ["", came_to["1"][1], "", ""]
-    assert told[3]["skipped"] and told[0]["measured"] == {}
+    assert [each["nodes"] for each in found] == [came_to] * 5
+    assert [each["wrong"] for each in found] == ["", came_to["1"][1], "", "", ""]
+    assert found[3]["skipped"] and found[0]["measured"] == {}
+
+
+def test_what_a_node_takes_to_set_up_a_connection_is_not_held_against_the_other_end():
+    pytest.importorskip("torch")
+    with reserved() as port:
+        first, _ = told(["well", "late"], {}, port)
+    # 5 exchanges of a MiB, which would take that second as well.
+    assert first["measured"]["GB/s from gpu1"] > 2 * 5 * 2**20 / 1e9
 
 
 @pytest.mark.releases
