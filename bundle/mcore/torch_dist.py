@@ -86,9 +86,16 @@ class Directory:
         return max((int(match[1]) + 1 for match in found if match), default=0)
 
     def _described(self) -> Iterable[tuple[str, tuple[tuple[int, ...], torch.dtype]]]:
+        """Raises ValueError or AttributeError where what is stored of a tensor is no such description."""
         for key, stored in self._index.state_dict_metadata.items():
             if isinstance(stored, TensorStorageMetadata):
-                yield key, (tuple(stored.size), stored.properties.dtype)
+                shape, dtype = tuple(stored.size), stored.properties.dtype
+                for of in (shape, *(of for chunk in stored.chunks for of in (chunk.offsets, chunk.sizes))):
+                    if len(of) != len(shape) or any(type(number) is not int or number < 0 for number in of):
+                        raise ValueError(f"{printable(str(key))}: {of!r:.60} is no part of its shape")
+                if not (isinstance(key, str) and isinstance(dtype, torch.dtype)):
+                    raise ValueError(f"{printable(str(key))} has {dtype!r:.60} for a kind of numbers")
+                yield key, (shape, dtype)
 
     def read(self, key: str, entry: tuple[int, ...] = ()) -> Tensor:
         """An entry of a tensor, by its leading dimensions. Raises JobFailed where it cannot be read."""

@@ -6,6 +6,7 @@ import io
 import os
 import pathlib
 import pickle
+import pickletools
 import signal
 import threading
 import types
@@ -40,6 +41,7 @@ _NAMES = {
     ("torch._utils", "_rebuild_tensor_v2"),
     ("torch.storage", "_load_from_bytes"),
 }
+_REMEMBERING = ("PUT", "LONG_BINPUT")  # under a number that the pickle says
 _MISSING = object()
 _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 # Of two that overlap, the first to leave would unpickle freely while the other reads, the last for ever not.
@@ -150,8 +152,24 @@ def _put_back(given: Any, was: dict[str, Any]) -> list[str]:
 
 
 def _load(file: Any, **options: Any) -> Any:
+    _refuse_to_reserve(file)
     return _DataOnly(file, **options).load()
 
 
 def _loads(content: Any, **options: Any) -> Any:
-    return _DataOnly(io.BytesIO(content), **options).load()
+    return _load(io.BytesIO(content), **options)
+
+
+def _refuse_to_reserve(file: Any) -> None:
+    """Reads a pickle's instructions and follows none: a few bytes of them can ask for all memory there is.
+
+    Raises UnpicklingError where a length, or the number of something remembered, is beyond the file.
+    """
+    start = file.tell()
+    try:
+        for instruction, number, _ in pickletools.genops(file):
+            if instruction.name in _REMEMBERING and number is not None and number > file.tell():
+                raise ValueError(f"it remembers something as number {number}, within {file.tell()} bytes")
+    except ValueError as error:
+        raise pickle.UnpicklingError(f"it is no pickle: {error}") from error
+    file.seek(start)

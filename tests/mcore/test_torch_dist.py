@@ -53,6 +53,57 @@ def test_chunks_that_are_not_all_of_a_tensor_once_are_refused(place):
         Directory(place).read("decoder.layers.weight")
 
 
+def without_sizes(stored):
+    del stored.chunks[0].__dict__["sizes"]
+
+
+def with_an_offset_more(stored):
+    stored.chunks[0] = dataclasses.replace(stored.chunks[0], offsets=torch.Size((0, 0, 0, 0)))
+
+
+def with_an_offset_before_the_tensor(stored):
+    stored.chunks[0] = dataclasses.replace(stored.chunks[0], offsets=(-1, 0, 0))
+
+
+def with_a_size_in_words(stored):
+    stored.chunks[0] = dataclasses.replace(stored.chunks[0], sizes=("4", 3, 5))
+
+
+def without_chunks(stored):
+    stored.chunks = None
+
+
+def without_a_kind_of_numbers(stored):
+    stored.properties.dtype = "float32"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        without_sizes,
+        with_an_offset_more,
+        with_an_offset_before_the_tensor,
+        with_a_size_in_words,
+        without_chunks,
+        without_a_kind_of_numbers,
+    ],
+)
+def test_an_index_that_describes_no_tensor_is_refused_when_it_is_read(place, damage):
+    changed(place, lambda index: damage(index.state_dict_metadata["decoder.layers.weight"]))
+    with pytest.raises(UsageError, match=r"\.metadata: cannot be used"):
+        Directory(place)
+
+
+def test_an_index_whose_keys_are_no_names_is_refused(place):
+    def in_bytes(index):
+        of = index.state_dict_metadata
+        of[b"norm"] = of.pop("norm")
+
+    changed(place, in_bytes)
+    with pytest.raises(UsageError, match=r"\.metadata: cannot be used"):
+        Directory(place)
+
+
 @pytest.mark.parametrize("name", ["/etc/passwd", "../other", "gone.distcp"])
 def test_files_that_are_not_in_the_directory_are_not_opened(place, name):
     def elsewhere(index):
