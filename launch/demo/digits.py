@@ -72,7 +72,8 @@ def write_tokenizer(directory: Path) -> None:
     of_bytes.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     of_bytes.decoder = decoders.ByteLevel()
     of_bytes.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    made = PreTrainedTokenizerFast(tokenizer_object=of_bytes, eos_token="<|im_end|>")
+    # A server that is given an image asks for a token to pad with.
+    made = PreTrainedTokenizerFast(tokenizer_object=of_bytes, eos_token="<|im_end|>", pad_token="<|im_end|>")
     made.chat_template = TEMPLATE
     made.save_pretrained(str(directory))
     (directory / "preprocessor_config.json").write_text(json.dumps(PROCESSING, indent=2), encoding="utf-8")

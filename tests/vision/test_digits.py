@@ -27,3 +27,10 @@ def test_digits_are_read(shown, tmp_path, layout):
     quiet = ["data.validation_sets={}", "train.eval_interval=0"]
     finish(train(str(rows.RECIPE), tmp_path / "run", [*paths, *quiet, *how, *LAYOUTS.get(layout, [])]))
     assert digits.score(shown, tmp_path / "run" / "hf") >= RIGHT
+
+
+def test_their_tokenizer_pads_as_servers_ask(shown):
+    from transformers import AutoTokenizer
+
+    tokens = AutoTokenizer.from_pretrained(shown / "tokenizer")(["3", "digits"], padding=True)
+    assert len({len(ids) for ids in tokens["input_ids"]}) == 1
