@@ -41,14 +41,14 @@ def test_an_entry_of_a_chunk_of_many_is_read_alone(place):
     assert found.read("norm").dtype == torch.bfloat16
 
 
-def test_chunks_that_are_not_all_of_a_tensor_once_are_refused(place):
-    def twice_the_first_half(index):
+@pytest.mark.parametrize("times", [1, 2])
+def test_chunks_that_are_not_all_of_a_tensor_once_are_refused(place, times):
+    def the_first_half(index):
         stored = index.state_dict_metadata["decoder.layers.weight"]
         (chunk,) = stored.chunks
-        half = dataclasses.replace(chunk, sizes=torch.Size((2, 3, 5)))
-        stored.chunks[:] = [half, half]
+        stored.chunks[:] = [dataclasses.replace(chunk, sizes=torch.Size((2, 3, 5)))] * times
 
-    changed(place, twice_the_first_half)
+    changed(place, the_first_half)
     with pytest.raises(JobFailed, match="its chunks are not the 60 values once each"):
         Directory(place).read("decoder.layers.weight")
 
@@ -69,6 +69,10 @@ def with_a_size_in_words(stored):
     stored.chunks[0] = dataclasses.replace(stored.chunks[0], sizes=("4", 3, 5))
 
 
+def with_a_size_in_parts(stored):
+    stored.chunks[0] = dataclasses.replace(stored.chunks[0], sizes=(4, 2.5, 6))
+
+
 def without_chunks(stored):
     stored.chunks = None
 
@@ -84,6 +88,7 @@ def without_a_kind_of_numbers(stored):
         with_an_offset_more,
         with_an_offset_before_the_tensor,
         with_a_size_in_words,
+        with_a_size_in_parts,
         without_chunks,
         without_a_kind_of_numbers,
     ],

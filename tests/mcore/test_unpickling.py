@@ -160,6 +160,7 @@ def test_a_pickle_changes_no_function_of_the_process():
     [
         b"\x80\x02]r\x00\x00\x00\x10.",  # LONG_BINPUT, 2**28
         b"\x80\x02]p268435456\n.",  # PUT
+        b"\x80\x02]p40\n.",  # just beyond what so few can hold
         b"\x80\x05\x96\x00\x00\x00\x00\x01\x00\x00\x00abc.",  # BYTEARRAY8 of 2**32 bytes
         b"\x80\x04\x8e\x00\x00\x00\x00\x01\x00\x00\x00abc.",  # BINBYTES8
         b"\x80\x02]",  # no end

@@ -6,12 +6,27 @@ import sys
 import time
 from typing import Any
 
+import torch.distributed as dist
+
 from bundle.preflight import links
 from bundle.preflight.nodes import Place
 
+
+def _late(of: Any, name: str) -> None:
+    """The first call of a function comes back a second later."""
+    function, late = getattr(of, name), [1]
+
+    def called(*given: Any) -> Any:
+        found = function(*given)
+        time.sleep(late.pop() if late else 0)
+        return found
+
+    setattr(of, name, called)
+
+
 if __name__ == "__main__":
     if sys.argv[2] == "held":
-        links.dist.batch_isend_irecv = lambda _: time.sleep(600)  # type: ignore[attr-defined]
+        dist.batch_isend_irecv = lambda _: time.sleep(600)  # type: ignore
     if sys.argv[2] == "slow":
         result = links.Meeting.result
 
@@ -22,16 +37,8 @@ if __name__ == "__main__":
 
         links.Meeting.result = slow  # type: ignore
     if sys.argv[2] == "late":
-        wait = links.Measuring._wait
-        waited: list[Any] = []
-
-        def late(of: Any) -> None:
-            wait(of)
-            if not waited:
-                time.sleep(1)
-            waited.append(of)
-
-        links.Measuring._wait = late  # type: ignore
+        _late(dist, "batch_isend_irecv")
+        _late(links.Measuring, "_wait")
     links.probe(Place.parse(sys.argv[1])).tell()
     sys.stdout.flush()
     os._exit(0)
