@@ -67,12 +67,18 @@ def test_a_model_with_a_tower_has_as_many_parameters_as_its_published_files() ->
 
 
 @pytest.mark.parametrize("machine", ["h200", "a3"])
-def test_kimi_k2_turns_and_balances_as_its_config_says(machine: str) -> None:
+def test_kimi_k2_turns_as_its_config_says(machine: str) -> None:
     # Unlike DeepSeek-V3, whose beta_fast is 32.
     kimi, deepseek = (load(f"sft-{name}-{machine}").architecture for name in ("kimi-k2", "deepseek-v3"))
     turned = [of.rope_scaling and of.rope_scaling.beta_fast for of in (kimi, deepseek)]
     assert turned == [1.0, 32.0]
-    assert kimi.moe and (kimi.moe.aux_loss_coeff, kimi.moe.aux_loss_per_sequence) == (0.001, True)
+
+
+@pytest.mark.parametrize("machine", ["h200", "a3"])
+@pytest.mark.parametrize("model", ["kimi-k2", "moonlight-16b-a3b", "deepseek-v2", "deepseek-v2-lite"])
+def test_experts_are_balanced_as_their_configs_say(model: str, machine: str) -> None:
+    moe = load(f"sft-{model}-{machine}").architecture.moe
+    assert moe and (moe.aux_loss_coeff, moe.aux_loss_per_sequence) == (0.001, True)
 
 
 def test_every_model_is_ready_for_both_machines_but_where_npus_refuse_it() -> None:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,35 @@ def test_nodes_measure_each_other_without_one_that_fails_alone_and_name_one_that
     assert [each["nodes"] for each in found] == [came_to] * 5
     assert [each["wrong"] for each in found] == ["", came_to["1"][1], "", "", ""]
     assert found[3]["skipped"] and found[0]["measured"] == {}
+
+
+def measuring(size: int) -> Any:
+    """The measurements of the first of `size` devices, which waits for nobody."""
+    links = pytest.importorskip("bundle.preflight.links")
+    place = Place(
+        kind="cpu", local_rank=0, per_node=size, nodes=1, node_rank=0, address="", port=0, unfit="",
+        wait=1, seconds=1, quick=True, name="gpu0",
+    )  # fmt: skip
+    found = links.Measuring(place, 0, size, 1)
+    found._meet = lambda: setattr(found, "stage", "waiting for the others")
+    return found
+
+
+def test_a_call_takes_what_one_takes_after_the_first():
+    found, late = measuring(2), [0.5]
+    found.stage, found.came = "an exchange", object()
+    seconds = found._timed(lambda: time.sleep(late.pop() if late else 0.02), 5)
+    assert 0.02 <= seconds < 0.08
+    assert (found.stage, found.came) == ("an exchange", None)
+
+
+def test_bandwidths_are_those_of_the_bus():
+    found = measuring(4)
+    found._timed = lambda body, repeats: 0.5
+    found._together()
+    # As NCCL's own tests count: what each device sends and receives, of which its own part stays with it.
+    reduced, exchanged = 2 * 3 / 4 * 2**22 / 0.5 / 1e9, 3 / 4 * 2**22 / 0.5 / 1e9
+    assert found.measured == pytest.approx({"GB/s all-reduce": reduced, "GB/s all-to-all": exchanged})
 
 
 def test_what_a_node_takes_to_set_up_a_connection_is_not_held_against_the_other_end():
