@@ -3,8 +3,8 @@
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,12 +145,23 @@ def measuring(size: int) -> Any:
     return found
 
 
-def test_a_call_takes_what_one_takes_after_the_first():
-    found, late = measuring(2), [0.5]
+def test_a_call_takes_what_one_takes_after_the_first(monkeypatch):
+    found, now, first = measuring(2), [0.0], [0.5]
     found.stage, found.came = "an exchange", object()
-    seconds = found._timed(lambda: time.sleep(late.pop() if late else 0.02), 5)
-    assert 0.02 <= seconds < 0.08
+    meet = found._meet
+
+    def passes(seconds: float) -> None:
+        now[0] += seconds
+
+    def meets() -> None:
+        meet()
+        passes(3)
+
+    monkeypatch.setattr(found, "_meet", meets)
+    monkeypatch.setattr("bundle.preflight.links.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    assert found._timed(lambda: passes(first.pop() if first else 0.02), 5) == pytest.approx(0.02)
     assert (found.stage, found.came) == ("an exchange", None)
+    assert now == [pytest.approx(0.5 + 3 + 5 * 0.02)]
 
 
 def test_bandwidths_are_those_of_the_bus():
