@@ -91,23 +91,9 @@ def train(
     else:
         asked = request.load(recipe)
         where = here(asked.devices.nodes)
-        start, directory = request.start(fresh=fresh), request.directory(asked)
 
         def decide() -> Job:
-            made = plan_for(
-                asked,
-                backend=request.backend or None,
-                allow_drift=request.allow_drift or (),
-                nodes=where.nodes - spares,
-                per_node=where.per_node or request.devices_per_node,
-                beside=[
-                    *_files(asked, directory, start),
-                    *_starter(request.devices_per_node or asked.devices.per_node, where),
-                    *(() if dry_run else _packages()),
-                ],
-            )
-            made.refuse()
-            return job_file.of_plan(made, directory, start=start, record=image.own())
+            return decide_job(asked, request, where, fresh=fresh, spares=spares, is_dry=dry_run)
 
         if where.is_rank:
             _be_a_rank(where, decide, None, wait)
@@ -120,15 +106,49 @@ def train(
         launches = [replace(launch, arguments=words, files={}) for launch in every]
         print(command.dry_run(launches, os.environ), end="")
         return
-    run = RunDirectory(told.directory)
-    goes_on = run.begin(told.recipe, told.start)
-    if goes_on and run.finished(told.recipe):
+    run_job(told, where, wait=wait, restarts=restarts, spares=spares, preflight=preflight)
+
+
+def decide_job(
+    recipe: Recipe, request: Request, where: Rendezvous, *, fresh: bool, spares: int = 0, is_dry: bool = False
+) -> Job:
+    """Return the job that a recipe comes to on this machine. Raise what a plan with problems raises."""
+    start, directory = request.start(fresh=fresh), request.directory(recipe)
+    plan = plan_for(
+        recipe,
+        backend=request.backend or None,
+        allow_drift=request.allow_drift or (),
+        nodes=where.nodes - spares,
+        per_node=where.per_node or request.devices_per_node,
+        beside=[
+            *_files(recipe, directory, start),
+            *_starter(request.devices_per_node or recipe.devices.per_node, where),
+            *(() if is_dry else _packages()),
+        ],
+    )
+    plan.refuse()
+    return job_file.of_plan(plan, directory, start=start, record=image.own())
+
+
+def run_job(
+    job: Job,
+    where: Rendezvous,
+    *,
+    wait: int = command.WAIT_SECONDS,
+    restarts: int = 0,
+    spares: int = 0,
+    preflight: bool = False,
+) -> None:
+    """Run this node's ranks of a job to their end, or say that its run is finished."""
+    run = RunDirectory(job.directory)
+    goes_on = run.begin(job.recipe, job.start)
+    if goes_on and run.finished(job.recipe):
         print(run.nothing_left())
         return
     if where.node_rank == 0:
-        say_room(told.recipe, run)
-    unfit = _unfit(told, run, where, wait, spares) if preflight else ""
-    _run(told, run, where, wait, restarts, spares, unfit)
+        say_room(job.recipe, run)
+    unfit = _unfit(job, run, where, wait, spares) if preflight else ""
+    _run(job, run, where, wait, restarts, spares, unfit)
 
 
 def _unfit(told: Job, run: RunDirectory, where: Rendezvous, wait: int, spares: int) -> str:
