@@ -2,7 +2,7 @@
 
 from itertools import takewhile
 
-from bundle.data.chat import UNREAD, Conversation, Message, answered, listed, of_messages
+from bundle.data.conversations import UNREAD, Conversation, Message, answered, listed, of_messages
 from bundle.data.sources import Corrupt, Values, text_of
 from bundle.recipe.data import Data, Fields
 

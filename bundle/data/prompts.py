@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from bundle.data import chat, media
-from bundle.data.chat import ChatTemplate, Conversation, Headings
+from bundle.data.chat import ChatTemplate, Headings
+from bundle.data.conversations import Conversation
 from bundle.data.corpus import learned_ends
 from bundle.data.media import MARKS
 from bundle.data.processing import Processing

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from bundle.architectures import Vision
-from bundle.data import chat, preferences
-from bundle.data.chat import Conversation, writer
+from bundle.data import conversations, preferences
+from bundle.data.chat import writer
+from bundle.data.conversations import Conversation
 from bundle.data.media import IMAGE, VIDEO, Medium, Picture
 from bundle.data.processing import Processing
 from bundle.data.sources import Corrupt, DataErrors, Noted, Values, rows, texts
@@ -72,7 +73,7 @@ def _cut(encoding: Encoding, sources: list[Source]) -> Iterator[_Rows]:
     if encoding.task == "pretrain":
         read = texts(data, sources, errors)
     else:
-        columns = preferences.columns if encoding.task == "dpo" else chat.columns
+        columns = preferences.columns if encoding.task == "dpo" else conversations.columns
         read = rows(data.source, sources, columns(data.fields), errors)
     chunk: list[tuple[str, Any]] = []
     size = 0
@@ -118,7 +119,7 @@ def _conversations(
     def read(values: Values) -> tuple[Conversation, ...]:
         if encoding.task == "dpo":
             return preferences.preference(values, data)
-        return (chat.conversation(values, data),)
+        return (conversations.conversation(values, data),)
 
     def drafted(row: tuple[str, Values]) -> list[tuple[Any, tuple[Picture, ...] | None]]:
         place, values = row  # "file:line"

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from bundle.data.chat import conversation, writer
+from bundle.data.chat import writer
+from bundle.data.conversations import conversation
 from bundle.data.sources import Corrupt
 from bundle.data.tokenizers import Bytes, HuggingFace, tokenizer
 from bundle.errors import UsageError

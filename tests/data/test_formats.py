@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bundle.data import prepare
-from bundle.data.chat import columns, conversation
+from bundle.data.conversations import columns, conversation
 from bundle.data.sources import Corrupt, DataErrors
 from bundle.data.sources import rows as table_rows
 from bundle.errors import JobFailed

@@ -10,7 +10,8 @@ import pytest
 
 from bundle.data import chat as chat_module
 from bundle.data import prepare
-from bundle.data.chat import ChatTemplate, conversation, writer
+from bundle.data.chat import ChatTemplate, writer
+from bundle.data.conversations import conversation
 from bundle.data.prompts import Prompts
 from bundle.data.sources import Corrupt
 from bundle.data.tokenizers import HuggingFace

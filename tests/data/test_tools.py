@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bundle.data.chat import ChatTemplate, conversation, writer
+from bundle.data.chat import ChatTemplate, writer
+from bundle.data.conversations import conversation
 from bundle.data.sources import Corrupt
 from bundle.data.tokenizers import Bytes, HuggingFace
 from bundle.recipe.data import Data

@@ -1,0 +1,242 @@
+"""Rows of training files as conversations: messages, tools and what is learned, by the formats of rows."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bundle.data import media
+from bundle.data.media import Medium
+from bundle.data.sources import Corrupt, Values, text_of
+from bundle.errors import shown
+from bundle.recipe.data import Data, Fields
+
+Message = dict[str, Any]
+Tools = list[dict[str, Any]] | None  # JSON schemas of the functions that may be called
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# What ShareGPT, ms-swift and OpenAI's older format call them.
+ALIASES = {
+    "human": "user",
+    "gpt": "assistant",
+    "observation": "tool",
+    "tool_response": "tool",
+    "function": "tool",
+}
+CALLS = ("function_call", "tool_call")
+# Whether a turn is learned, in the words of OpenAI, ms-swift and axolotl.
+FLAGS = ("weight", "loss", "train")
+SHAREGPT = "conversations"
+INSTRUCTION, INPUT, OUTPUT, HISTORY = ALPACA = ("instruction", "input", "output", "history")
+UNREAD = ("audios",)  # of what rows have beside text
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages as chat templates take them, and which of them, by number, are learned."""
+
+    messages: list[Message]  # role, content (text, or parts: text, images, videos), what else one may read
+    turns: Sequence[int]
+    tools: Tools = None
+    media: Sequence[Medium] = ()  # images and videos, in the order of their places
+
+    @property
+    def every_turn(self) -> bool:
+        """Whether all that the assistant says is learned."""
+        return len(self.turns) == [message["role"] for message in self.messages].count("assistant")
+
+
+def texts(message: Message) -> list[str]:
+    """What a message says, between its images and videos."""
+    content = message["content"]
+    return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
+
+
+def columns(fields: Fields) -> tuple[str, ...]:
+    """All fields of a row that `conversation` reads."""
+    named = (fields.messages, fields.prompt, fields.response, fields.system, fields.tools)
+    return (*filter(None, (*named, fields.images, fields.videos)), SHAREGPT, *ALPACA, *UNREAD)
+
+
+def conversation(values: Values, data: Data) -> Conversation:
+    """The conversation of a row. Raises Corrupt saying which field is wrong, and how."""
+    return of_messages(_messages(values, data.fields), values, data)
+
+
+def of_messages(messages: list[Message], values: Values, data: Data, prompt: int = 0) -> Conversation:
+    """A conversation of these messages, with what else its row says; the first `prompt` are not learned."""
+    if unread := [name for name in UNREAD if values.get(name)]:
+        raise Corrupt(f"field {unread[0]}: only text, images and videos can be trained on")
+    answers = len(messages) - prompt
+    messages = _with_system(messages, values, data.fields.system)
+    weights = [message.pop(FLAGS[0], True) for message in messages]
+    answering = range(len(messages) - answers, len(messages))
+    turns = [index for index in answering if messages[index]["role"] == "assistant" and weights[index]]
+    if data.learn == "last_turn":
+        turns = [index for index in turns if index == len(messages) - 1]
+    if not turns:
+        raise Corrupt("no turn that is learned: the assistant's have no weight")
+    fields = {media.IMAGE: data.fields.images, media.VIDEO: data.fields.videos}
+    columns = {kind: values.get(name) for kind, name in fields.items() if name}
+    found = media.placed(messages, columns)
+    return Conversation(messages, turns, _tools(values, data.fields.tools), found)
+
+
+def _messages(values: Values, fields: Fields) -> list[Message]:
+    """The messages, by the first format of which the row has all fields; null is missing, as in a table."""
+    formats = (
+        ((fields.messages,), lambda: answered(values[fields.messages], fields.messages)),
+        (
+            (fields.prompt, fields.response),
+            lambda: _dialogue([(text_of(values, fields.prompt), text_of(values, fields.response))]),
+        ),
+        ((SHAREGPT,), lambda: answered(values[SHAREGPT], SHAREGPT)),
+        ((INSTRUCTION, OUTPUT), lambda: _alpaca(values)),
+    )
+
+    def likeness(names: Sequence[str]) -> tuple[bool, int, bool]:
+        given = sum(values.get(name) is not None for name in names)
+        whole = given == len(names)
+        return whole, 0 if whole else given, any(name in values for name in names)
+
+    names, read = max(formats, key=lambda one: likeness(one[0]))
+    if not any(name in values for name in names):
+        known = "; ".join(" and ".join(names) for names, _ in formats)
+        have = ", ".join(values)[:200] or "no fields"
+        raise Corrupt(f"no conversation: none of the fields {known}; the row has {have}")
+    return read()
+
+
+def _dialogue(turns: Sequence[Sequence[str]]) -> list[Message]:
+    """Messages of (question, answer) each."""
+    roles = ("user", "assistant")
+    return [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
+
+
+def _alpaca(values: Values) -> list[Message]:
+    """Instruction and input are one question, a line each; before it come the turns of the history."""
+    for name in (INSTRUCTION, INPUT):
+        if not isinstance(values.get(name) or "", str):
+            raise Corrupt(f"field {name}: must be text, is {shown(values[name])}")
+    question = "\n".join(text for name in (INSTRUCTION, INPUT) if (text := values.get(name) or "").strip())
+    if not question:
+        raise Corrupt(f"fields {INSTRUCTION} and {INPUT}: must be text, are blank")
+    history = values.get(HISTORY) or []
+    if not isinstance(history, list) or not all(map(_is_turn, history)):
+        raise Corrupt(f"field {HISTORY}: must be a list of [question, answer], is {shown(history)}")
+    return _dialogue([*history, (question, text_of(values, OUTPUT))])
+
+
+def _is_turn(given: Any) -> bool:
+    texts = given if isinstance(given, list) and len(given) == 2 else ("", "")
+    return all(isinstance(text, str) and bool(text.strip()) for text in texts)
+
+
+def _with_system(messages: list[Message], values: Values, name: str | None) -> list[Message]:
+    """The messages, after the row's own system message where it has one beside them."""
+    if name is None or values.get(name) in (None, ""):
+        return messages
+    system = text_of(values, name)
+    if messages[0]["role"] not in ("system", "developer"):
+        return [{"role": "system", "content": system}, *messages]
+    if messages[0]["content"] != system:
+        raise Corrupt(f"field {name}: the messages begin with another system message")
+    return messages
+
+
+def _tools(values: Values, name: str | None) -> Tools:
+    if name is None or values.get(name) in (None, ""):
+        return None
+    tools = _parsed(values[name], f"field {name}")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise Corrupt(f"field {name}: must be a list of objects, or JSON of one, is {shown(tools)}")
+    return tools or None
+
+
+def listed(given: Any, field: str) -> list[Message]:
+    """A list of {role, content} or {from, value} as messages: role, content and, where given, weight."""
+    if not isinstance(given, list) or not given:
+        raise Corrupt(f"field {field}: must be a list of messages, is {shown(given)}")
+    return [_message(one, f"field {field}[{index}]") for index, one in enumerate(given)]
+
+
+def answered(given: Any, field: str) -> list[Message]:
+    """As `listed`; the last one must be the assistant's."""
+    messages = listed(given, field)
+    last = messages[-1]
+    if last["role"] != "assistant" or not (last["content"].strip() or "tool_calls" in last):
+        raise Corrupt(f"field {field}: must end with what the assistant says")
+    return messages
+
+
+def _message(given: Any, where: str) -> Message:
+    rest: Message = {}
+    if isinstance(given, dict):
+        rest = {key: value for key, value in given.items() if value is not None}
+    names = ("role", "content") if "role" in rest else ("from", "value")
+    role, content = (rest.pop(name, None) for name in names)
+    if role in CALLS:
+        role, content, rest["tool_calls"] = "assistant", None, content
+    role = ALIASES.get(role, role) if isinstance(role, str) else role
+    if role not in ROLES:
+        raise Corrupt(f"{where}: must be an object with a role of {', '.join(ROLES)}, is {shown(given)}")
+    if weights := [rest.pop(name) for name in FLAGS if name in rest]:
+        if any(weight not in (0, 1) or weight != weights[0] for weight in weights):
+            raise Corrupt(f"{where}: {', '.join(FLAGS)} say whether it is learned: 0 or 1, {shown(given)}")
+        if weights[0] and role != "assistant":
+            raise Corrupt(f"{where}: has a weight, but only what the assistant says is learned")
+        rest[FLAGS[0]] = bool(weights[0])
+    calls = [rest.pop("function_call")] if "function_call" in rest else rest.pop("tool_calls", None)
+    if calls:
+        rest["tool_calls"] = _calls(calls, f"{where}.tool_calls")
+        content = "" if content is None else content
+    content = _content(content, f"{where}: content")
+    if role == "assistant" and not isinstance(content, str):
+        raise Corrupt(f"{where}: the assistant says text, and this has an image or a video")
+    return {"role": role, "content": content, **rest}
+
+
+def _content(given: Any, where: str) -> str | list[dict[str, Any]]:
+    """The text of a message, of its parts one after the other; the parts where not all of them are text."""
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list) or not given or not all(isinstance(part, dict) for part in given):
+        raise Corrupt(f"{where} must be text, is {shown(given)}")
+    parts = []
+    for part in given:
+        if part.get("type") in media.TYPES:
+            parts.append(media.part(part, where))
+        elif part.get("type") == "text" and isinstance(part.get("text"), str):
+            parts.append({"type": "text", "text": part["text"]})
+        else:
+            raise Corrupt(f"{where} has a part {shown(part)}: only text, images and videos can be trained on")
+    if any(part["type"] in media.KINDS for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)
+
+
+def _calls(given: Any, where: str) -> list[dict[str, Any]]:
+    """Calls of functions as {type, function: {name, arguments}}, the arguments as an object."""
+    given = _parsed(given, where)
+    calls = []
+    for call in given if isinstance(given, list) else [given]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        arguments = {} if arguments in (None, "") else _parsed(arguments, f"{where}: arguments")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise Corrupt(f"{where}: must be the name and arguments of a function, is {shown(call)}")
+        if not isinstance(arguments, dict):
+            raise Corrupt(f"{where}: arguments must be an object, or JSON of one, is {shown(arguments)}")
+        identity = {"id": call["id"]} if "id" in call else {}
+        made = {"name": function["name"], "arguments": arguments}
+        calls.append({**identity, "type": "function", "function": made})
+    return calls
+
+
+def _parsed(given: Any, where: str) -> Any:
+    """What a text of JSON means; anything else is meant as it is."""
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given)
+    except ValueError as error:
+        raise Corrupt(f"{where}: not JSON: {error}") from error
