@@ -54,7 +54,7 @@ def texts(message: Message) -> list[str]:
 def columns(fields: Fields) -> tuple[str, ...]:
     """All fields of a row that `conversation` reads."""
     named = (fields.messages, fields.prompt, fields.response, fields.system, fields.tools)
-    return (*filter(None, (*named, fields.images, fields.videos)), SHAREGPT, *ALPACA, *UNREAD)
+    return (*filter(None, named), *media.keys_of(fields), SHAREGPT, *ALPACA, *UNREAD)
 
 
 def conversation(values: Values, data: Data) -> Conversation:
@@ -75,9 +75,7 @@ def of_messages(messages: list[Message], values: Values, data: Data, prompt: int
         turns = [index for index in turns if index == len(messages) - 1]
     if not turns:
         raise Corrupt("no turn that is learned: the assistant's have no weight")
-    fields = {media.IMAGE: data.fields.images, media.VIDEO: data.fields.videos}
-    columns = {kind: values.get(name) for kind, name in fields.items() if name}
-    found = media.placed(messages, columns)
+    found = media.placed(messages, media.find_columns(values, data.fields))
     return Conversation(messages, turns, _tools(values, data.fields.tools), found)
 
 

@@ -5,19 +5,27 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 from bundle import files
 from bundle.data.sources import Corrupt
 from bundle.errors import shown
+from bundle.recipe.data import Fields
 
 IMAGE, VIDEO = "image", "video"
 KINDS = (IMAGE, VIDEO)
 # What a part of a message is called, in the words of Hugging Face and of OpenAI.
 TYPES = {"image": IMAGE, "image_url": IMAGE, "video": VIDEO, "video_url": VIDEO}
 MARKS = {f"<{kind}>": kind for kind in KINDS}  # where one of the row's own field stands in a text
+# Where published rows have theirs; the first is the default of `data.fields`, which means all of them.
+KEYS = {
+    IMAGE: ("images", "image", "image_path", "image_paths"),
+    VIDEO: ("videos", "video", "video_path", "video_paths"),
+}
 _RATES = ("fps", "sample_fps")  # of a video, in the words of Qwen's tools
 _NAMING = ("path", "url", "base64", "bytes")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_FILE = re.compile(r"file://(localhost(?=/))?", re.IGNORECASE)
 _DATA = re.compile(r"data:(image|video)/[\w.+-]+;base64,")
 
 
@@ -44,40 +52,97 @@ class Picture(NamedTuple):
     stamps: tuple[float, ...] = ()  # the time of each of its patches [seconds]; not stored
 
 
-def placed(messages: Sequence[dict[str, Any]], columns: Mapping[str, Any]) -> list[Medium]:
+class Column(NamedTuple):
+    """The images, or the videos, that a row names outside its messages, and under which key."""
+
+    key: str
+    media: Sequence[Any] = ()
+
+
+def keys_of(fields: Fields) -> tuple[str, ...]:
+    """The keys of a row that may name images and videos."""
+    return tuple(key for keys in _keys(fields).values() for key in keys)
+
+
+def find_columns(values: Mapping[str, Any], fields: Fields) -> dict[str, Column]:
+    """Return what a row names by kind; a kind that `data.fields` sets to null is absent.
+
+    Raises Corrupt where two keys of a row name different ones.
+    """
+    return {kind: _column(values, keys) for kind, keys in _keys(fields).items()}
+
+
+def _keys(fields: Fields) -> dict[str, tuple[str, ...]]:
+    names = {IMAGE: fields.images, VIDEO: fields.videos}
+    return {kind: KEYS[kind] if name == KEYS[kind][0] else (name,) for kind, name in names.items() if name}
+
+
+def _column(values: Mapping[str, Any], keys: Sequence[str]) -> Column:
+    columns = [Column(key, media) for key in keys if (media := _listed(values.get(key)))]
+    for other in columns[1:]:
+        if other.media != columns[0].media:
+            both = f"{columns[0].key} and {other.key}"
+            raise Corrupt(f"fields {both}: name different ones. Say with data.fields which of them counts")
+    return columns[0] if columns else Column(", ".join(keys))
+
+
+def placed(messages: Sequence[dict[str, Any]], columns: Mapping[str, Column]) -> list[Medium]:
     """The images and videos of a conversation, in order; in its messages only their places are left.
 
-    A part of a message names its own, or takes the next of the row's field for its kind (`columns`), as the
-    marks <image> and <video> in a text do. Raises Corrupt where there are more or fewer of these than places.
+    A part of a message names its own, or takes the next of the row's column for its kind, as the marks
+    <image> and <video> in a text do; without a column for it a mark is text. Raises Corrupt where a column
+    has more or fewer than there are places.
     """
-    waiting = {kind: _listed(columns.get(kind)) for kind in KINDS}
-    marks = "|".join(mark for mark, kind in MARKS.items() if waiting[kind])
-    found = []
-    for message in messages:
-        content = message["content"]
-        if isinstance(content, str) and marks and message["role"] != "assistant":
-            pieces = re.split(f"({marks})", content)
-            if len(pieces) > 1:
-                parts = [
-                    {"type": MARKS[of]} if of in MARKS else {"type": "text", "text": of} for of in pieces
-                ]
-                content = message["content"] = [part for part in parts if part.get("text") != ""]
-        if isinstance(content, str):
+    media = []
+    for number, message in enumerate(messages):
+        if own := [key for kind in columns for key in KEYS[kind] if message.get(key)]:
+            raise Corrupt(f"message {number}: {own[0]} of a message is not read. Make it a field of the row")
+        if message["role"] == "assistant":
             continue
-        for part in content:
-            if (kind := part["type"]) in KINDS:
-                named, fps = part.pop(kind, None), part.pop("fps", None)
-                if named is None and not waiting[kind]:
-                    raise Corrupt(f"more places for {kind}s than the row has {kind}s")
-                found.append(Medium(kind, waiting[kind].pop(0) if named is None else named, fps))
-    for kind, left in waiting.items():
-        if left:
-            raise Corrupt(f"{len(left)} {kind}s of the row have no place in a message (<{kind}>, or a part)")
-    return found
+        content = _with_places(message["content"], [f"<{kind}>" for kind in columns])
+        if not isinstance(content, str):
+            named = [part for part in content if part["type"] in KINDS]
+            media += [Medium(part["type"], part.get(part["type"]), part.get("fps")) for part in named]
+            content = [{"type": part["type"]} if part in named else part for part in content]
+        message["content"] = content
+    waiting = {}
+    for kind in KINDS:
+        column = columns.get(kind, Column(f"data.fields.{kind}s: null"))
+        places = sum(medium.kind == kind and medium.named is None for medium in media)
+        if places != len(column.media):
+            plain = f"; where <{kind}> is plain text, set data.fields.{kind}s: null"
+            raise Corrupt(
+                f"{column.key}: names {len(column.media)}, and the messages have {places} places for"
+                f" {kind}s (<{kind}>, or a part of type {kind}). Name one for each place"
+                + (plain if kind in columns and not column.media else "")
+            )
+        waiting[kind] = iter(column.media)
+    return [
+        medium._replace(named=next(waiting[medium.kind])) if medium.named is None else medium
+        for medium in media
+    ]
 
 
-def _listed(column: Any) -> list[Any]:
-    return list(column) if isinstance(column, list) else [] if column is None else [column]
+def _with_places(content: Any, marks: Sequence[str]) -> Any:
+    """The content of a message with a part in the place of each mark; as it was where it has none."""
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    split = []
+    for part in parts:
+        text = part.get("text", "")
+        if not any(mark in text for mark in marks):
+            split.append(part)
+            continue
+        pieces = re.split(f"({'|'.join(marks)})", text)
+        split += [
+            {"type": MARKS[piece]} if piece in marks else {"type": "text", "text": piece}
+            for piece in pieces
+            if piece
+        ]
+    return content if split == parts else split
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list) else [] if value in (None, "") else [value]
 
 
 def part(given: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -134,7 +199,9 @@ def content(reference: Any, folder: Path, limit: int, kind: str) -> bytes:
 
 
 def _of_file(name: str, folder: Path, limit: int, kind: str) -> bytes:
-    if _URL.match(name):
+    if prefix := _FILE.match(name):
+        name = unquote(name[prefix.end() :])
+    elif _URL.match(name):
         raise Corrupt(f"{kind} {shown(name)} is a URL: only files beside the rows are read; download it")
     try:
         path = (folder / name).resolve()

@@ -2,6 +2,7 @@
 
 from itertools import takewhile
 
+from bundle.data import media
 from bundle.data.conversations import UNREAD, Conversation, Message, answered, listed, of_messages
 from bundle.data.sources import Corrupt, Values, text_of
 from bundle.recipe.data import Data, Fields
@@ -10,7 +11,7 @@ from bundle.recipe.data import Data, Fields
 def columns(fields: Fields) -> tuple[str, ...]:
     """All fields of a row that `preference` reads."""
     named = (fields.chosen, fields.rejected, fields.prompt, fields.messages, fields.system, fields.tools)
-    return (*filter(None, (*named, fields.images, fields.videos)), *UNREAD)
+    return (*filter(None, named), *media.keys_of(fields), *UNREAD)
 
 
 def preference(values: Values, data: Data) -> tuple[Conversation, Conversation]:

@@ -14,7 +14,7 @@ from bundle.data import chat, media
 from bundle.data.chat import ChatTemplate, Headings
 from bundle.data.conversations import Conversation
 from bundle.data.corpus import learned_ends
-from bundle.data.media import MARKS
+from bundle.data.media import MARKS, Column
 from bundle.data.processing import Processing
 from bundle.data.sources import Corrupt
 from bundle.data.tokenization import seen, with_room
@@ -78,8 +78,11 @@ class Prompts:
         for mark, kind in reversed(MARKS.items()):
             text = text if mark in text else mark * len(named.get(kind, ())) + text
         messages = [{"role": "user", "content": text}]
-        files = {kind: [str(path.resolve()) for path in paths] for kind, paths in named.items()}
-        found = media.placed(messages, files)
+        columns = {
+            kind: Column(f"--{kind}", [str(path.resolve()) for path in paths])
+            for kind, paths in named.items()
+        }
+        found = media.placed(messages, columns)
         processing = self._processing() if found else None
         draft, pictures = seen(processing, self.tokenizer, self._writer.prompt(messages), found, Path("/"))
         (document,) = self._writer.encode([draft])

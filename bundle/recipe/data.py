@@ -39,13 +39,15 @@ class Fields(Section):
     )
     images: str | None = Field(
         default="images",
-        description="SFT, for a model that sees images: those of a row, in the order of the places that its"
-        " messages have for them (<image>, or a part of type image): paths below the rows' folder, base64"
-        " (data:image/png;base64,...) or, in parquet, bytes. null: only parts that name theirs.",
+        description="SFT, DPO: the images of a row, one for each place in its messages (<image>, or a part of"
+        " type image): paths below the rows' folder, file:// URLs of such, base64 (data:image/png;base64,...)"
+        " or, in parquet, bytes. The default also finds them under image, image_path and image_paths. null:"
+        " only parts that name theirs, and <image> is plain text.",
     )
     videos: str | None = Field(
         default="videos",
-        description="The same for videos (<video>): each as an image is named, or a list of its frames.",
+        description="The same for videos (<video>): each as an image is named, or a list of its frames. The"
+        " default also finds them under video, video_path and video_paths.",
     )
 
 

@@ -71,10 +71,10 @@ def test_earlier_turns_are_the_prompt_and_are_not_learned():
         ({"chosen": [QUESTION, says("a")], "rejected": [QUESTION, says("a"), QUESTION, says("b")]}, "begins"),
         ({"prompt": [QUESTION, says("a")], "chosen": "a", "rejected": "b"}, "ends with what the assistant"),
         ({"prompt": "q", "chosen": [QUESTION], "rejected": [QUESTION]}, "must end with"),
-        ({"prompt": "q", "chosen": "a", "rejected": "b", "images": ["x"]}, "have no place in a message"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b", "images": ["x"]}, "images: names 1, .* 0 places"),
         (
             {"prompt": "q", "chosen": "a", "rejected": "b", "videos": ["x"]},
-            "1 videos of the row have no place",
+            "videos: names 1, .* 0 places",
         ),
     ],
 )

@@ -99,7 +99,7 @@ def test_what_is_shown_stands_before_a_prompt_without_marks(model, tmp_path):
     assert plain.ids != prompts.prompt("<video><image>which?<image>", files).ids
     assert prompts.prompt("is <image> a mark?", {"image": [], "video": []}).shown is None
     for text, shown, why in (
-        ("<image>?", files, "images of the row have no place"),
+        ("<image>?", files, "--image: names 2, .* 1 places"),
         ("?", {"image": [tmp_path / "none.png"]}, "No such file"),
         ("?", {"video": [tmp_path / "a.png"]}, "whose frames have no durations"),
     ):

@@ -12,7 +12,7 @@ import torch
 
 from bundle.architectures.multimodal import FAMILIES as OF_IMAGES
 from bundle.data import prepare
-from bundle.data.media import Picture, placed
+from bundle.data.media import Column, Picture, placed
 from bundle.data.processing import Processing
 from bundle.data.sources import Corrupt
 from bundle.data.tokenizers import HuggingFace
@@ -148,10 +148,20 @@ def test_ways_to_name_an_image(tmp_path, part):
     assert store.pictures.picture(0).contents == (PLAIN,)
 
 
-def test_parquet_holds_bytes(tmp_path):
+def test_rows_of_llava_have_their_images(tmp_path):
+    said = [{"from": "human", "value": "<image>\nwhat?"}, {"from": "gpt", "value": "a cat"}]
+    row = {"id": "000000033471", "image": "images/a.png", "conversations": said}
+    directory = rows.write(tmp_path / "data", [row], {"images/a.png": PLAIN})
+    (store,) = corpus(directory).stores
+    assert store.pictures.picture(0).contents == (PLAIN,)
+    assert np.count_nonzero(store.ids == 259) == 4, "tokens of one image, and no text <image>"
+
+
+@pytest.mark.parametrize("key", ["images", "image"])
+def test_parquet_holds_bytes(tmp_path, key):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    row = asking("<image>?", images=[{"bytes": PLAIN, "path": None}])
+    row = asking("<image>?", **{key: [{"bytes": PLAIN, "path": None}]})
     directory = rows.write(tmp_path / "data", [], {})
     parquet.write_table(pyarrow.Table.from_pylist([row]), directory / "rows.parquet")
     given = f"data.path=[{directory / 'rows.parquet'}]"
@@ -162,7 +172,7 @@ def test_parquet_holds_bytes(tmp_path):
 HUGE = content(image(300, 300))
 BROKEN = [
     ("https://example.com/a.png", "is a URL"),
-    ("file:///etc/passwd", "is a URL"),
+    ("file:///etc/passwd", "outside of the folder"),
     ("../outside.png", "outside of the folder"),
     ("/etc/passwd", "outside of the folder"),
     ("images/link.png", "outside of the folder"),
@@ -217,9 +227,9 @@ def test_a_file_larger_than_the_limit_is_not_read(tmp_path):
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        (asking("<image><image>?", images=["images/a.png"]), "more places for images than the row has"),
-        (asking("<image>?", images=["images/a.png"] * 3), "2 images of the row have no place"),
-        (asking("?", images=["images/a.png"]), "1 images of the row have no place"),
+        (asking("<image><image>?", images=["images/a.png"]), "names 1, and the messages have 2 places"),
+        (asking("<image>?", images=["images/a.png"] * 3), "images: names 3, and the messages have 1 places"),
+        (asking("?", images=["images/a.png"]), "images: names 1, and the messages have 0 places"),
         (asking("<|image_pad|>?"), "has 0 images, and its text 1 tokens for one"),
         (asking([{"type": "audio", "audio": "a.wav"}]), "only text, images and videos can be trained on"),
         (asking("?", audios=["a.wav"]), "field audios: only text, images and videos"),
@@ -234,15 +244,23 @@ def test_rows_whose_images_have_no_place_are_named(tmp_path, row, why):
     assert why in str(failed.value.violations)
 
 
-def test_a_model_of_text_is_given_no_images(tmp_path):
-    directory = rows.write(tmp_path / "d", [showing("images/a.png")], {"images/a.png": PLAIN})
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        (showing("images/a.png"), "has images, and the model sees none"),
+        (asking("<image>?", image="images/a.png"), "has images, and the model sees none"),
+        (asking("<image>?"), "names 0, and the messages have 1 places"),
+    ],
+)
+def test_a_model_of_text_is_given_no_images(tmp_path, row, why):
+    directory = rows.write(tmp_path / "d", [row], {"images/a.png": PLAIN})
     text = {"model_type": "qwen2", "vocab_size": 264, "hidden_size": 64, "intermediate_size": 64}
     text |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = {**text, "max_position_embeddings": 128}
     recipe = from_mapping(job(directory).dump() | {"model": {"config": config}})
     with pytest.raises(JobFailed) as failed:
         prepare(recipe, directory / "cache")
-    assert "has images, and the model sees none" in str(failed.value.violations)
+    assert why in str(failed.value.violations) and "rows.jsonl:1" in str(failed.value.violations)
 
 
 @pytest.mark.parametrize("cut", ["right", "left", "delete"])
@@ -402,7 +420,7 @@ def test_marks_are_text_where_a_row_has_no_images():
     messages = [{"role": "user", "content": "what is <image>?"}]
     assert placed(messages, {}) == [] and messages[0]["content"] == "what is <image>?"
     with pytest.raises(Corrupt):
-        placed([{"role": "user", "content": "<image> and <image>"}], {"image": ["a"]})
+        placed([{"role": "user", "content": "<image> and <image>"}], {"image": Column("images", ["a"])})
 
 
 def test_a_batch_becomes_images_of_the_model(tmp_path):

@@ -318,8 +318,8 @@ def test_a_film_cannot_name_another_file(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        (asking("<video><video>", videos=[LISTED]), "more places for videos than the row has"),
-        (asking("<video>", videos=[LISTED] * 2), "1 videos of the row have no place in a message (<video>"),
+        (asking("<video><video>", videos=[LISTED]), "videos: names 1, and the messages have 2 places"),
+        (asking("<video>", videos=[LISTED] * 2), "videos: names 2, and the messages have 1 places"),
         (asking("<|video_pad|>"), "has 0 videos, and its text 1 tokens for one (video_token_id 261)"),
         (asking("<|video_pad|><video>", videos=[LISTED]), "has 1 videos, and its text 2 tokens"),
         (
