@@ -31,6 +31,8 @@ class CheckpointDirectory:
 
         The names alone say it: a checkpoint gets its name, in one rename, when it is complete.
         """
+        if not files.is_directory(self.root):
+            return []
         found = (_COMPLETE.fullmatch(path.name) for path in self.root.glob("step-*") if path.is_dir())
         return sorted((int(match.group(1)) for match in found if match), reverse=True)
 

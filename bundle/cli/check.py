@@ -34,8 +34,11 @@ def check(
     start = Start(origin=start_from, weights_only=weights_only)
     run = RunDirectory(directory)
     begins = run.beginning(job, start)
-    if problems := [problem.text for problem in input_problems(job, directory, begins)]:
-        raise UsageError(f"recipe {job.name} cannot be checked", problems)
+    # The data of a finished run may be looked at again.
+    goes_on = start.model_copy(update={"resume": run.finished(job)})
+    problems = [*input_problems(job, directory, begins), *run.problems(job, goes_on)]
+    if problems:
+        raise UsageError(f"recipe {job.name} cannot be checked", [problem.text for problem in problems])
     from bundle.data import prepare
     from bundle.data.cache import place
     from bundle.data.corpus import first_samples, inspect

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from bundle import files
 from bundle.cli import options, weights
 from bundle.errors import UsageError
 from bundle.pretrained.writing import Published
@@ -48,7 +49,7 @@ def generate(
 
     shown = {"image": images or [], "video": videos or []}
     sampling = Sampling(max_tokens, temperature, top_p, seed)
-    if (model / "config.json").is_file():
+    if files.is_file(model / "config.json"):
         asked = Prompts.of_directory(model)
         given = [asked.prompt(prompt, shown) for prompt in prompts]
         found = list(answers(model, given, asked.ends, sampling))

@@ -13,7 +13,22 @@ Recipe = Annotated[str, typer.Argument(help="A built-in recipe's name (see `reci
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key of the recipe.")
 ]
-RunDirectory = Annotated[Path | None, typer.Option(help="Where the run lives; without it, runs/NAME.")]
+
+
+def _read_directory(text: str) -> Path:
+    if not text.strip():
+        raise typer.BadParameter("must name a directory, is empty. Name one, such as runs/first.")
+    return Path(text)
+
+
+RunDirectory = Annotated[
+    Path | None,
+    typer.Option(
+        parser=_read_directory,
+        metavar="DIRECTORY",
+        help="Where the run lives: an empty or new directory, or an earlier run. Default: runs/NAME.",
+    ),
+]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Start over, whatever the run directory holds.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with a run, be it finished.")]
 From = Annotated[

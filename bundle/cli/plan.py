@@ -48,8 +48,11 @@ def plan(
     of = image.named(record) if record else None
     elsewhere = bool(machines.hardware or of)
     start = request.start(fresh=fresh)
-    begins = None if elsewhere else RunDirectory(directory).beginning(asked, start)
-    beside = () if begins is None else tuple(input_problems(asked, directory, begins))
+    run_directory = RunDirectory(directory)
+    begins = None if elsewhere else run_directory.beginning(asked, start)
+    beside: tuple[Problem, ...] = ()
+    if begins is not None:
+        beside = (*input_problems(asked, directory, begins), *run_directory.problems(asked, start))
     made = planned(asked, request, machines, of, beside, begins.described if begins else "")
     run = starts = ""
     if made.code is ExitCode.OK:

@@ -246,7 +246,8 @@ def _check(told: Job, where: Rendezvous, nodes: int) -> None:
 
 def _files(recipe: Recipe, directory: Path, start: Start) -> list[Problem]:
     """What is wrong with what lies on this machine's disks."""
-    return list(input_problems(recipe, directory, RunDirectory(directory).beginning(recipe, start)))
+    run = RunDirectory(directory)
+    return [*input_problems(recipe, directory, run.beginning(recipe, start)), *run.problems(recipe, start)]
 
 
 def _starter(wanted: int | None, where: Rendezvous) -> list[Problem]:

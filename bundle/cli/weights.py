@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bundle import pretrained
+from bundle import files, pretrained
 from bundle.architectures import Architecture, from_config, read_config
 from bundle.cli import options
 from bundle.errors import ExitCode, UsageError
@@ -167,7 +167,7 @@ def checkpoint_of(
     from bundle.models.conversion import newest
     from bundle.runs.directory import RunDirectory, newest_checkpoint
 
-    if not named.is_dir():
+    if not files.is_directory(named):
         raise UsageError(f"{named}: there is no such directory")
     step = newest_checkpoint(named)
     if step is None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from bundle import files
 from bundle.errors import EnvironmentUnfit, UsageError
 from bundle.pretrained.directory import unread_tokenizer
 from bundle.recipe.data import BYTE_VOCABULARY
@@ -63,7 +64,7 @@ class HuggingFace:
     """A tokenizer that `transformers` loads from a directory; no download, no remote code."""
 
     def __init__(self, directory: Path) -> None:
-        if not directory.is_dir():
+        if not files.is_directory(directory):
             raise UsageError(
                 f"data.tokenizer: {directory} is no directory; hf: takes a local tokenizer directory"
             )

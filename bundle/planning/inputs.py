@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import platform
+import stat
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -68,7 +69,9 @@ def input_problems(recipe: Recipe, directory: Path, begins: Weights | None = Non
     yield from _data(recipe)
     yield from _tokenizer(recipe)
     yield from (begins or weights(recipe)).problems
-    yield from _run_directory(directory)
+    yield from _written_to("run directory", directory, "--run-directory")
+    if recipe.data.cache is not None:
+        yield from _written_to("data.cache", Path(recipe.data.cache), "data.cache")
 
 
 class Input(NamedTuple):
@@ -127,7 +130,7 @@ def _tokenizer(recipe: Recipe) -> Iterator[Problem]:
     vocabulary, directory = recipe.architecture.vocab_size, Path(place)
     if kind != "hf":
         return
-    if not directory.is_dir():
+    if not files.is_directory(directory):
         yield recipe_problem(
             f"data.tokenizer: {place} is no directory; hf: takes a local directory, nothing is downloaded"
         )
@@ -159,19 +162,20 @@ def _package(name: str, what: str) -> Iterator[Problem]:
         yield hardware_problem(f"{what} needs {name}: pip install 'mcore-bundle[data]'")
 
 
-def _run_directory(directory: Path) -> Iterator[Problem]:
+def _written_to(what: str, directory: Path, key: str) -> Iterator[Problem]:
+    """Why a directory, which need not be there yet, cannot be written to."""
     try:
         there = next(path for path in (directory, *directory.parents) if _exists(path))
         usable = there.is_dir()
     except (OSError, ValueError) as error:
-        yield recipe_problem(f"run directory {str(directory)[:200]}: {error}")
+        yield recipe_problem(f"{what} {str(directory)[:200]}: {error}")
         return
     if not usable:
-        yield recipe_problem(f"run directory {directory}: {there} is no directory")
+        yield recipe_problem(f"{what} {directory}: {there} is no directory")
     elif not os.access(there, os.W_OK | os.X_OK):
         yield hardware_problem(
-            f"run directory {directory}: {there} may not be written to, by this user or on this file system; "
-            "name another place with --run-directory"
+            f"{what} {directory}: {there} may not be written to, by this user or on this file system; "
+            f"name another place with {key}"
         )
 
 
@@ -201,12 +205,23 @@ def expand(paths: Sequence[str], kind: str, key: str = "data.path") -> tuple[Sou
     found: dict[Path, Source] = {}
     violations = []
     for path in paths:
-        sources = list(_stdlib() if path == STDLIB else _given(_index_of(path, kind), SUFFIXES[kind]))
+        unreadable: list[str] = []
+        sources = list(
+            _stdlib() if path == STDLIB else _given(_index_of(path, kind), SUFFIXES[kind], unreadable)
+        )
+        if unreadable:
+            more = f" and {len(unreadable) - 1:,} more" if unreadable[1:] else ""
+            violations.append(
+                f"{key} {path}: cannot be read ({unreadable[0]}{more}). Make it readable, or name the files"
+            )
+            continue
         if kind == MEGATRON:
-            alone = [source.name for source in sources if not source.path.with_suffix(".bin").is_file()]
+            alone = [source.name for source in sources if not files.is_file(source.path.with_suffix(".bin"))]
             violations += [f"{key} {name}: no .idx with a .bin beside it" for name in alone]
         if not sources:
-            ending = f" ending in {SUFFIXES[kind]}" if SUFFIXES[kind] and Path(path).is_dir() else ""
+            ending = (
+                f" ending in {SUFFIXES[kind]}" if SUFFIXES[kind] and files.is_directory(Path(path)) else ""
+            )
             violations.append(f"{key} {path}: no such file, or no files{ending}")
         for source in sources:
             found.setdefault(source.path.resolve(), source)
@@ -231,20 +246,38 @@ def _stdlib() -> Iterator[Source]:
 
 def _index_of(path: str, kind: str) -> str:
     """The index that `path` means where it is one of megatron's files or their prefix, else `path`."""
-    if kind != MEGATRON or Path(path).is_dir():
+    if kind != MEGATRON or files.is_directory(Path(path)):
         return path
     index = path.removesuffix(".bin").removesuffix(".idx") + SUFFIXES[MEGATRON]
-    return index if Path(index).is_file() else path
+    return index if files.is_file(Path(index)) else path
 
 
-def _given(path: str, suffix: str) -> Iterator[Source]:
-    if Path(path).is_file():
+def _given(path: str, suffix: str, unreadable: list[str]) -> Iterator[Source]:
+    """The files that a path means; what of a directory nobody may look at goes to `unreadable`."""
+    if files.is_file(Path(path)):
         yield Source(Path(path), path)
         return
-    if Path(path).is_dir():
-        inside = (p for p in Path(path).rglob(f"*{suffix}") if p.is_file() and not p.name.startswith("."))
-        yield from (Source(p, str(p)) for p in sorted(inside, key=lambda p: p.as_posix()))
+    if files.is_directory(Path(path)):
+        inside = sorted(_walk(Path(path), suffix, unreadable), key=lambda p: p.as_posix())
+        yield from (Source(p, str(p)) for p in inside)
         return
     found = glob.glob(path, recursive=True)  # noqa: PTH207 (Path.glob takes no absolute pattern)
-    matches = (p for p in sorted(found) if Path(p).is_file())
+    matches = (p for p in sorted(found) if files.is_file(Path(p)))
     yield from (Source(Path(p), p) for p in matches)
+
+
+def _walk(root: Path, suffix: str, unreadable: list[str]) -> Iterator[Path]:
+    """The regular files below a directory whose names end so; hidden ones are none."""
+
+    def note(error: OSError) -> None:
+        unreadable.append(f"{error.filename}: {error.strerror}")
+
+    for folder, _, names in os.walk(root, onerror=note):
+        for path in (Path(folder, name) for name in names if name.endswith(suffix) and name[0] != "."):
+            try:
+                if stat.S_ISREG(path.stat().st_mode):
+                    yield path
+            except FileNotFoundError:  # a link to nothing, or just removed
+                continue
+            except OSError as error:
+                note(error)

@@ -16,6 +16,7 @@ from bundle.checkpoints import manifest, state
 from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.errors import UsageError
 from bundle.launch import LOCK, Start
+from bundle.planning import Problem
 from bundle.planning.inputs import Weights, problems_of, weights
 from bundle.planning.size import Disk, disk
 from bundle.recipe import Recipe, differences, load
@@ -23,6 +24,9 @@ from bundle.recipe.document import written
 
 # The first line of a run's recipe.yaml, by which a directory is known as a run's.
 _OURS = "# The recipe of the run in this directory, written by mcore-bundle.\n"
+# What may lie in a directory before its first run: logs of launches, tokens, what a file system makes.
+_BEFORE_A_RUN = {"logs", "data", "lost+found"}
+_NAMED = 8  # files of somebody else that a message names
 _EXPORTED = re.compile(r"(hf|peft)(-\d{8,})?")
 
 
@@ -74,7 +78,8 @@ class RunDirectory:
     @property
     def exports(self) -> list[Path]:
         """Every export that is there."""
-        return [path for path in self.root.glob("*") if _EXPORTED.fullmatch(path.name)]
+        inside = self.root.glob("*") if files.is_directory(self.root) else ()
+        return [path for path in inside if _EXPORTED.fullmatch(path.name)]
 
     def room(self, recipe: Recipe) -> Disk:
         """The disk of a run of that recipe here, which may have written of it before."""
@@ -83,7 +88,7 @@ class RunDirectory:
 
     def begun(self) -> tuple[int, int] | None:
         """Which start made the run what it is, as something to compare; None where none has."""
-        if not self.job.exists():
+        if not files.is_file(self.job):
             return None
         status = self.job.stat()
         return status.st_ino, status.st_mtime_ns
@@ -102,7 +107,7 @@ class RunDirectory:
         lora = recipe.model.lora
         adapter = lora.path if lora else None
         self._refuse_own_export({"model.path": recipe.model.path, "model.lora.path": adapter})
-        if not self.recipe.exists():
+        if not files.is_file(self.recipe):
             if start.resume:
                 raise UsageError(f"{self.root}: there is no run to resume")
             return False
@@ -120,6 +125,14 @@ class RunDirectory:
         self._refuse_another_origin(Origin.of(start))
         return True
 
+    def problems(self, recipe: Recipe, start: Start) -> tuple[Problem, ...]:
+        """Everything for which `begin` would refuse a run here."""
+        try:
+            self.begin(recipe, start)
+        except UsageError as error:
+            return tuple(problems_of(error))
+        return ()
+
     def finished(self, recipe: Recipe) -> bool:
         """Whether the run has come to its result, and `recipe` asks for no more of it.
 
@@ -127,7 +140,7 @@ class RunDirectory:
         not there.
         """
         export = recipe.checkpoint.export
-        if not self.result.exists() or (export is not None and not self.exported(export).is_dir()):
+        if not files.is_file(self.result) or (export is not None and not self.exported(export).is_dir()):
             return False
         try:
             result = json.loads(self.result.read_text(encoding="utf-8"))
@@ -171,7 +184,7 @@ class RunDirectory:
 
     def began_with(self) -> Origin | None:
         """What this run's --from was."""
-        if not self.origin.exists():
+        if not files.is_file(self.origin):
             return None
         said = json.loads(self.origin.read_text(encoding="utf-8"))
         return Origin(Path(said["from"]), said.get("weights_only", False))
@@ -181,7 +194,7 @@ class RunDirectory:
 
         None where the run began with none. Raises UsageError where it is gone, or is another one by now.
         """
-        if not self.origin.exists():
+        if not files.is_file(self.origin):
             return None
         said = json.loads(self.origin.read_text(encoding="utf-8"))
         found = starting_checkpoint(Path(said.get("checkpoint", said["from"])))
@@ -194,7 +207,7 @@ class RunDirectory:
 
     def origin_digest(self) -> str:
         """What tells the checkpoint that the run began with from any other; empty where there is none."""
-        if not self.origin.exists():
+        if not files.is_file(self.origin):
             return ""
         return str(json.loads(self.origin.read_text(encoding="utf-8")).get("manifest", ""))
 
@@ -275,16 +288,22 @@ class RunDirectory:
         return noted or self.result.exists() or bool(CheckpointDirectory(self.checkpoints).steps())
 
     def _refuse_strangers(self) -> None:
-        if self.recipe.exists() and self.recipe.read_bytes().startswith(_OURS.encode()):
-            return
-        files = (self.recipe, self.result, self.metrics, self.job, self.versions, self.origin)
-        folders = (self.checkpoints, self.tensorboard, *self.exports)
-        present = [path.name for path in files if path.exists()]
-        present += [path.name for path in folders if path.exists() and any(path.iterdir())]
-        if present:
+        """Raises UsageError where files lie that no run has written; a new or an empty directory is fine."""
+        try:
+            if files.is_file(self.recipe) and self.recipe.read_bytes().startswith(_OURS.encode()):
+                return
+            others = sorted(path.name for path in self.root.iterdir() if _is_foreign(path))
+        except PermissionError as error:
             raise UsageError(
-                f"{self.root}: holds {', '.join(present)}, but no recipe.yaml that a run has written."
-                " Name another directory with --run-directory, or put the run's recipe.yaml back"
+                f"--run-directory {self.root}: cannot be read ({error.strerror}). Name another directory"
+            ) from error
+        except OSError:  # nothing is there; `planning.inputs` says what stands in its place
+            return
+        if others:
+            more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+            raise UsageError(
+                f"--run-directory {self.root}: holds {', '.join(others[:_NAMED])}{more}, but no recipe.yaml"
+                " that a run has written. Name an empty or a new directory, or put the run's recipe.yaml back"
             )
 
     def _refuse_own_export(self, named: Mapping[str, str | None]) -> None:
@@ -334,9 +353,16 @@ class RunDirectory:
         files.write_json(self.versions, versions)
 
 
+def _is_foreign(path: Path) -> bool:
+    """Whether something in a directory without a run speaks against beginning one there."""
+    if path.name in _BEFORE_A_RUN or path.name.startswith("."):
+        return False
+    return not files.is_directory(path) or any(path.iterdir())
+
+
 def newest_checkpoint(named: Path) -> Path | None:
     """The checkpoint that is `named`, or the newest of the run or of the folder that it names, if any."""
-    if (named / manifest.NAME).is_file():
+    if files.is_file(named / manifest.NAME):
         return named
     for folder in (named, RunDirectory(named).checkpoints):
         directory = CheckpointDirectory(folder)
@@ -352,7 +378,7 @@ def starting_checkpoint(named: Path) -> Path:
     """
     if (found := newest_checkpoint(named)) is not None:
         return found
-    if not named.exists():
+    if not (files.is_directory(named) or files.is_file(named)):
         raise UsageError(f"--from {named}: there is no such checkpoint")
     raise UsageError(
         f"--from {named}: neither a checkpoint that mcore-bundle wrote (it has no {manifest.NAME})"

@@ -147,7 +147,7 @@ def test_a_run_that_lost_its_recipe_is_not_begun_anew(run):
     train(run)
     run.recipe.unlink()
     with pytest.raises(
-        UsageError, match=r"holds metrics.jsonl, job.json, versions.json, checkpoints, tensor"
+        UsageError, match=r"holds checkpoints, job.json, metrics.jsonl, tensorboard, versions.json"
     ):
         begin(run)
 
