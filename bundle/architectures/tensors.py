@@ -6,7 +6,7 @@ stages and experts over all ranks, and shapes are whole.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Literal, NamedTuple
 
 from bundle.architectures import multimodal
@@ -146,13 +146,22 @@ class Stack(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """One tensor of the whole model. `published` is what it is made of; () where no family publishes it."""
+    """One tensor of the whole model. `published` is what it is made of; () where no family publishes it.
+
+    `copies` are the names under which the only one that it is made of is written once more.
+    """
 
     name: str
     shape: tuple[int, ...]
     published: tuple[str, ...] = ()
     rule: Rule = Rule("copy", ())
     stack: Stack | None = None
+    copies: tuple[str, ...] = ()
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """The names of everything that is written of it."""
+        return (*self.published, *self.copies)
 
     @property
     def elements(self) -> int:
@@ -160,19 +169,24 @@ class Tensor(NamedTuple):
         return math.prod(self.shape)
 
     def published_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(name, shape) of everything that it is made of."""
+        """(name, shape) of everything that is written of it."""
         rule = self.rule
-        for name, width in zip(self.published, rule.widths, strict=True):
+        widths = (*rule.widths, *(rule.widths[0] for _ in self.copies))
+        for name, width in zip(self.written, widths, strict=True):
             size = width * rule.repeats
             shape = (*self.shape[: rule.dim], size, *self.shape[rule.dim + 1 :])
             yield name, (self.stack.entries, *reversed(shape)) if self.stack else shape
 
 
 class Tensors:
-    """The tensors of a model, all or part by part; `tp` matters to the padding of the vocabulary alone."""
+    """The tensors of a model, all or part by part; `tp` matters to the padding of the vocabulary alone.
 
-    def __init__(self, architecture: Architecture, tp: int = 1) -> None:
+    `written_copies` are those of `copies` that are written beside their originals.
+    """
+
+    def __init__(self, architecture: Architecture, tp: int = 1, written_copies: Collection[str] = ()) -> None:
         self.architecture = architecture
+        self._written_copies = written_copies
         self.names = NAMES[architecture.model_type]
         self._rows = padded_vocabulary(architecture.vocab_size, tp)
 
@@ -252,8 +266,7 @@ class Tensors:
     def copies(self) -> dict[str, str]:
         """Tensors that a directory may hold once more: the copy's published name -> the original's."""
         a = self.architecture
-        embedding = self.embedding().published[0]
-        head = self._of_vocabulary(HEAD).published[0]
+        embedding, head = (self._published(name) for name in (EMBEDDING, HEAD))
         found = {head: embedding} if a.tied_embeddings else {}
         originals = {EMBEDDING: embedding, HEAD: found.get(head, head)}
         for depth in range(a.mtp_layers if self.names.mtp else 0):
@@ -262,15 +275,28 @@ class Tensors:
                 found[f"{self._mtp_at(depth)}{module}.weight"] = originals[f"{original}.weight"]
         return found
 
+    def find_copies(self, source: Collection[str]) -> list[str]:
+        """Return the copies to write of a model that began with tensors of the names `source`.
+
+        They are those of the source; MTP layers that the source lacks have those of their family.
+        """
+        layers = [self._mtp_at(depth) for depth in range(self.architecture.mtp_layers)]
+        new = tuple(at for at in layers if at and not any(name.startswith(at) for name in source))
+        return [copy for copy in self.copies() if copy in source or copy.startswith(new)]
+
     def _mtp_at(self, depth: int) -> str | None:
         layer = self.architecture.num_layers + depth
         return self.names.mtp.at.format(depth=depth, layer=layer) if self.names.mtp else None
 
     def _of_vocabulary(self, name: str) -> Tensor:
-        a = self.architecture
-        published = f"{self.names.of_model(name.removesuffix('.weight'))}.weight"
+        a, published = self.architecture, self._published(name)
         rule = Rule("vocabulary", (a.vocab_size,))
-        return Tensor(name, (self._rows, a.hidden_size), (published,), rule)
+        originals = self.copies() if self._written_copies else {}
+        copies = tuple(copy for copy in self._written_copies if originals.get(copy) == published)
+        return Tensor(name, (self._rows, a.hidden_size), (published,), rule, copies=copies)
+
+    def _published(self, name: str) -> str:
+        return f"{self.names.of_model(name.removesuffix('.weight'))}.weight"
 
 
 class _Place(NamedTuple):

@@ -98,7 +98,9 @@ def export_(
     found, job = checkpoint_of(checkpoint, like, verified=True)
     if like is not None:
         model = (
-            _as(like, found) if job is None else Published(job.model.config, job.architecture, like, (like,))
+            _as(like, found)
+            if job is None
+            else Published(job.model.config, job.architecture, like, (like,), like)
         )
     elif job is not None:
         model = Published.of(job)
@@ -200,7 +202,7 @@ def _as(like: Path, checkpoint: "Directory") -> Published:
     """What a Hugging Face directory says of a model that has the MTP layers of a checkpoint."""
     config = read_config(like)
     architecture = from_config(config, str(like / "config.json"))
-    return Published(config, replace(architecture, mtp_layers=checkpoint.mtp_layers), like, (like,))
+    return Published(config, replace(architecture, mtp_layers=checkpoint.mtp_layers), like, (like,), like)
 
 
 def _source(named: Path, other: Path) -> "Source":
@@ -211,6 +213,9 @@ def _source(named: Path, other: Path) -> "Source":
     if (weights := pretrained.opened(named)) is not None:
         return HuggingFace(weights)
     checkpoint, _ = checkpoint_of(named, None, verified=False)
-    if pretrained.opened(other) is None:
+    theirs = pretrained.opened(other)
+    if theirs is None:
         return Megatron(checkpoint)
-    return AsPublished(checkpoint, Tensors(_as(other, checkpoint).architecture))
+    table = Tensors(_as(other, checkpoint).architecture)
+    copies = [copy for copy in table.copies() if copy in theirs.entries]
+    return AsPublished(checkpoint, Tensors(table.architecture, written_copies=copies))

@@ -22,7 +22,7 @@ from bundle.architectures.tensors import Tensors
 from bundle.errors import UsageError
 from bundle.mcore.torch_dist import Directory, Part, write
 from bundle.models import loading
-from bundle.models.exporting import warn_of_left_out
+from bundle.models.exporting import find_copies
 from bundle.models.mapped import Files
 from bundle.models.published import DTYPES, Output, files_of, parts, stored
 from bundle.pretrained import Pretrained, replacing, writing
@@ -88,7 +88,7 @@ class AsPublished:
         self._places = found_in(checkpoint, table)
         self._of: dict[str, list[tensors.Tensor]] = {}  # more than one: the entries of a stack
         for tensor in table:
-            for name in tensor.published:
+            for name in tensor.written:
                 self._of.setdefault(name, []).append(tensor)
         self.tensors = {
             name: (shape, checkpoint.tensors[self._places[tensor.name].key][1])
@@ -100,7 +100,7 @@ class AsPublished:
         found = [
             part
             for tensor in self._of[name]
-            for published, part in zip(tensor.published, parts(tensor, self.whole(tensor)), strict=True)
+            for published, part in zip(tensor.written, parts(tensor, self.whole(tensor)), strict=True)
             if published == name
         ]
         return torch.stack(found) if self._of[name][0].stack else found[0]
@@ -219,11 +219,10 @@ def to_hugging_face(checkpoint: Directory, model: Published, directory: Path, nu
     JobFailed where it cannot be read or the files cannot be written. What had the name before is there until
     the new one is whole.
     """
-    table = Tensors(model.architecture)
+    table = Tensors(model.architecture, written_copies=find_copies(directory, model))
     if numbers == "fp8" and table.names.stacked_experts:
         raise UsageError(f"nobody loads {model.architecture.model_type} in FP8 blocks: write it in bf16")
     source = AsPublished(checkpoint, table)
-    warn_of_left_out(directory, table)
     everything = list(table.published())
     (of_files,) = files_of([[each for tensor in everything for each in stored(tensor, numbers)]])
     with replacing.replacing(directory) as whole:

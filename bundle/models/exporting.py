@@ -25,7 +25,7 @@ from bundle.mcore.groups import Groups
 from bundle.models import adapters, naming
 from bundle.models.naming import Named
 from bundle.models.published import Output, files_of, stored
-from bundle.pretrained import replacing, writing
+from bundle.pretrained import one_of_each_kind, replacing, writing
 from bundle.pretrained.writing import Numbers, Published, Stored
 from bundle.recipe import Recipe
 
@@ -93,24 +93,40 @@ def export(
     tokenizer and what else belongs to the model come from `model.path` and the recipe's tokenizer.
     Raises JobFailed on all ranks; what had the name before is there until the new one is whole.
     """
-    table = Tensors(recipe.architecture, groups.tp.size)
+    model = Published.of(recipe)
+    copies = on_rank_0(lambda: find_copies(directory, model))
+    table = Tensors(recipe.architecture, groups.tp.size, copies)
     numbers: Numbers = "fp8" if recipe.checkpoint.export == "hf-fp8" else recipe.model.dtype
-    warn_of_left_out(directory, table)
     with ExitStack() as whole:
         partial = on_rank_0(lambda: whole.enter_context(replacing.replacing(directory)))
         of_files = write(partial, chunks, groups, table, numbers)
-        on_rank_0(lambda: writing.complete(partial, Published.of(recipe), numbers, of_files, ends))
+        on_rank_0(lambda: writing.complete(partial, model, numbers, of_files, ends))
         on_rank_0(whole.close)
 
 
-def warn_of_left_out(directory: Path, table: Tensors) -> None:
-    """Says which tensors no directory of the family has a name for."""
+def find_copies(directory: Path, model: Published) -> list[str]:
+    """Return the copies of tensors to write; log which tensors the directory leaves out.
+
+    Those are what no family publishes, and what the model's source has and the model itself has not.
+    """
+    source, table = model.find_source_names(), Tensors(model.architecture)
+    copies = table.find_copies(source)
     if any(not tensor.published for tensor in table):
         _log.warning(
             "%s leaves out the MTP layers: a model_type %s is published without any",
             directory,
             table.architecture.model_type,
         )
+    written = {*copies, *(name for tensor in table for name in tensor.published)}
+    if lost := [name for name in source if name not in written]:
+        _log.warning(
+            "%s leaves out %d tensors of %s, which are no part of the trained model: %s",
+            directory,
+            len(lost),
+            model.source,
+            ", ".join(one_of_each_kind(lost)),
+        )
+    return copies
 
 
 def export_adapters(directory: Path, recipe: Recipe, chunks: Sequence[torch.nn.Module]) -> None:

@@ -224,7 +224,10 @@ def refuse_unequal(weights: Pretrained, copies: Mapping[str, str]) -> None:
     ]
     if unequal:
         raise UsageError(
-            f"{weights.directory}: this model uses one tensor where the weights have two", unequal
+            f"{weights.directory}: megatron-core has one tensor where these weights have two. Leave the layers of"
+            " multi-token prediction out (model.mtp.layers: 0; weights import --mtp-layers 0), or say"
+            " tie_word_embeddings: false of a head",
+            unequal,
         )
 
 

@@ -85,7 +85,7 @@ def values(tensor: tensors.Tensor, whole: Tensor, numbers: Numbers) -> Iterator[
 
 
 def parts(tensor: tensors.Tensor, whole: Tensor) -> Iterator[Tensor]:
-    """The published tensors that one of ours is made of, in their order: views where nothing is put together.
+    """The numbers of everything that is written of a tensor: views where nothing is put together.
 
     Of a stack its own entry.
     """
@@ -98,6 +98,7 @@ def parts(tensor: tensors.Tensor, whole: Tensor) -> Iterator[Tensor]:
     for of_it, width in zip(pieces, rule.widths, strict=True):
         part = of_it[0][1] if len(of_it) == 1 else _joined(of_it, rule.dim, width * rule.repeats)
         yield part.T if tensor.stack and part.ndim == 2 else part
+    yield from (part for _ in tensor.copies)
 
 
 def _joined(pieces: Sequence[tuple[Piece, Tensor]], dim: int, size: int) -> Tensor:

@@ -11,6 +11,7 @@ from bundle.pretrained.matching import (
     of_another_directory,
     of_directory,
     of_recipe,
+    one_of_each_kind,
     opened,
 )
 
@@ -22,6 +23,7 @@ __all__ = [
     "of_another_directory",
     "of_directory",
     "of_recipe",
+    "one_of_each_kind",
     "opened",
     "weights_in",
 ]

@@ -146,6 +146,18 @@ def _matched(
     return found
 
 
+def published_names(directory: Path) -> Iterator[str]:
+    """Yield the names of a directory's weights; of quantised ones once, whatever lies beside their numbers.
+
+    There are none where the directory holds no weights that can be read.
+    """
+    with suppress(UsageError):
+        found = weights_in(directory)
+        for name in found.entries if found else ():
+            if not name.endswith((SCALE, MX_SCALES)) and not _CONSTANTS.search(name):
+                yield name.removesuffix(MX_BLOCKS)
+
+
 def described(recipe: Recipe, found: Pretrained | None) -> str:
     """What the model begins with, for people; `found` is what `of_recipe` has returned."""
     if found is not None:
@@ -172,7 +184,7 @@ def _against(found: Pretrained, table: Tensors, depths: int, without_mtp: str) -
             optional.update(tensor.published)
     expected |= {copy: expected[original] for copy, original in copies.items()}
     missing = [name for name in expected if name not in entries and name not in optional]
-    yield from _alike(missing, "is missing")
+    yield from (f"{name} is missing{more}" for name, more in _kinds(missing))
     of_mtp = {name for tensor in table if tensor.name.startswith("mtp.") for name in tensor.published}
     if missing and of_mtp.issuperset(missing):
         yield f"all that is missing is multi-token prediction: {without_mtp}"
@@ -183,7 +195,7 @@ def _against(found: Pretrained, table: Tensors, depths: int, without_mtp: str) -
     extra = [name for name in entries if name not in known and not _CONSTANTS.search(name)]
     if unread := table.names.left_out:
         extra = [name for name in extra if not name.startswith(unread)]
-    yield from _alike(extra, "is no tensor of this model")
+    yield from (f"{name} is no tensor of this model{more}" for name, more in _kinds(extra))
     for name, shape in expected.items():
         if name in entries:
             yield from _misfit(name, entries[name], shape, entries.get(f"{name}{SCALE}"), found.block)
@@ -227,14 +239,19 @@ def _turned(found: Pretrained, table: Tensors) -> Pretrained:
     return found._replace(entries={**found.entries, **{name: stacks[name] for name in fitting}})
 
 
-def _alike(names: Iterable[str], reason: str) -> Iterator[str]:
-    """One line for tensors whose names differ in numbers alone: layers and experts."""
+def one_of_each_kind(names: Iterable[str]) -> Iterator[str]:
+    """Yield one of the names that differ in numbers alone, and how many more there are."""
+    yield from (f"{name}{more}" for name, more in _kinds(names))
+
+
+def _kinds(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """The first of the names that differ in numbers alone (layers, experts), and how many more there are."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(re.sub(r"\d+", "#", name), []).append(name)
     for pattern, of in groups.items():
         more = f" (and {len(of) - 1} more like {quoted(pattern)})" if len(of) > 1 else ""
-        yield f"{quoted(of[0])} {reason}{more}"
+        yield quoted(of[0]), more
 
 
 def _with_quantization(found: Pretrained, config: Mapping[str, Any]) -> tuple[Pretrained, list[str]]:

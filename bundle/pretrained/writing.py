@@ -18,6 +18,7 @@ from bundle.architectures import Architecture
 from bundle.architectures.published import NAMES
 from bundle.architectures.tensors import TOWER, Tensor, Tensors
 from bundle.pretrained.directory import BYTES, INDEX, SINGLE, TOKENIZER, has_tokenizer
+from bundle.pretrained.matching import published_names
 from bundle.recipe import Recipe
 
 _log = logging.getLogger(__name__)
@@ -43,13 +44,15 @@ class Published:
     """What a directory says of a model beside its weights.
 
     `config` is the published one with what was changed in it; tokenizer and chat template are those of the
-    directory `tokenizer`, and what else belongs to it, such as processors and code, is in `belongings`.
+    directory `tokenizer`, and what else belongs to it, such as processors and code, is in `belongings`. It
+    began with the weights in `source`; None: with random ones.
     """
 
     config: Mapping[str, Any]
     architecture: Architecture
     tokenizer: Path | None = None
     belongings: tuple[Path, ...] = ()
+    source: Path | None = None
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Published":
@@ -61,7 +64,12 @@ class Published:
         model = Path(recipe.model.path) if recipe.model.path else None
         tokenizer = Path(named) if kind == "hf" else model
         belongings = tuple(source for source in (model, tokenizer) if source)
-        return cls(recipe.model.config, recipe.architecture, tokenizer, belongings)
+        source = None if recipe.model.weights == "random" else model
+        return cls(recipe.model.config, recipe.architecture, tokenizer, belongings, source)
+
+    def find_source_names(self) -> list[str]:
+        """Return the names of the tensors in `source`; none where it holds none that can be read."""
+        return list(published_names(self.source)) if self.source else []
 
     @property
     def sources(self) -> list[Path]:

@@ -11,6 +11,8 @@ from tests.reference import weights
 from tests.reference.configs import CONFIGS
 from tests.reference.published import published
 
+LAYER_5 = ["5.embed_tokens", "5.shared_head.head"]
+
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_names_and_shapes_are_the_published_ones(name):
@@ -48,6 +50,31 @@ def test_copies_are_those_of_the_embedding_and_of_the_head():
     tied = Tensors(from_config(deepseek | {"tie_word_embeddings": True})).copies()
     assert tied == dict.fromkeys([*copies, *head, "lm_head.weight"], "model.embed_tokens.weight")
     assert Tensors(from_config(CONFIGS["mimo"])).copies() == {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+@pytest.mark.parametrize(
+    ("source", "wanted"),
+    [
+        ([], ["4.embed_tokens", "4.shared_head.head", "5.embed_tokens", "5.shared_head.head"]),
+        (["model.layers.4.enorm.weight", "model.layers.4.embed_tokens.weight"], ["4.embed_tokens", *LAYER_5]),
+        (["model.layers.4.enorm.weight", "model.layers.5.enorm.weight"], []),
+    ],
+)
+def test_copies_to_write_are_those_of_the_source_and_of_new_layers(source, wanted):
+    architecture = from_config(CONFIGS["deepseek_v3"])
+    copies = Tensors(architecture).find_copies(source)
+    assert copies == [f"model.layers.{name}.weight" for name in wanted]
+    written = {copy: tensor for tensor in Tensors(architecture, 1, copies) for copy in tensor.copies}
+    assert written.keys() == set(copies)
+    for copy, tensor in written.items():
+        assert tensor.name == ("embedding.word_embeddings" if "embed" in copy else "output_layer") + ".weight"
+        assert dict(tensor.published_shapes())[copy] == (architecture.vocab_size, architecture.hidden_size)
+
+
+def test_a_tied_head_is_written_where_the_source_has_it():
+    tied = Tensors(from_config(CONFIGS["mimo"]))
+    assert tied.find_copies([]) == []
+    assert tied.find_copies(["lm_head.weight"]) == ["lm_head.weight"]
 
 
 def test_layers_that_no_family_publishes_have_no_published_names():

@@ -164,6 +164,41 @@ def test_what_was_imported_and_exported_is_what_it_was(models, tmp_path, said):
     assert len(differences) == 14, "seven linear layers of two decoder layers"
 
 
+COPIES = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+
+
+def test_a_round_trip_of_multi_token_prediction_is_equal(tmp_path, said):
+    """DeepSeek-V3 has copies in its layer; the second one here has none, and gets none."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("megatron.core")
+    from safetensors.torch import load_file, save_file
+
+    from tests.reference import weights
+
+    config = CONFIGS["deepseek_v3"]
+    theirs = {name: value.detach().bfloat16() for name, value in weights.drawn(config, seed=3).items()}
+    theirs |= {name: value.float() for name, value in theirs.items() if name.endswith("correction_bias")}
+    of_layer = {f"model.layers.4.{copy}.weight": f"{original}.weight" for copy, original in COPIES.items()}
+    theirs |= {copy: theirs[original].clone() for copy, original in of_layer.items()}
+    model, megatron, back = (tmp_path / name for name in ("model", "megatron", "back"))
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(config))
+    save_file(theirs, model / "model.safetensors")
+    assert run("import", model, megatron) == 0, said()
+    assert run("export", megatron, back, "--like", model) == 0, said()
+    ours = load_file(back / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert not [name for name in theirs if not torch.equal(ours[name], theirs[name])]
+    said()
+    for pair in ((model, back), (model, megatron), (megatron, model)):
+        assert run("diff", *pair) == 0
+        assert f"{len(theirs)} tensors are equal" in said().out
+    theirs["model.layers.4.embed_tokens.weight"] += 1
+    save_file(theirs, model / "model.safetensors")
+    assert run("import", model, tmp_path / "other") == 2
+    assert "model.layers.4.embed_tokens.weight" in said().err and not (tmp_path / "other").exists()
+
+
 def test_a_checkpoint_of_another_model_is_refused_before_anything_is_written(models, tmp_path, said):
     assert run("import", models / "Qwen3-8B", tmp_path / "megatron") == 0
     other = tmp_path / "other"

@@ -8,7 +8,6 @@ in OUT is put what is exported.
 
 import json
 import sys
-from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -78,7 +77,7 @@ def compared(
     ]
     exporting.export(out, job, chunks, made)
     wrong = [n.name for n in found if not torch.equal(n.parameter, part(n, wanted[n.name]))]
-    exported = differences(directory, out, Tensors(job.architecture).copies())
+    exported = differences(directory, out)
     converted = through_torch_dist(directory, out.with_name(f"{out.name} converted"), job, chunks, found)
     predicted = of_predictions(engine, name, "thd" if packed else "bshd")
     groups.destroy()
@@ -118,7 +117,7 @@ def through_torch_dist(directory: Path, out: Path, job, chunks, found) -> list[s
     wrong = []
     if first:
         conversion.to_hugging_face(torch_dist.Directory(saved), Published.of(job), out, "fp32")
-        wrong = differences(directory, out, table.copies())
+        wrong = differences(directory, out)
         weights_of = pretrained.of_directory(directory, job.model.config, job.architecture)
         conversion.to_torch_dist(weights_of, table, imported)
     torch.distributed.barrier()
@@ -134,15 +133,14 @@ def through_torch_dist(directory: Path, out: Path, job, chunks, found) -> list[s
     return [*wrong, *(f"imported {name}" for name in lost)]
 
 
-def differences(directory: Path, out: Path, copies: Collection[str]) -> list[str]:
-    """The published tensors that an export has not, or not bit for bit; copies are written once."""
+def differences(directory: Path, out: Path) -> list[str]:
+    """The published tensors that an export has not, or not bit for bit."""
     theirs, ours = (
         {key: value for file in path.glob("*.safetensors") for key, value in load_file(file).items()}
         for path in (directory, out)
     )
-    wanted = {key: value for key, value in theirs.items() if key not in copies}
-    same = {key for key in wanted if key in ours and torch.equal(ours[key], wanted[key])}
-    return [f"exported {key}" for key in wanted.keys() ^ ours.keys() | wanted.keys() - same]
+    same = {key for key in theirs if key in ours and torch.equal(ours[key], theirs[key])}
+    return [f"exported {key}" for key in theirs.keys() ^ ours.keys() | theirs.keys() - same]
 
 
 def part(named, whole: torch.Tensor) -> torch.Tensor:

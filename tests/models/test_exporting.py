@@ -48,6 +48,35 @@ def test_mtp_layers_that_nobody_publishes_are_left_out_and_said(tmp_path, alone,
     assert not [name for name in load_file(tmp_path / "hf" / "model.safetensors") if "mtp" in name]
 
 
+def test_tensors_of_the_source_that_are_not_trained_are_named(tmp_path, alone, caplog):
+    write(tmp_path / "model", "glm4_moe")
+    job = recipe(tmp_path / "model", mtp={"layers": 0})
+    exporting.export(tmp_path / "hf", job, [model(job)], groups())
+    theirs, ours = (load_file(tmp_path / name / "model.safetensors").keys() for name in ("model", "hf"))
+    lost = theirs - ours
+    assert lost and all(name.startswith("model.layers.4.") for name in lost)
+    assert f"leaves out {len(lost)} tensors of {tmp_path / 'model'}" in caplog.text
+    caplog.clear()
+    exporting.export(
+        tmp_path / "all", recipe(tmp_path / "model"), [model(recipe(tmp_path / "model"))], groups()
+    )
+    assert "leaves out" not in caplog.text
+
+
+def test_a_model_without_published_weights_has_the_copies_of_its_family(tmp_path, alone):
+    write(tmp_path / "model", "deepseek_v3")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    job = recipe(tmp_path / "model", mtp={"layers": 1})
+    tree = model(job)
+    with torch.no_grad():
+        tree.get_parameter("output_layer.weight").fill_(3)
+    exporting.export(tmp_path / "hf", job, [tree], groups())
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    for copy, original in {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}.items():
+        assert torch.equal(found[f"model.layers.4.{copy}.weight"], found[f"{original}.weight"])
+    assert "model.layers.5.embed_tokens.weight" not in found
+
+
 @pytest.mark.parametrize(
     ("said", "of_config", "ends", "expected"),
     [
