@@ -57,16 +57,35 @@ def stored(
 ) -> Store:
     """The store of one data set under `directory`, made unless it is there. `longest` limits conversations.
 
+    Where a long row stops the job, the tokens of the others are the same for any limit: one store serves all.
     While another process makes it, this one waits. Raises JobFailed for corrupt data, for a damaged store
     and for one of another user.
     """
+    if recipe.task == "pretrain":
+        return _make_store(recipe, directory, sources, made, longest, 0, progress)
+    if recipe.data.truncation == "error" and recipe.data.on_error == "stop":
+        store = _make_store(recipe, directory, sources, made, longest, 0, progress)
+        if store.lengths.max(initial=0) <= longest:
+            return store
+    return _make_store(recipe, directory, sources, made, longest, longest, progress)
+
+
+def _make_store(
+    recipe: Recipe,
+    directory: Path,
+    sources: Sequence[Source],
+    made: Tokenizer,
+    longest: int,
+    room: int,
+    progress: Progress,
+) -> Store:
+    """The store whose name has this `room`: the limit that its rows were held against, 0 for any."""
     images = Processing.of(recipe)
     settings = {name: value for name, value in recipe.data.dump().items() if name not in _APART}
     if recipe.data.source == MEGATRON:
         (source,) = sources
         facts = [recipe.architecture.vocab_size, _stats([source.path, source.path.with_suffix(".bin")])]
     else:
-        room = longest if recipe.task != "pretrain" else 0
         content = _content(directory, sources, progress)
         facts = [
             recipe.task,

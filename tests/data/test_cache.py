@@ -297,3 +297,19 @@ def test_what_the_other_takes_away_while_somebody_waits_is_no_error(tmp_path, mo
     threading.Timer(0.5, held.close).start()
     with cache._only_one(path, told.append):
         assert not begun.exists() and told == [10]
+
+
+def test_another_limit_takes_the_same_tokens_until_a_row_is_longer(tmp_path, encoded):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": "?", "response": "x" * n}) + "\n" for n in (9, 40)))
+    keys = ("task=sft", "data.on_error=stop", "data.validation=0")
+    longest = [
+        int(prepare(recipe(rows, *keys, f"data.sequence_length={limit}"), tmp_path).stores[0].lengths.max())
+        for limit in (256, 128, 96)
+    ]
+    assert len(set(longest)) == 1 and len(list(tmp_path.glob("tokens-*"))) == 1
+    with pytest.raises(JobFailed, match=r"rows.jsonl:2"):
+        prepare(recipe(rows, *keys, "data.sequence_length=48"), tmp_path)
+    once = len(encoded)
+    skipping = recipe(rows, *keys, "data.on_error=skip", "data.sequence_length=48")
+    assert prepare(skipping, tmp_path).left_out.skipped == 1 and len(encoded) > once
