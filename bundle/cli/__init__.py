@@ -21,6 +21,10 @@ from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, JobFailed, Us
 
 # verb -> what it does; the module is bundle.cli.<verb>, which holds a typer app named `app`.
 VERBS: dict[str, str] = {
+    "sft": "Fine-tune a model on conversations, by flags alone.",
+    "dpo": "Train a model on preferences, by flags alone.",
+    "pretrain": "Train a model on text, by flags alone.",
+    "init": "Write a commented recipe for a model and its data.",
     "train": "Train a recipe on this machine, or on several.",
     "launch": "Hand a job to this machine, docker, Slurm or Kubernetes, and ask what became of it.",
     "recipes": "The job files that come with the package: list them, show one, their JSON schema.",

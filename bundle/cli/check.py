@@ -3,7 +3,7 @@
 import json
 import sys
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,9 @@ from bundle.planning.inputs import input_problems
 from bundle.planning.output import disk_shown
 from bundle.recipe import Recipe, load, with_steps
 from bundle.runs.directory import RunDirectory
+
+if TYPE_CHECKING:
+    from bundle.data import Corpus
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -41,12 +44,11 @@ def check(
         raise UsageError(f"recipe {job.name} cannot be checked", [problem.text for problem in problems])
     from bundle.data import prepare
     from bundle.data.cache import place
-    from bundle.data.corpus import first_samples, inspect
+    from bundle.data.corpus import first_samples
     from bundle.data.loader import told
 
     corpus = prepare(job, place(job, directory), told())
-    counts, shown = asdict(inspect(job, corpus)), first_samples(job, corpus, samples)
-    counts |= counts.pop("left_out")
+    counts, shown = count_data(job, corpus), first_samples(job, corpus, samples)
     room = run.room(with_steps(job, len(corpus.training)))
     if as_json:
         said = {"weights": begins.described, **counts, "disk": room._asdict(), "samples": shown}
@@ -54,19 +56,34 @@ def check(
         return
     lines = (
         f"weights    {begins.described}",
-        *_lines(job, counts),
+        *data_lines(job, counts),
         f"disk       {disk_shown(room, directory)}",
     )
     print("\n".join(lines))
-    named = ((f"data.validation_sets.{name}: ", each) for name, each in corpus.validation_left_out.items())
-    for where, left_out in (("", corpus.left_out), *named):
-        for reason in (*left_out.skipped_rows, *left_out.long_rows):
-            print(f"  - {where}{reason}", file=sys.stderr)
+    say_left_out(corpus)
     for number, text in enumerate(shown, start=1):
         print(f"\nsample {number} of step 1, ⟦learned⟧:\n{text}")
 
 
-def _lines(job: Recipe, counts: dict[str, Any]) -> list[str]:
+def count_data(job: Recipe, corpus: "Corpus") -> dict[str, Any]:
+    """Return the counts of a corpus by name, those of rows that were left out among them."""
+    from bundle.data.corpus import inspect
+
+    counts: dict[str, Any] = asdict(inspect(job, corpus))
+    counts |= counts.pop("left_out")
+    return counts
+
+
+def say_left_out(corpus: "Corpus") -> None:
+    """Print the first rows that did not become tokens as they are, on standard error."""
+    named = ((f"data.validation_sets.{name}: ", each) for name, each in corpus.validation_left_out.items())
+    for where, left_out in (("", corpus.left_out), *named):
+        for reason in (*left_out.skipped_rows, *left_out.long_rows):
+            print(f"  - {where}{reason}", file=sys.stderr)
+
+
+def data_lines(job: Recipe, counts: dict[str, Any]) -> list[str]:
+    """Return what the data comes to, a line for each kind of count."""
     kind, size = "packs" if job.data.packed else "samples", job.train.global_batch_size
     share = 100 * counts["learned"] / max(1, counts["tokens"])
     held = f", {counts['held_out']:,} held out" if counts["held_out"] else ", none held out"

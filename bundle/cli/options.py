@@ -24,10 +24,24 @@ def _read_directory(text: str) -> Path:
 RunDirectory = Annotated[
     Path | None,
     typer.Option(
+        "--run-directory",
+        "--output",
         parser=_read_directory,
         metavar="DIRECTORY",
         help="Where the run lives: an empty or new directory, or an earlier run. Default: runs/NAME.",
     ),
+]
+Model = Annotated[
+    str, typer.Option(metavar="DIR", help="A Hugging Face directory: config, weights, tokenizer.")
+]
+Data = Annotated[
+    list[str], typer.Option(metavar="FILE", help="Rows to train on; may be given several times.")
+]
+Lora = Annotated[
+    bool, typer.Option("--lora", help="Train low-rank adapters; --set model.lora.rank=8 changes them.")
+]
+Epochs = Annotated[
+    float | None, typer.Option(help="How often to train on all rows. Default: 3; dpo and pretrain: 1.")
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Start over, whatever the run directory holds.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with a run, be it finished.")]

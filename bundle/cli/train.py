@@ -66,7 +66,7 @@ def train(
     if not dry_run:
         may_fail()  # the run directory has it all
     if request.mcore:
-        _import_from(request.mcore)
+        import_megatron_from(request.mcore)
 
     def here(planned_nodes: int) -> Rendezvous:
         return _among(
@@ -200,7 +200,7 @@ def _among(spares: int, where: Rendezvous) -> Rendezvous:
     return where
 
 
-def _import_from(mcore: str) -> None:
+def import_megatron_from(mcore: str) -> None:
     """Has this process and the ranks that it starts import the megatron-core that --mcore names.
 
     Raises UsageError for a version that is not installed, and for a tree that would not be imported.

@@ -61,9 +61,15 @@ def load(name_or_path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Rec
     return _checked(document, f"recipe {name_or_path}")
 
 
-def from_mapping(values: Mapping[str, Any], origin: str = "recipe") -> Recipe:
-    """The recipe in a mapping, such as a saved dump. Raises UsageError with everything that is wrong."""
-    return _checked(Document(dict(values)), origin)
+def from_mapping(values: Mapping[str, Any], origin: str = "recipe", overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe in a mapping, such as a saved dump, with overrides as `load` takes them.
+
+    Raises UsageError with everything that is wrong. The mapping's sections may be filled in.
+    """
+    document = Document(dict(values))
+    for override in overrides:
+        _override(document, override)
+    return _checked(document, origin)
 
 
 def with_steps(recipe: Recipe, samples: int) -> Recipe:

@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from bundle.cli import launch, options, plan, train
+from bundle.cli import dpo, launch, options, plan, pretrain, sft, train
 from bundle.cli.request import Machines, Request, spread
 
 COMMON = {field.name for field in fields(Request)}
@@ -23,7 +23,7 @@ def parameters(command) -> dict[str, list[str]]:
 @pytest.mark.parametrize(
     "command",
     [
-        typer.main.get_command(train.app),
+        *(typer.main.get_command(verb.app) for verb in (train, sft, dpo, pretrain)),
         typer.main.get_command(plan.app),
         *(LAUNCH.commands[name] for name in TARGETS),
     ],

@@ -1,0 +1,70 @@
+"""`mcore-bundle init`: write a commented recipe for a model and a data file."""
+
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from textwrap import indent
+from typing import Annotated, Any
+
+import typer
+
+from bundle import files
+from bundle.cli import options
+from bundle.cli.building import EPOCHS, Choice, Wish, build_recipe
+from bundle.cli.request import Request
+from bundle.errors import UsageError
+from bundle.recipe.document import written
+
+_HEAD = "# Written by `mcore-bundle init`; docs/recipe.md lists every key.\n"
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command()
+def init(
+    model: options.Model,
+    data: options.Data,
+    task: Annotated[
+        str, typer.Option(callback=options.one_of(EPOCHS), help=f"One of {', '.join(EPOCHS)}.")
+    ] = "sft",
+    lora: options.Lora = False,
+    epochs: options.Epochs = None,
+    overrides: options.Overrides = None,
+    hardware: options.Hardware = "",
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write the recipe.")
+    ] = Path("recipe.yaml"),
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
+) -> None:
+    """Write a commented recipe for a model and its data, which plan, check and train take as it is."""
+    if output.exists() and not force:
+        raise UsageError(
+            f"--output {output}: this file exists. Name another one, or replace it with --force."
+        )
+    request = Request(overrides=overrides)
+    built = build_recipe(Wish(task, model, data, lora, epochs, hardware or None, request))
+    files.write_text(output, _HEAD + "".join(_commented(_tree(built.choices))))
+    named = shlex.quote(str(output if output.suffix in (".yaml", ".yml") else output.absolute()))
+    print(f"written: {output}")
+    print("\n".join(f"next: mcore-bundle {verb} {named}" for verb in ("plan", "check", "train")))
+
+
+def _tree(choices: Iterable[Choice]) -> dict[str, Any]:
+    """Return the choices as the sections of a recipe, each choice under its last name."""
+    tree: dict[str, Any] = {}
+    for choice in choices:
+        *sections, last = choice.key.split(".")
+        place = tree
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = choice
+    return tree
+
+
+def _commented(tree: Mapping[str, Any]) -> Iterator[str]:
+    """Yield YAML, a comment with the reason before each key."""
+    for name, node in tree.items():
+        if isinstance(node, Choice):
+            yield f"# {node.reason}\n{written({name: node.value})}"
+        else:
+            yield f"{name}:\n{indent(''.join(_commented(node)), '  ')}"

@@ -1,0 +1,138 @@
+"""A recipe from a model and a data file: what is chosen, what a user's own keys change, what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bundle.cli.building import STEPS, Wish, build_recipe
+from bundle.cli.request import Request
+from bundle.errors import BundleError, UsageError
+from bundle.recipe import load
+from tests.journeys import checkpoints
+from tests.launch.handed import bundle, sets
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return checkpoints.write_checkpoint("qwen3", tmp_path_factory.mktemp("model") / "Tiny-Qwen3")
+
+
+@pytest.fixture
+def chats(tmp_path) -> Path:
+    return checkpoints.write_lines(tmp_path / "chats.jsonl", checkpoints.chats(8))
+
+
+def keys(model: Path) -> list[str]:
+    return ["data.source=jsonl", f"data.tokenizer=hf:{model}", "data.template=chat", "data.packed=true"]
+
+
+def build(place: Path, *overrides: str, task: str = "sft", data: Path, model: Path, **more):
+    request = Request(overrides=[*keys(model), *overrides], run_directory=place / "run")
+    return build_recipe(Wish(task, str(model), [str(data)], request=request, **more))
+
+
+def test_the_longest_row_decides_the_length_and_the_task_the_epochs(model, chats, tmp_path):
+    built = build(tmp_path, data=chats, model=model)
+    recipe, lengths = built.recipe, built.corpus.stores[0].lengths
+    assert recipe.data.sequence_length == 64 and 32 < lengths.max() <= 64
+    assert (recipe.task, recipe.train.epochs, recipe.train.global_batch_size) == ("sft", 3, 1)
+    assert (recipe.name, recipe.model.weights) == ("run", "load")
+    unnamed = Wish("dpo", "hub/Tiny_Qwen3!", [])
+    assert unnamed.name == "dpo-tiny_qwen3-"
+
+
+def test_more_data_makes_longer_packs_and_larger_batches(model, tmp_path):
+    rows = checkpoints.write_lines(tmp_path / "many.jsonl", checkpoints.chats(8) * 400)
+    built = build(tmp_path, data=rows, model=model)
+    train, count = built.recipe.train, len(built.corpus.training)
+    assert built.recipe.data.packed and built.recipe.data.sequence_length == 256
+    assert STEPS <= count / train.global_batch_size < 2 * STEPS
+
+
+def test_what_a_user_sets_wins_and_is_no_choice(model, chats, tmp_path):
+    keys = ("data.sequence_length=128", "train.steps=5", "train.global_batch_size=6", "model.dtype=fp32")
+    built = build(tmp_path, *keys, data=chats, model=model)
+    recipe, reasons = built.recipe, {choice.key: choice.reason for choice in built.choices}
+    assert (recipe.data.sequence_length, recipe.train.steps, recipe.train.epochs) == (128, 5, None)
+    assert recipe.train.global_batch_size == 6
+    assert {reasons[key.partition("=")[0]] for key in keys} == {"--set"} and "train.epochs" not in reasons
+
+
+def test_a_row_beyond_the_models_positions_is_named(model, chats, tmp_path):
+    chats.write_text(chats.read_text() + json.dumps(checkpoints.chats(200)[-1]) + "\n")
+    with pytest.raises(BundleError, match=r"chats.jsonl:9.*data.truncation"):
+        build(tmp_path, data=chats, model=model)
+    deleted = build(tmp_path, "data.truncation=delete", data=chats, model=model)
+    assert deleted.corpus.left_out.deleted == 1 and deleted.recipe.data.sequence_length == 64
+
+
+def test_a_pair_of_the_longest_answers_fits_a_pack(model, tmp_path):
+    pairs = checkpoints.write_lines(tmp_path / "pairs.jsonl", checkpoints.pairs(8))
+    built = build(tmp_path, "data.packed=true", task="dpo", data=pairs, model=model)
+    longest = built.corpus.stores[0].lengths.max()
+    assert 2 * longest <= built.recipe.data.sequence_length < 8 * longest
+    assert (built.recipe.task, built.recipe.train.epochs) == ("dpo", 1)
+
+
+def test_text_is_cut_into_as_long_samples_as_there_is_data_for(model, tmp_path):
+    for count, length in ((300, 64), (9000, 128)):
+        text = tmp_path / f"{count}.jsonl"
+        text.write_text(json.dumps({"text": "a b c d " * count}) + "\n")
+        recipe = build(tmp_path, task="pretrain", data=text, model=model).recipe
+        assert (recipe.data.sequence_length, recipe.train.epochs) == (length, 1)
+
+
+@pytest.mark.parametrize("missing", ["model", "data", "weights"])
+def test_what_is_not_there_is_refused_before_anything_is_written(missing, model, chats, tmp_path):
+    place = tmp_path / "new"
+    given = {"data": chats, "model": model}
+    if missing == "weights":
+        given["model"] = tmp_path / "config"
+        given["model"].mkdir()
+        for file in model.glob("*.json*"):
+            (given["model"] / file.name).write_bytes(file.read_bytes())
+    else:
+        given[missing] = tmp_path / "nowhere"
+    with pytest.raises(UsageError):
+        build(place / "deep", **given)
+    assert not place.exists()
+
+
+def test_a_model_too_large_for_one_device_is_divided(model, tmp_path):
+    """By the plan for 8 H200, whose optimizer state is divided anyway; megatron's weights are not."""
+    text = tmp_path / "text.jsonl"
+    text.write_text(json.dumps({"text": "a b c d " * 300}) + "\n")
+    sizes = {}
+    for name in ("sft-qwen3-8b-h200", "sft-llama3.1-70b-h200", "sft-qwen3-30b-a3b-h200"):
+        place = tmp_path / name
+        place.mkdir()
+        config = load(name).model.config
+        (place / "config.json").write_text(json.dumps(config))
+        tokenizer = f"data.tokenizer=hf:{model}"
+        built = build(tmp_path, tokenizer, task="pretrain", data=text, model=place, hardware="h200")
+        parallel, batch = built.recipe.parallel, built.recipe.train.global_batch_size
+        sizes[name] = (parallel.tp, parallel.ep, batch)
+    assert sizes == {
+        "sft-qwen3-8b-h200": (1, 1, 8),
+        "sft-llama3.1-70b-h200": (8, 1, 1),
+        "sft-qwen3-30b-a3b-h200": (1, 2, 8),
+    }
+
+
+def test_init_writes_a_recipe_that_plan_and_check_take(model, chats, tmp_path):
+    words = ("init", f"--model={model}", f"--data={chats}", *sets("optimizer.lr=2e-4", *keys(model)))
+    bundle(*words, cwd=tmp_path)
+    text = (tmp_path / "recipe.yaml").read_text()
+    assert "lr: 0.0002" in text and text.count("# ") >= 10
+    built = build_recipe(
+        Wish("sft", str(model), [str(chats)], request=Request(overrides=["optimizer.lr=2e-4", *keys(model)]))
+    )
+    assert load(tmp_path / "recipe.yaml") == built.recipe
+    bundle("plan", "recipe.yaml", cwd=tmp_path)
+    bundle("check", "recipe.yaml", cwd=tmp_path)
+    (tmp_path / "recipe.yaml").write_text("mine")
+    bundle(*words, cwd=tmp_path, code=2)
+    assert (tmp_path / "recipe.yaml").read_text() == "mine"
+    bundle(*words, "--force", cwd=tmp_path)
+    assert load(tmp_path / "recipe.yaml") == built.recipe
