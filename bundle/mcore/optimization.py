@@ -196,6 +196,16 @@ def leave_out_what_is_not_finite(optimizer: MegatronOptimizer) -> None:
 class _Schedule(OptimizerParamScheduler):
     """The rate of a step times `lr_mult` of each group of parameters; megatron's looks at that up to 0.15."""
 
+    def get_lr(self, group: dict[str, Any]) -> float:
+        """Return the rate after the steps that were taken.
+
+        An inverse square root is of the whole warm-up: `lr_warmup_steps` is one less (see `schedule`).
+        """
+        if self.lr_decay_style != "inverse-square-root" or self.num_steps <= self.lr_warmup_steps:
+            return float(super().get_lr(group))
+        rate: float = self.max_lr * math.sqrt((self.lr_warmup_steps + 1) / self.num_steps)
+        return max(self.min_lr, rate)
+
     def step(self, increment: int) -> None:
         super().step(increment)
         rate: float = self.get_lr({})
@@ -208,7 +218,8 @@ def schedule(recipe: Recipe, of: MegatronOptimizer) -> OptimizerParamScheduler:
 
     Megatron counts the steps that were taken: before the first one it would have a rate of 0, and before the
     last not yet the lowest. Here step n of a warm-up takes n parts of the highest rate, and the last step of
-    the run takes the lowest. An inverse square root is megatron's, of the steps that were taken.
+    the run takes the lowest. After a warm-up of w steps, step n of an inverse square root takes megatron's
+    lr * sqrt(w / (n - 1)), where n - 1 steps were taken.
     """
     options = recipe.optimizer
     before_highest = max(0, options.warmup_steps - 1)

@@ -69,11 +69,54 @@ def test_constant():
     assert rates(4, warmup_steps=2, schedule="constant") == pytest.approx([0.2, 0.4, 0.4, 0.4])
 
 
-def test_inverse_square_root_falls_from_the_end_of_the_warm_up_but_not_below_the_lowest():
-    seen = rates(30, warmup_steps=2, schedule="inverse-square-root")
-    wanted = [max(0.1, 0.4 / math.sqrt(max(1, taken))) for taken in range(30)]
-    assert seen == pytest.approx([0.2, *wanted[1:]])
-    assert seen[16:] == pytest.approx([0.1] * 14)
+@pytest.mark.parametrize("warmup_steps", [0, 1, 2, 10])
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine", "inverse-square-root", "WSD"])
+def test_rates_are_megatrons_own(style, warmup_steps):
+    """Step n takes what megatron has after n steps; a square root after n - 1, when the warm-up is over.
+
+    In the first step after it both are the highest rate.
+    """
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    steps, of = 40, SimpleNamespace(param_groups=[{"lr": math.nan}])
+    wsd = {"wsd_decay_steps": 12, "wsd_decay_style": "cosine"} if style == "WSD" else {}
+    oracle = OptimizerParamScheduler(
+        of,
+        init_lr=0.0,
+        max_lr=0.4,
+        min_lr=0.1,
+        lr_warmup_steps=warmup_steps,
+        lr_decay_steps=steps,
+        lr_decay_style=style,
+        start_wd=0.0,
+        end_wd=0.0,
+        wd_incr_steps=steps,
+        wd_incr_style="constant",
+        wsd_decay_steps=wsd.get("wsd_decay_steps"),
+        lr_wsd_decay_style=wsd.get("wsd_decay_style"),
+    )
+    taken = []
+    for _ in range(steps + 1):
+        taken.append(of.param_groups[0]["lr"])
+        oracle.step(increment=1)
+    after = taken[warmup_steps:-1] if style == "inverse-square-root" else taken[warmup_steps + 1 :]
+    wanted = taken[1 : warmup_steps + 1] + after
+    if warmup_steps == 0 and style != "inverse-square-root":
+        # Without a warm-up we begin at the highest rate, as megatron does, and end at the lowest, as it does.
+        oracle.num_steps, oracle.lr_decay_steps = 0, steps - 1
+        wanted = []
+        for _ in range(steps):
+            wanted.append(oracle.get_lr({}))
+            oracle.step(increment=1)
+    assert rates(steps, warmup_steps=warmup_steps, schedule=style, **wsd) == pytest.approx(wanted)
+
+
+def test_inverse_square_root_goes_on_after_a_resume_and_not_below_the_lowest():
+    seen = rates(90, 7, warmup_steps=5, schedule="inverse-square-root")
+    assert seen == rates(90, warmup_steps=5, schedule="inverse-square-root")
+    assert seen[5:8] == pytest.approx([0.4, 0.4 * math.sqrt(5 / 6), 0.4 * math.sqrt(5 / 7)])
+    assert seen[79:82] == pytest.approx([0.4 * math.sqrt(5 / 79), 0.1, 0.1], rel=1e-3)
+    assert seen[82:] == pytest.approx([0.1] * 8)
 
 
 FALLEN = {  # megatron's own names -> what is left of the way down, by the part of the decay that is done
