@@ -203,8 +203,8 @@ class _Schedule(OptimizerParamScheduler):
         """
         if self.lr_decay_style != "inverse-square-root" or self.num_steps <= self.lr_warmup_steps:
             return float(super().get_lr(group))
-        rate: float = self.max_lr * math.sqrt((self.lr_warmup_steps + 1) / self.num_steps)
-        return max(self.min_lr, rate)
+        rate = self.max_lr * math.sqrt((self.lr_warmup_steps + 1) / self.num_steps)
+        return float(max(self.min_lr, rate))
 
     def step(self, increment: int) -> None:
         super().step(increment)

@@ -79,7 +79,7 @@ def test_rates_are_megatrons_own(style, warmup_steps):
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     steps, of = 40, SimpleNamespace(param_groups=[{"lr": math.nan}])
-    wsd = {"wsd_decay_steps": 12, "wsd_decay_style": "cosine"} if style == "WSD" else {}
+    wsd: dict[str, Any] = {"wsd_decay_steps": 12, "wsd_decay_style": "cosine"} if style == "WSD" else {}
     oracle = OptimizerParamScheduler(
         of,
         init_lr=0.0,
