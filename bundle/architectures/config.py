@@ -16,27 +16,49 @@ REQUIRED: Any = object()
 # Far beyond any model, and small enough that a hostile file cannot make us allocate by its numbers.
 LARGEST = 2**31 - 1
 
-# Keys that do not change what a training step computes: whose file this is, what generation does by default,
-# what other programs have noted. `quantization_config` says how the checkpoint's weights are stored, which is
-# the weight loader's business.
-IRRELEVANT = frozenset(
-    {
-        "architectures", "auto_map", "_name_or_path", "name_or_path", "transformers_version",
-        "torch_dtype", "dtype", "model_type", "bos_token_id", "eos_token_id", "pad_token_id",
-        "decoder_start_token_id", "use_cache", "pretraining_tp", "ep_size", "output_attentions",
-        "output_hidden_states", "output_router_logits", "return_dict", "_attn_implementation",
-        "attn_implementation", "quantization_config", "max_window_layers", "tokenizer_class",
-        "chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id", "problem_type",
-        "is_decoder", "_attn_implementation_autoset", "attn_implementation_autoset", "sep_token_id", "prefix",
-        "task_specific_params", "finetuning_task", "torchscript", "use_bfloat16", "tf_legacy_loss",
-        "tie_encoder_decoder", "unsloth_version", "unsloth_fixed", "max_length", "min_length", "do_sample",
-        "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "temperature", "top_k",
-        "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
-        "num_return_sequences", "encoder_no_repeat_ngram_size", "bad_words_ids", "output_scores",
-        "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",
-        "suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty",
-    }
-)  # fmt: skip
+# Keys that do not change what a training step computes: whose file this is, what other programs have noted.
+# `quantization_config` says how the checkpoint's weights are stored, which is the weight loader's business.
+_NOTES = {
+    "architectures", "auto_map", "_name_or_path", "name_or_path", "transformers_version", "torch_dtype",
+    "dtype", "model_type", "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id",
+    "sep_token_id", "pretraining_tp", "ep_size", "quantization_config", "max_window_layers",
+    "tokenizer_class", "chunk_size_feed_forward", "is_encoder_decoder", "is_decoder", "prefix",
+    "task_specific_params", "finetuning_task", "torchscript", "use_bfloat16", "tf_legacy_loss",
+    "tie_encoder_decoder", "xla_device", "unsloth_version", "unsloth_fixed", "_commit_hash",
+    "output_attentions", "output_hidden_states", "output_router_logits", "output_past", "return_dict",
+    "use_return_dict", "tie_last_hidden_states", "attn_implementation", "_attn_implementation",
+    "_attn_implementation_autoset", "attn_implementation_autoset", "_attn_implementation_internal",
+    "experts_implementation", "_experts_implementation", "_experts_implementation_internal",
+}  # fmt: skip
+# What transformers' GenerationConfig has, which older configs hold as well: defaults of generation.
+_GENERATION = {
+    "max_length", "max_new_tokens", "min_length", "min_new_tokens", "early_stopping", "max_time",
+    "stop_strings", "do_sample", "num_beams", "num_beam_groups", "use_mtp", "use_cache",
+    "cache_implementation", "cache_config", "max_cache_len", "return_legacy_cache", "prefill_chunk_size",
+    "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff",
+    "diversity_penalty", "repetition_penalty", "encoder_repetition_penalty", "length_penalty",
+    "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "force_words_ids",
+    "renormalize_logits", "constraints", "forced_bos_token_id", "forced_eos_token_id",
+    "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens",
+    "force_bos_token_to_be_generated", "begin_suppress_tokens", "sequence_bias", "token_healing",
+    "guidance_scale", "low_memory", "watermarking_config", "num_return_sequences", "output_scores",
+    "output_logits", "return_dict_in_generate", "is_assistant", "num_assistant_tokens",
+    "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_early_exit",
+    "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight", "speculation_type",
+    "prompt_lookup_num_tokens", "max_matching_ngram_size", "compile_config", "disable_compile",
+    "continuous_batching_config", "penalty_alpha", "dola_layers", "_from_model_config",
+}  # fmt: skip
+# Keys of transformers' base class that ask for what a recipe says elsewhere, or for a head that none is
+# trained with: they are ignored, and a plan says so.
+IGNORED = frozenset({"gradient_checkpointing", "num_labels", "id2label", "label2id", "problem_type"})
+IRRELEVANT = frozenset(_NOTES | _GENERATION | IGNORED)
+# Keys of the same class that change the model unless they are empty, and what they would do.
+_EMPTY = {
+    "pruned_heads": "no attention head is left out",
+    "add_cross_attention": "a decoder alone is trained, without cross attention",
+    "cross_attention_hidden_size": "a decoder alone is trained, without cross attention",
+    "per_layer_config": "all layers have the config's own values",
+}
 
 
 class Keys:
@@ -130,8 +152,12 @@ class Keys:
         """Turns every key that nobody took and that asks for something into a violation."""
         known = self._taken | IRRELEVANT
         for name, value in self._config.items():
-            if name not in known and value is not None:
-                self.violations.append(f"{name}: unknown key{did_you_mean(nearest(str(name), known))}")
+            if name in _EMPTY and name not in self._taken:
+                if value:
+                    self.refuse(name, value, f"{_EMPTY[name]}; leave the key out")
+            elif name not in known and value is not None:
+                meant = did_you_mean(nearest(str(name), self._taken))
+                self.violations.append(f"{name}: unknown key{meant}")
 
     def absorb(self, nested: "Keys", prefix: str) -> None:
         """Takes over the violations of a nested mapping's keys, unknown keys included."""
@@ -199,10 +225,10 @@ def _either(keys: Keys, nested: Keys, name: str, default: float, *, least: float
     beside = keys.number(name, default, least, most) if keys.present(name) else default
     if not nested.present(name):
         return beside
-    number = nested.number(name, default, least, most)
-    if keys.present(name) and number != beside:
-        keys.refuse(name, beside, f"the rotary parameters say {number:g}; keep one of the two")
-    return number
+    written, there = keys.value(name), nested.value(name)  # as they stand in the file, whatever is wrong
+    if keys.present(name) and written != there:
+        keys.refuse(name, written, f"the rotary parameters say {shown(there)}; keep one of the two")
+    return nested.number(name, default, least, most)
 
 
 def _scaling(keys: Keys, nested: Keys, base: float, *plain: str) -> RopeScaling | None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from packaging.version import Version
 
 from bundle import capabilities
+from bundle.architectures.config import IGNORED
 from bundle.capabilities import Capabilities, Choice, Peak, Variable
 from bundle.environment import packages
 from bundle.environment.hardware import NAMES, detect, preset
@@ -209,6 +210,7 @@ def plan_on(
         _triton(can, target, decided),
         _mindspeed(recipe, can, target),
         _delta_nets(recipe, can),
+        _ignored_keys(recipe),
     )
     environment = can.variables(recipe.features, nodes, recipe.environment)
     problems = (
@@ -236,6 +238,17 @@ def plan_on(
         environment=environment,
         notes=(*notes, *hardware.notes, *filter(None, own)),
         problems=tuple(sorted(problems, key=lambda problem: _ORDER.index(problem.code))),
+    )
+
+
+def _ignored_keys(recipe: Recipe) -> str:
+    """Which keys of the model's config a user may take for settings, and the recipe has its own for."""
+    names = sorted(name for name in IGNORED if recipe.model.config.get(name))
+    if not names:
+        return ""
+    return (
+        f"model.config: {', '.join(names)}: ignored; the head is a language model's, and model.recompute"
+        " says what is computed again"
     )
 
 

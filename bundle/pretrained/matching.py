@@ -33,6 +33,8 @@ from bundle.pretrained.directory import (
 from bundle.recipe import Recipe
 
 FLOATS = ("F32", "BF16", "F16")
+# Classes whose head gives labels or a reward, as transformers and reward models call them.
+_ANOTHER_HEAD = re.compile(r"For(?!CausalLM|ConditionalGeneration)[A-Z]\w*$|RewardModel")
 # What old files hold beside weights: constants that follow from the config.
 _CONSTANTS = re.compile(r"\.rotary_emb\.inv_freq$")
 
@@ -45,6 +47,7 @@ def of_recipe(recipe: Recipe) -> Pretrained | None:
     model = recipe.model
     if model.path is None or model.weights == "random":
         return None
+    _refuse_another_head(Path(model.path), model.config, NAMES[recipe.architecture.model_type].architecture)
     found = weights_in(Path(model.path))
     if found is None:
         if model.weights == "load":
@@ -65,6 +68,7 @@ def of_directory(directory: Path, config: Mapping[str, Any], architecture: Archi
     `config` is the directory's own; `architecture` says how many of its MTP layers there must be. Raises
     UsageError with every reason why they are not.
     """
+    _refuse_another_head(directory, config, NAMES[architecture.model_type].architecture)
     found = weights_in(directory)
     if found is None:
         raise UsageError(f"{directory}: there are no weights")
@@ -82,6 +86,7 @@ def of_another_directory(recipe: Recipe, directory: Path) -> Pretrained:
     """
     config = read_config(directory)
     theirs = from_config(config, str(directory / "config.json"))
+    _refuse_another_head(directory, config, NAMES[theirs.model_type].architecture)
     found = weights_in(directory)
     if found is None:
         raise UsageError(f"{directory}: there are no weights")
@@ -94,6 +99,17 @@ def of_another_directory(recipe: Recipe, directory: Path) -> Pretrained:
         "not the weights of the recipe's model",
         others=changes(noted(theirs), own, "its config.json"),
     )
+
+
+def _refuse_another_head(directory: Path, config: Mapping[str, Any], published: str) -> None:
+    """Raises UsageError where a config names a class without a language model's head, as `published` has."""
+    named = config.get("architectures")
+    for name in named if isinstance(named, list) else ():
+        if isinstance(name, str) and _ANOTHER_HEAD.search(name):
+            raise UsageError(
+                f"{directory}: architectures: {quoted(name)} has another head than a language model. Name a"
+                f" checkpoint of {published}, or begin without its weights (model.weights: random)"
+            )
 
 
 def opened(directory: Path) -> Pretrained | None:

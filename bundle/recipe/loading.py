@@ -118,6 +118,9 @@ def _override(document: Document, override: str) -> None:
             document.violations.append(f"{origin}: {'.'.join(parts[:depth])} is no section")
             return
     mapping[parts[-1]] = parse_value(text, origin)
+    # What was written below it is gone.
+    for path in [path for path in document.places if path[: len(parts)] == parts]:
+        del document.places[path]
     document.places[parts] = origin
 
 
@@ -218,10 +221,13 @@ def _check_architecture(document: Document, violations: list[str]) -> bool:
     try:
         from_config(config)
     except UsageError as error:
-        for reason in error.violations:
-            key, colon, _ = reason.partition(":")
-            path = ("model", "config", key) if colon and key in config else ("model", "config")
-            violations.append(_located(document, path, reason))
+        for violation in error.violations:
+            key, _, reason = violation.partition(" ")
+            name = key.removesuffix(":")
+            path, said = (
+                (("model", "config", name), reason) if name in config else (("model", "config"), violation)
+            )
+            violations.append(_located(document, path, said))
         return False
     return True
 

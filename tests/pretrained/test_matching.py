@@ -189,3 +189,28 @@ def test_a_plan_says_what_a_model_begins_with(tmp_path):
     assert weights(recipe(tmp_path)).described == f"random weights: {tmp_path} holds none"
     assert weights(recipe(tmp_path, path=None)).described == "random weights: the recipe names no model.path"
     assert not weights(recipe(tmp_path, weights="load")).described
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen2ForSequenceClassification", "Qwen2ForTokenClassification", "MyRewardModel"]
+)
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_a_checkpoint_of_another_head_is_refused_by_its_class(tmp_path, name, has_weights):
+    (file,) = write(tmp_path)
+    if not has_weights:
+        (tmp_path / file).unlink()
+    written = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(written | {"architectures": [name]}))
+    (said,) = [problem.text for problem in weights(recipe(tmp_path)).problems]
+    assert said.startswith("model.path: ") and name in said and "Qwen2ForCausalLM" in said
+    assert not weights(recipe(tmp_path, weights="random")).problems
+
+
+@pytest.mark.parametrize(
+    "named", [["Qwen3ForCausalLM"], ["Mine"], ["Qwen3ForCausalLMEagle3"], [], [3], "Qwen3"]
+)
+def test_other_names_of_a_class_say_nothing(tmp_path, named):
+    write(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(written | {"architectures": named}))
+    assert of_recipe(recipe(tmp_path)) is not None

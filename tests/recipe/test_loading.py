@@ -108,7 +108,19 @@ def test_architecture_violations_carry_the_line_of_their_key():
     assert any(
         line.startswith("--set model.config.q_lora_rank=-1: model.config.q_lora_rank: ") for line in found
     )
-    assert any("hidden_act 'relu'" in line for line in found)
+    assert any("model.config.hidden_act: 'relu'" in line for line in found)
+
+
+def test_a_key_of_the_config_is_named_once_with_its_value_and_where_that_was_written():
+    rope = {"rope_theta": 0, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    override = f"model.config={json.dumps({'model_type': 'qwen3', 'hidden_size': -7} | rope)}"
+    found = [line.removeprefix(f"--set {override[:100]}: ") for line in violations(override)]
+    (of_size,) = [line for line in found if "hidden_size" in line]
+    assert of_size.startswith("model.config.hidden_size: ") and of_size.endswith("-7")
+    assert of_size.count("hidden_size") == 1
+    of_theta = [line for line in found if line.startswith("model.config.rope_theta: ")]
+    assert any(line.startswith("model.config.rope_theta: 0: ") and "1000000.0" in line for line in of_theta)
+    assert not any("1000000000000" in line for line in found)
 
 
 @pytest.mark.parametrize("override", ["train", "=3", "train..steps=3", "name.x=3", "data.path.x=3"])
