@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from bundle.architectures import Architecture
 from bundle.cli.request import Request
 from bundle.errors import ExitCode, UsageError
+from bundle.launch import Start
 from bundle.planning import plan_for
 from bundle.planning.inputs import input_problems
 from bundle.planning.plan import machine, refuse
@@ -51,8 +52,8 @@ class Wish:
     @property
     def name(self) -> str:
         """The recipe's name: that of the run directory where one is named, else of task and model."""
-        output = self.request.run_directory
-        text = output.absolute().name if output else f"{self.task}-{Path(self.model).absolute().name}"
+        output, how = self.request.run_directory, "-lora" if self.lora else ""
+        text = output.absolute().name if output else f"{self.task}{how}-{Path(self.model).absolute().name}"
         return re.sub(r"[^a-z0-9._-]+", "-", text.lower()).lstrip("._-")[:63] or self.task
 
     @property
@@ -163,8 +164,11 @@ def _recipe(wish: Wish, *choices: Sequence[Choice]) -> Recipe:
 def _read_data(recipe: Recipe, request: Request) -> "Corpus":
     """Return the data of a recipe, made into tokens. Raise for inputs that cannot be used."""
     directory = request.directory(recipe)
-    begins = RunDirectory(directory).beginning(recipe, request.start())
-    refuse(recipe, list(input_problems(recipe, directory, begins)))
+    run = RunDirectory(directory)
+    # Whether an earlier run there is of the same recipe is known when the recipe is whole.
+    others = run.problems(recipe, Start(fresh=True))
+    begins = run.beginning(recipe, request.start())
+    refuse(recipe, [*input_problems(recipe, directory, begins), *others])
     from bundle.data import prepare
     from bundle.data.cache import place
     from bundle.data.loader import told

@@ -38,8 +38,7 @@ def test_the_longest_row_decides_the_length_and_the_task_the_epochs(model, chats
     assert recipe.data.sequence_length == 64 and 32 < lengths.max() <= 64
     assert (recipe.task, recipe.train.epochs, recipe.train.global_batch_size) == ("sft", 3, 1)
     assert (recipe.name, recipe.model.weights) == ("run", "load")
-    unnamed = Wish("dpo", "hub/Tiny_Qwen3!", [])
-    assert unnamed.name == "dpo-tiny_qwen3-"
+    assert Wish("dpo", "hub/Tiny_Qwen3!", [], lora=True).name == "dpo-lora-tiny_qwen3-"
 
 
 def test_more_data_makes_longer_packs_and_larger_batches(model, tmp_path):
@@ -83,10 +82,17 @@ def test_text_is_cut_into_as_long_samples_as_there_is_data_for(model, tmp_path):
         assert (recipe.data.sequence_length, recipe.train.epochs) == (length, 1)
 
 
-@pytest.mark.parametrize("missing", ["model", "data", "weights"])
-def test_what_is_not_there_is_refused_before_anything_is_written(missing, model, chats, tmp_path):
+@pytest.mark.parametrize("missing", ["model", "data", "weights", "room"])
+def test_inputs_that_cannot_be_used_are_refused_before_anything_is_written(missing, model, chats, tmp_path):
     place = tmp_path / "new"
     given = {"data": chats, "model": model}
+    if missing == "room":
+        (place / "run").mkdir(parents=True)
+        (place / "run/theirs.txt").touch()
+        with pytest.raises(UsageError, match=r"theirs\.txt"):
+            build(place, **given)
+        assert [path.name for path in place.rglob("*")] == ["run", "theirs.txt"]
+        return
     if missing == "weights":
         given["model"] = tmp_path / "config"
         given["model"].mkdir()
