@@ -88,6 +88,7 @@ def data_lines(job: Recipe, counts: dict[str, Any]) -> list[str]:
     share = 100 * counts["learned"] / max(1, counts["tokens"])
     held = f", {counts['held_out']:,} held out" if counts["held_out"] else ", none held out"
     return [
+        *(f"rows       {name}: {count:,}" for name, count in counts["formats"].items()),
         f"documents  {counts['documents']:,}{_apart(counts)}",
         f"tokens     {counts['tokens']:,}; {share:.1f} % are learned",
         *(f"{kind:<10} {counts[kind]:,}" for kind in ("images", "videos") if counts[kind]),

@@ -1,15 +1,16 @@
 """Rows of training files as conversations: messages, tools and what is learned, by the formats of rows."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from bundle.data import media
+from bundle.data.formats import Format, is_renamed, read_row
 from bundle.data.media import Medium
 from bundle.data.sources import Corrupt, Values, text_of
 from bundle.errors import shown
-from bundle.recipe.data import Data, Fields
+from bundle.recipe.data import Data, Fields, RowFormat
 
 Message = dict[str, Any]
 Tools = list[dict[str, Any]] | None  # JSON schemas of the functions that may be called
@@ -26,7 +27,10 @@ CALLS = ("function_call", "tool_call")
 # Whether a turn is learned, in the words of OpenAI, ms-swift and axolotl.
 FLAGS = ("weight", "loss", "train")
 SHAREGPT = "conversations"
-INSTRUCTION, INPUT, OUTPUT, HISTORY = ALPACA = ("instruction", "input", "output", "history")
+INSTRUCTION, INPUT, OUTPUT, HISTORY = "instruction", "input", "output", "history"
+QUERY, RESPONSE = "query", "response"  # of ms-swift
+COMPLETION = "completion"  # of TRL
+KTO_TAG = "kto_tag"  # of LLaMA-Factory
 UNREAD = ("audios",)  # of what rows have beside text
 
 
@@ -38,6 +42,7 @@ class Conversation:
     turns: Sequence[int]
     tools: Tools = None
     media: Sequence[Medium] = ()  # images and videos, in the order of their places
+    format: str = ""  # how its row was read
 
     @property
     def every_turn(self) -> bool:
@@ -51,15 +56,56 @@ def texts(message: Message) -> list[str]:
     return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
 
 
+class Reading(NamedTuple):
+    """What a row says: its messages, of which the first `given` are not learned."""
+
+    messages: list[Message]
+    given: int = 0
+
+
 def columns(fields: Fields) -> tuple[str, ...]:
     """All fields of a row that `conversation` reads."""
-    named = (fields.messages, fields.prompt, fields.response, fields.system, fields.tools)
-    return (*filter(None, named), *media.keys_of(fields), SHAREGPT, *ALPACA, *UNREAD)
+    read = [name for each in _formats(fields) for name in (*each.fields, *each.optional)]
+    pair = (fields.chosen, fields.rejected)  # by which rows for DPO are known
+    return tuple(dict.fromkeys((*read, *shared_fields(fields), *tag_fields(fields), *pair, *UNREAD)))
+
+
+def shared_fields(fields: Fields) -> tuple[str, ...]:
+    """Return the fields that are read in every format, where a row has them."""
+    return (*filter(None, (fields.system, fields.tools)), *media.keys_of(fields))
 
 
 def conversation(values: Values, data: Data) -> Conversation:
     """The conversation of a row. Raises Corrupt saying which field is wrong, and how."""
-    return of_messages(_messages(values, data.fields), values, data)
+    fields, formats = data.fields, _formats(data.fields)
+    if _is_pair(values, fields) and not any(each.is_complete(values) for each in formats):
+        raise Corrupt(
+            f"fields {fields.chosen} and {fields.rejected}: two answers to compare. Set task: dpo, or learn"
+            f" one: data.fields.response: {fields.chosen} (data.fields.messages where it is a whole conversation)"
+        )
+    shared = (*shared_fields(fields), *tag_fields(fields))
+    format_, (messages, given) = read_row(values, formats, fields.format, shared)
+    for name in tag_fields(fields):
+        if values.get(name) is False:
+            raise Corrupt(
+                f"field {name}: false marks a bad answer (KTO), which is not to be learned. Leave the row out"
+                " (data.on_error: skip)" + ("" if name == KTO_TAG else ", or set data.fields.label: null")
+            )
+    return replace(of_messages(messages, values, data, given), format=format_)
+
+
+def _is_pair(values: Values, fields: Fields) -> bool:
+    return all(values.get(name) is not None for name in (fields.chosen, fields.rejected))
+
+
+def tag_fields(fields: Fields) -> tuple[str, ...]:
+    """Return the fields that say whether an answer is a good one."""
+    return (KTO_TAG, *filter(None, (fields.label,)))
+
+
+def is_tagged(values: Values, fields: Fields) -> bool:
+    """Return whether a row says of one answer whether it is good, as KTO takes it."""
+    return any(isinstance(values.get(name), bool) for name in tag_fields(fields))
 
 
 def of_messages(messages: list[Message], values: Values, data: Data, prompt: int = 0) -> Conversation:
@@ -79,49 +125,98 @@ def of_messages(messages: list[Message], values: Values, data: Data, prompt: int
     return Conversation(messages, turns, _tools(values, data.fields.tools), found)
 
 
-def _messages(values: Values, fields: Fields) -> list[Message]:
-    """The messages, by the first format of which the row has all fields; null is missing, as in a table."""
-    formats = (
-        ((fields.messages,), lambda: answered(values[fields.messages], fields.messages)),
-        (
-            (fields.prompt, fields.response),
-            lambda: _dialogue([(text_of(values, fields.prompt), text_of(values, fields.response))]),
-        ),
-        ((SHAREGPT,), lambda: answered(values[SHAREGPT], SHAREGPT)),
-        ((INSTRUCTION, OUTPUT), lambda: _alpaca(values)),
-    )
+def _formats(fields: Fields) -> list[Format[Reading]]:
+    """Return the formats of rows that have one conversation."""
 
-    def likeness(names: Sequence[str]) -> tuple[bool, int, bool]:
-        given = sum(values.get(name) is not None for name in names)
-        whole = given == len(names)
-        return whole, 0 if whole else given, any(name in values for name in names)
+    def of_list(name: str) -> Callable[[Values], Reading]:
+        return lambda values: Reading(answered(values[name], name))
 
-    names, read = max(formats, key=lambda one: likeness(one[0]))
-    if not any(name in values for name in names):
-        known = "; ".join(" and ".join(names) for names, _ in formats)
-        have = ", ".join(values)[:200] or "no fields"
-        raise Corrupt(f"no conversation: none of the fields {known}; the row has {have}")
-    return read()
+    def of_answer(name: str) -> Callable[[Values], Reading]:
+        return lambda values: _answer_to(read_prompt(values, fields.prompt), read_answer(values, name))
 
+    def of_prompt(name: str, *keys: str) -> Format[Reading]:
+        format_: RowFormat = "trl" if name == COMPLETION else "prompt-response"
+        return Format(
+            format_, (fields.prompt, name), of_answer(name), is_renamed=is_renamed(fields, "prompt", *keys)
+        )
 
-def _dialogue(turns: Sequence[Sequence[str]]) -> list[Message]:
-    """Messages of (question, answer) each."""
-    roles = ("user", "assistant")
-    return [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
+    messages = fields.messages
+    prompts = {fields.response: of_prompt(fields.response, "response")}
+    prompts.setdefault(COMPLETION, of_prompt(COMPLETION))
+    return [
+        Format("openai", (messages,), of_list(messages), is_renamed=is_renamed(fields, "messages")),
+        *prompts.values(),
+        Format("ms-swift", (QUERY, RESPONSE), _query_response, (HISTORY,)),
+        Format("sharegpt", (SHAREGPT,), of_list(SHAREGPT)),
+        Format("alpaca", (INSTRUCTION, OUTPUT), _alpaca, (INPUT, HISTORY)),
+    ]
 
 
-def _alpaca(values: Values) -> list[Message]:
-    """Instruction and input are one question, a line each; before it come the turns of the history."""
+def _answer_to(prompt: list[Message], answer: list[Message]) -> Reading:
+    """Return a prompt and its answer; the prompt need not be marked where it has nothing to learn."""
+    has_answers = any(message["role"] == "assistant" for message in prompt)
+    return Reading([*prompt, *answer], len(prompt) if has_answers else 0)
+
+
+def read_prompt(values: Values, name: str) -> list[Message]:
+    """Return what is answered, from a field that has a text or messages."""
+    prompt = values.get(name)
+    if not isinstance(prompt, list):
+        return [{"role": "user", "content": text_of(values, name)}]
+    messages = listed(prompt, name)
+    if messages[-1]["role"] == "assistant":
+        raise Corrupt(f"field {name}: ends with what the assistant says, which the answers are to do")
+    return messages
+
+
+def read_answer(values: Values, name: str) -> list[Message]:
+    """Return an answer, from a field that has a text, a message, or messages ending with the assistant's."""
+    answer = values.get(name)
+    if isinstance(answer, dict):
+        answer = [answer]
+    if isinstance(answer, list):
+        return answered(answer, name)
+    return [{"role": "assistant", "content": text_of(values, name)}]
+
+
+def read_history(values: Values) -> list[Message]:
+    """Return the turns of the field history, which come before the question."""
+    history = values.get(HISTORY) or []
+    if not isinstance(history, list) or not all(map(_is_turn, history)):
+        raise Corrupt(f"field {HISTORY}: must be a list of [question, answer], is {shown(history)}")
+    return _dialogue(history)
+
+
+def read_query(values: Values) -> list[Message]:
+    """Return the history and the question of a row of ms-swift."""
+    return [*read_history(values), {"role": "user", "content": text_of(values, QUERY)}]
+
+
+def read_instruction(values: Values) -> list[Message]:
+    """Return the history and the question of Alpaca: instruction and input, a line each."""
     for name in (INSTRUCTION, INPUT):
         if not isinstance(values.get(name) or "", str):
             raise Corrupt(f"field {name}: must be text, is {shown(values[name])}")
     question = "\n".join(text for name in (INSTRUCTION, INPUT) if (text := values.get(name) or "").strip())
     if not question:
         raise Corrupt(f"fields {INSTRUCTION} and {INPUT}: must be text, are blank")
-    history = values.get(HISTORY) or []
-    if not isinstance(history, list) or not all(map(_is_turn, history)):
-        raise Corrupt(f"field {HISTORY}: must be a list of [question, answer], is {shown(history)}")
-    return _dialogue([*history, (question, text_of(values, OUTPUT))])
+    return [*read_history(values), {"role": "user", "content": question}]
+
+
+def _query_response(values: Values) -> Reading:
+    answer = {"role": "assistant", "content": text_of(values, RESPONSE)}
+    return Reading([*read_query(values), answer])
+
+
+def _alpaca(values: Values) -> Reading:
+    answer = {"role": "assistant", "content": text_of(values, OUTPUT)}
+    return Reading([*read_instruction(values), answer])
+
+
+def _dialogue(turns: Sequence[Sequence[str]]) -> list[Message]:
+    """Messages of (question, answer) each."""
+    roles = ("user", "assistant")
+    return [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
 
 
 def _is_turn(given: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -86,6 +87,7 @@ class Corpus:
     stores: tuple[Store, ...]  # of what is trained on
     left_out: LeftOut  # of these
     validation_left_out: Mapping[str, LeftOut]  # of each of data.validation_sets
+    formats: Mapping[str, int]  # rows of all data sets by how they were read, such as "openai (messages)"
     tokenizer: Tokenizer
     bytes_of_text: bool  # whether every token is a byte or the end of a text
 
@@ -172,6 +174,7 @@ def prepare(recipe: Recipe, directory: Path, progress: Progress = lambda tokens:
         stores=stores,
         left_out=LeftOut.of(stores),
         validation_left_out={name: LeftOut.of(own.stores) for name, own in named.items()},
+        formats=_count_formats([*stores, *(store for own in named.values() for store in own.stores)]),
         tokenizer=made,
         bytes_of_text=made.identity == "bytes" and data.source != MEGATRON,
     )
@@ -219,6 +222,13 @@ def _identity(recipe: Recipe, files: int, made: Tokenizer, stores: Sequence[Stor
             f"{room} tokens, each sequence a multiple of {multiple}{most}"
         )
     return identity
+
+
+def _count_formats(stores: Sequence[Store]) -> dict[str, int]:
+    counts: Counter[str] = Counter()
+    for store in stores:
+        counts.update(store.facts["formats"])
+    return dict(counts.most_common())
 
 
 def _tokens(stores: Sequence[Store]) -> str:
@@ -328,6 +338,7 @@ class Inspection:
     """Counts of a corpus under a recipe."""
 
     documents: int
+    formats: Mapping[str, int]  # rows by how they were read
     left_out: LeftOut
     tokens: int
     images: int
@@ -353,6 +364,7 @@ def inspect(recipe: Recipe, corpus: Corpus) -> Inspection:
     seen = [store.pictures for store in corpus.stores if store.pictures is not None]
     return Inspection(
         documents=sum(len(store.lengths) for store in corpus.stores),
+        formats=corpus.formats,
         left_out=corpus.left_out,
         tokens=corpus.tokens,
         images=sum(len(of.grids) - len(of.videos) for of in seen),

@@ -1,17 +1,53 @@
 """Rows of preferences: a better and a worse answer to one prompt, as two conversations."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import takewhile
+from typing import Any, NamedTuple
 
-from bundle.data import media
-from bundle.data.conversations import UNREAD, Conversation, Message, answered, listed, of_messages
+from bundle.data.conversations import (
+    ALIASES,
+    CALLS,
+    HISTORY,
+    INPUT,
+    INSTRUCTION,
+    QUERY,
+    RESPONSE,
+    SHAREGPT,
+    UNREAD,
+    Conversation,
+    Message,
+    answered,
+    is_tagged,
+    listed,
+    of_messages,
+    read_answer,
+    read_instruction,
+    read_prompt,
+    read_query,
+    shared_fields,
+    tag_fields,
+)
+from bundle.data.formats import Format, is_renamed, read_row
 from bundle.data.sources import Corrupt, Values, text_of
 from bundle.recipe.data import Data, Fields
+
+# Of ms-swift, beside the better conversation.
+REJECTED_RESPONSE, REJECTED_MESSAGES = "rejected_response", "rejected_messages"
+
+
+class Pair(NamedTuple):
+    """A prompt and two answers to it."""
+
+    prompt: list[Message]
+    chosen: list[Message]
+    rejected: list[Message]
 
 
 def columns(fields: Fields) -> tuple[str, ...]:
     """All fields of a row that `preference` reads."""
-    named = (fields.chosen, fields.rejected, fields.prompt, fields.messages, fields.system, fields.tools)
-    return (*filter(None, named), *media.keys_of(fields), *UNREAD)
+    read = [name for each in _formats(fields) for name in (*each.fields, *each.optional)]
+    return tuple(dict.fromkeys((*read, *shared_fields(fields), *tag_fields(fields), *UNREAD)))
 
 
 def preference(values: Values, data: Data) -> tuple[Conversation, Conversation]:
@@ -19,58 +55,149 @@ def preference(values: Values, data: Data) -> tuple[Conversation, Conversation]:
 
     Raises Corrupt saying which field is wrong, and how.
     """
-    fields = data.fields
-    chosen, rejected = (_answer(values, name) for name in (fields.chosen, fields.rejected))
-    if _whole(chosen) != _whole(rejected):
+    fields, formats = data.fields, _formats(data.fields)
+    if is_tagged(values, fields) and not any(each.is_complete(values) for each in formats):
         raise Corrupt(
-            f"fields {fields.chosen} and {fields.rejected}: only one of them begins with its prompt"
+            "has one answer and whether it is good (KTO), and DPO compares two answers. Make rows with"
+            f" {fields.chosen} and {fields.rejected}, or set task: sft, which learns the good ones"
         )
-    if _whole(chosen):
-        pairs = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
-        prompt = [message for message, _ in pairs]
-        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-        if not prompt and (chosen or rejected):
-            raise Corrupt(f"fields {fields.chosen} and {fields.rejected}: begin with different prompts")
-    else:
-        prompt = _prompt(values, fields)
-    if chosen == rejected:
-        raise Corrupt(f"fields {fields.chosen} and {fields.rejected}: the same, so that neither is better")
-    if not chosen or not rejected:
-        raise Corrupt(f"fields {fields.chosen} and {fields.rejected}: one is how the other begins")
+    format_, (prompt, chosen, rejected) = read_row(values, formats, fields.format, shared_fields(fields))
     better, worse = (
         of_messages([dict(message) for message in (*prompt, *answer)], values, data, len(prompt))
         for answer in (chosen, rejected)
     )
-    return better, worse
+    return replace(better, format=format_), replace(worse, format=format_)
 
 
-def _answer(values: Values, name: str) -> list[Message]:
-    """What stands in a field: a text, a message, or messages, of which the last is the assistant's."""
-    given = values.get(name)
-    if isinstance(given, dict):
-        given = [given]
-    if isinstance(given, list):
-        return answered(given, name)
-    return [{"role": "assistant", "content": text_of(values, name)}]
+def _formats(fields: Fields) -> list[Format[Pair]]:
+    """Return the formats of rows that have two answers."""
+    chosen, rejected, messages = fields.chosen, fields.rejected, fields.messages
+    answers = is_renamed(fields, "chosen", "rejected")
+
+    def after(read: Callable[[Values], list[Message]]) -> Callable[[Values], Pair]:
+        return lambda values: _pair(
+            read(values), read_answer(values, chosen), read_answer(values, rejected), (chosen, rejected)
+        )
+
+    def are_answers(values: Values) -> bool:
+        return not any(_has_prompt(values[name]) for name in (chosen, rejected))
+
+    def with_prompt(name: str) -> Callable[[Values], list[Message]]:
+        return lambda values: read_prompt(values, name)
+
+    return [
+        Format(
+            "trl",
+            (fields.prompt, chosen, rejected),
+            after(with_prompt(fields.prompt)),
+            is_renamed=answers or is_renamed(fields, "prompt"),
+            fits=are_answers,
+        ),
+        Format(
+            "openai",
+            (messages, chosen, rejected),
+            after(with_prompt(messages)),
+            is_renamed=answers or is_renamed(fields, "messages"),
+            fits=are_answers,
+        ),
+        Format(
+            "sharegpt",
+            (SHAREGPT, chosen, rejected),
+            after(with_prompt(SHAREGPT)),
+            is_renamed=answers,
+            fits=are_answers,
+        ),
+        Format(
+            "alpaca",
+            (INSTRUCTION, chosen, rejected),
+            after(read_instruction),
+            (INPUT, HISTORY),
+            is_renamed=answers,
+            fits=are_answers,
+        ),
+        Format(
+            "trl",
+            (chosen, rejected),
+            lambda values: _whole_pair(values, fields),
+            is_renamed=answers,
+        ),
+        Format(
+            "ms-swift",
+            (messages, REJECTED_RESPONSE),
+            lambda values: _other_ending(answered(values[messages], messages), values, messages),
+            is_renamed=is_renamed(fields, "messages"),
+        ),
+        Format(
+            "ms-swift",
+            (messages, REJECTED_MESSAGES),
+            lambda values: _split(values, messages, REJECTED_MESSAGES),
+            is_renamed=is_renamed(fields, "messages"),
+        ),
+        Format(
+            "ms-swift",
+            (QUERY, RESPONSE, REJECTED_RESPONSE),
+            lambda values: _other_ending(
+                [*read_query(values), {"role": "assistant", "content": text_of(values, RESPONSE)}],
+                values,
+                RESPONSE,
+            ),
+            (HISTORY,),
+        ),
+    ]
 
 
-def _whole(answer: list[Message]) -> bool:
-    """Whether it is a conversation with its prompt."""
-    return bool(answer[0]["role"] != "assistant")
+def _pair(
+    prompt: list[Message], chosen: list[Message], rejected: list[Message], names: tuple[str, str]
+) -> Pair:
+    """Return the answers with their prompt. Raises Corrupt where there is nothing to prefer."""
+    if chosen == rejected:
+        raise Corrupt(f"fields {' and '.join(names)}: the same, so that neither is better")
+    if not chosen or not rejected:
+        raise Corrupt(f"fields {' and '.join(names)}: one is how the other begins")
+    return Pair(prompt, chosen, rejected)
 
 
-def _prompt(values: Values, fields: Fields) -> list[Message]:
-    """What both answers follow, by the first of the two fields that the row has."""
-    for name in (fields.prompt, fields.messages):
-        given = values.get(name)
-        if isinstance(given, list):
-            messages = listed(given, name)
-            if messages[-1]["role"] == "assistant":
-                raise Corrupt(f"field {name}: ends with what the assistant says, which the answers are to do")
-            return messages
-        if given is not None:
-            return [{"role": "user", "content": text_of(values, name)}]
-    raise Corrupt(
-        f"no prompt: neither field {fields.prompt} nor {fields.messages}, and {fields.chosen} and"
-        f" {fields.rejected} are no conversations that begin with one"
-    )
+def _has_prompt(answer: Any) -> bool:
+    """Return whether it is a conversation that begins with what is answered."""
+    first = answer[0] if isinstance(answer, list) and answer else answer
+    role = first.get("role", first.get("from")) if isinstance(first, dict) else None
+    return isinstance(role, str) and role not in CALLS and ALIASES.get(role, role) != "assistant"
+
+
+def _whole_pair(values: Values, fields: Fields) -> Pair:
+    """Return the pair of two conversations that begin with their prompt."""
+    chosen, rejected = fields.chosen, fields.rejected
+    has_prompt = [_has_prompt(values[name]) for name in (chosen, rejected)]
+    if not any(has_prompt):
+        raise Corrupt(
+            f"no prompt: none of the fields {fields.prompt}, {fields.messages}, {SHAREGPT} and {INSTRUCTION},"
+            f" and {chosen} and {rejected} are no conversations that begin with one"
+        )
+    if not all(has_prompt):
+        raise Corrupt(f"fields {chosen} and {rejected}: only one of them begins with its prompt")
+    pair = _split(values, chosen, rejected)
+    if isinstance(values.get(fields.prompt), list):
+        prompt = listed(values[fields.prompt], fields.prompt)
+        if pair.prompt[: len(prompt)] != prompt:
+            raise Corrupt(
+                f"field {fields.prompt}: {chosen} and {rejected} begin with another prompt. Leave out that of"
+                f" {chosen} and {rejected}, or name the field {fields.prompt} otherwise"
+            )
+    return pair
+
+
+def _split(values: Values, chosen: str, rejected: str) -> Pair:
+    """Return two conversations as answers to the turns that they begin with alike."""
+    better, worse = (answered(values[name], name) for name in (chosen, rejected))
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(better, worse, strict=False))
+    prompt = [message for message, _ in pairs]
+    if not prompt and (better or worse):
+        raise Corrupt(f"fields {chosen} and {rejected}: begin with different prompts")
+    return _pair(prompt, better[len(prompt) :], worse[len(prompt) :], (chosen, rejected))
+
+
+def _other_ending(better: list[Message], values: Values, name: str) -> Pair:
+    """Return the pair of a conversation and another last answer to it."""
+    *prompt, chosen = better
+    rejected: Message = {"role": "assistant", "content": text_of(values, REJECTED_RESPONSE)}
+    return _pair(prompt, [chosen], [rejected], (name, REJECTED_RESPONSE))

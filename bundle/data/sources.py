@@ -16,7 +16,8 @@ PLACES = 3  # of each reason
 PARQUET_ROWS = 4096
 
 Values = dict[str, Any]
-# Of corrupt, deleted and cut rows: how many, and for each of the first reasons how many and the first places.
+# Of corrupt, deleted, cut and read rows: how many, and for each of the first reasons (formats) how many and
+# the first places.
 Noted = list[tuple[int, list[tuple[str, int, list[str]]]]]
 A = TypeVar("A")
 B = TypeVar("B")
@@ -73,6 +74,7 @@ class DataErrors:
         self.policy = policy
         self.corrupt = Told()
         self.deleted, self.cut = Told(), Told()  # rows that were too long
+        self.formats = Told()  # how rows were read
 
     def add(self, place: str, reason: object) -> None:
         """Counts a corrupt one."""
@@ -92,17 +94,18 @@ class DataErrors:
 
     def dump(self) -> Noted:
         """What was found so far, as JSON values."""
-        return [told.dump() for told in (self.corrupt, self.deleted, self.cut)]
+        return [counter.dump() for counter in (self.corrupt, self.deleted, self.cut, self.formats)]
 
     def extend(self, noted: Noted) -> None:
         """Adds what `dump` gave of others, which came later."""
-        for told, found in zip((self.corrupt, self.deleted, self.cut), noted, strict=True):
-            told.extend(*found)
+        counters = (self.corrupt, self.deleted, self.cut, self.formats)
+        for counter, (count, reasons) in zip(counters, noted, strict=True):
+            counter.extend(count, reasons)
 
     def taken(self) -> Noted:
         """What was found so far, which is forgotten here."""
         noted = self.dump()
-        self.corrupt, self.deleted, self.cut = Told(), Told(), Told()
+        self.corrupt, self.deleted, self.cut, self.formats = Told(), Told(), Told(), Told()
         return noted
 
     def conclude(self) -> dict[str, Any]:
@@ -114,7 +117,8 @@ class DataErrors:
             raise JobFailed(f"{what}; mend them, or set data.on_error: skip", [*corrupt.lines(), *more])
         long = [*self.deleted.lines(), *self.cut.lines()]
         counts = {"skipped_count": corrupt.count, "deleted": self.deleted.count, "cut": self.cut.count}
-        return {"skipped": corrupt.lines(), "long": long, **counts}
+        formats = {name: count for name, count, _ in self.formats.dump()[1]}
+        return {"skipped": corrupt.lines(), "long": long, "formats": formats, **counts}
 
 
 def texts(data: Data, sources: Sequence[Source], errors: DataErrors) -> Iterator[tuple[str, str]]:

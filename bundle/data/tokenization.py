@@ -124,7 +124,9 @@ def _conversations(
     def drafted(row: tuple[str, Values]) -> list[tuple[Any, tuple[Picture, ...] | None]]:
         place, values = row  # "file:line"
         folder = Path(place.rpartition(":")[0]).parent
-        each = [(write.draft(said), said.media) for said in read(values)]
+        conversations = read(values)
+        errors.formats.add(place, conversations[0].format)
+        each = [(write.draft(said), said.media) for said in conversations]
         return [seen(encoding.images, made, draft, media, folder) for draft, media in each]
 
     rows = list(errors.passed(((row[0], row) for row in given), drafted))

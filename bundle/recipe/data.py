@@ -10,18 +10,31 @@ from bundle.recipe.section import LISTED, Count, Name, Names, Positive, Section,
 BYTE_VOCABULARY = 258
 
 
+# Of rows with conversations; docs/data.md says which fields each has.
+RowFormat = Literal["openai", "prompt-response", "trl", "ms-swift", "sharegpt", "alpaca"]
+
+
 class Fields(Section):
     """Names of the fields of a JSONL or parquet row.
 
-    SFT takes the first of these that a row has: messages; prompt and response; ShareGPT's `conversations`;
-    Alpaca's `instruction`, `input`, `output` and `history`. DPO takes chosen and rejected, texts or messages,
-    after prompt (text or messages) or messages; where both are whole conversations, the turns that they begin
-    with alike are the prompt.
+    The format of a row is found by the fields that it has: docs/data.md lists the formats, their fields and
+    what is learned of each. A format comes first if a field of it is named here otherwise than by default.
     """
 
+    format: RowFormat | None = Field(
+        default=None,
+        description="The format of all rows; null: of each row, by its fields. A row that two formats read"
+        " differently is corrupt until this names one.",
+    )
     text: str = Field(default="text", description="Pre-training: the document.")
-    prompt: str = Field(default="prompt", description="SFT: what the model is given.")
-    response: str = Field(default="response", description="SFT: what it should answer; only this has a loss.")
+    prompt: str = Field(
+        default="prompt", description="SFT, DPO: what the model is given, a text or a list of messages."
+    )
+    response: str = Field(
+        default="response",
+        description="SFT: what it should answer, a text or messages; only this has a loss. TRL's name,"
+        " `completion`, is found as well.",
+    )
     messages: str = Field(
         default="messages",
         description="SFT: a list of {role, content}, or of ShareGPT's {from, value}; a message may have"
@@ -29,6 +42,11 @@ class Fields(Section):
     )
     chosen: str = Field(default="chosen", description="DPO: the better answer.")
     rejected: str = Field(default="rejected", description="DPO: the worse answer.")
+    label: str | None = Field(
+        default="label",
+        description="SFT of KTO rows: whether the answer is a good one (true or false; `kto_tag` is found as"
+        " well). Rows with false are corrupt, since they are not to be learned. null: not read.",
+    )
     system: str | None = Field(
         default="system", description="SFT: the system message, where a row has one; null: none is read."
     )

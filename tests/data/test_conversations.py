@@ -91,7 +91,7 @@ def test_what_is_null_in_a_table_counts_as_missing():
         ({"prompt": "x"}, "field response: missing; the row has prompt"),
         ({"prompt": 1, "response": "x"}, "field prompt: must be text"),
         ({"prompt": "x", "response": " "}, "field response: must be text"),
-        ({"messages": None}, "field messages: must be a list"),
+        ({"messages": None}, "field messages: is null"),
         ({"messages": []}, "field messages: must be a list"),
         (
             {"messages": [{"role": "robot", "content": "x"}]},

@@ -95,18 +95,81 @@ def test_alpaca_may_have_a_system_message_and_a_history():
     assert found.turns == [2, 4, 6] and conversation(row, data(learn="last_turn")).turns == [6]
 
 
-def test_a_row_of_several_formats_is_the_first_of_them():
-    row: dict[str, Any] = {"instruction": "i", "output": "o"}
-    assert messages(row) == talk("i", "o")
-    row["conversations"] = [{"from": "human", "value": "h"}, {"from": "gpt", "value": "g"}]
-    assert messages(row) == talk("h", "g")
-    row |= {"prompt": "p", "response": "r"}
-    assert messages(row) == talk("p", "r")
-    row["messages"] = talk("m", "n")
-    assert messages(row) == talk("m", "n")
-    assert messages(row, fields=Fields(messages="conversations")) == talk("h", "g")
-    empty = dict.fromkeys(row)
-    assert messages(empty | {"instruction": "i", "output": "o"}) == talk("i", "o")
+CHAT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+# rows as data sets have them, and how each is read
+FORMATS = [
+    ("openai (messages, tools)", {"messages": talk("q", "a"), "tools": [SCHEMA]}),
+    ("openai (messages, system, label)", {"messages": talk("q", "a"), "system": "s", "label": True}),
+    ("prompt-response (prompt, response)", {"prompt": "q", "response": "a"}),
+    ("trl (prompt, completion)", {"prompt": "q", "completion": "a"}),
+    ("trl (prompt, completion)", {"prompt": talk("q"), "completion": talk("q", "a")[1:]}),
+    ("trl (prompt, completion, label)", {"prompt": "q", "completion": "a", "label": True}),
+    ("ms-swift (query, response)", {"query": "q", "response": "a", "history": []}),
+    ("ms-swift (query, response, system)", {"query": "q", "response": "a", "system": "s"}),
+    ("sharegpt (conversations)", {"id": 1, "conversations": CHAT}),
+    ("sharegpt (conversations, kto_tag)", {"conversations": CHAT, "kto_tag": True}),
+    ("alpaca (instruction, output)", {"instruction": "q", "input": "", "output": "a"}),
+    ("alpaca (instruction, output, kto_tag)", {"instruction": "q", "output": "a", "kto_tag": True}),
+    # of UltraFeedback, binarized: the better conversation stands beside the pair
+    ("openai (messages)", {"prompt": "q", "messages": talk("q", "a"), "chosen": [], "rejected": []}),
+]
+
+
+@pytest.mark.parametrize(("format_", "row"), FORMATS)
+def test_the_format_of_a_row_is_found_by_its_fields(format_, row):
+    assert row.keys() - columns(Fields()) <= {"id"}  # which are read of a table
+    found = conversation(row, data())
+    assert found.format == format_
+    assert [m for m in found.messages if m["role"] != "system"] == talk("q", "a")
+    assert [found.messages[turn]["content"] for turn in found.turns] == ["a"]
+
+
+def test_turns_of_a_prompt_are_not_learned():
+    row = {"prompt": talk("q", "a", "q2"), "completion": "a2"}
+    found = conversation(row, data())
+    assert found.messages == talk("q", "a", "q2", "a2") and found.turns == [3]
+    row = {"query": "q2", "response": "a2", "history": [["q", "a"]]}
+    assert conversation(row, data()).messages == talk("q", "a", "q2", "a2")
+    assert conversation(row, data()).turns == [1, 3]  # of a history they are
+
+
+def test_a_row_that_two_formats_read_differently_is_refused_until_one_is_named():
+    row: dict[str, Any] = {"instruction": "i", "output": "o", "conversations": CHAT, "messages": None}
+    why = refusal(row)
+    assert "sharegpt (conversations)" in why and "alpaca (instruction, output)" in why
+    assert "data.fields.format: sharegpt or alpaca" in why
+    assert messages(row, fields=Fields(format="alpaca")) == talk("i", "o")
+    assert messages(row, fields=Fields(format="sharegpt")) == talk("q", "a")
+    assert "field messages: is null" in refusal(row, fields=Fields(format="openai"))
+    assert messages(row, fields=Fields(messages="conversations")) == talk("q", "a")
+    assert messages(row, fields=Fields(prompt="instruction", response="output")) == talk("i", "o")
+    same = {"prompt": "q", "response": "a", "messages": talk("q", "a"), "conversations": CHAT}
+    assert conversation(same, data()).format == "openai (messages)"
+    broken = {"messages": talk("q"), "conversations": CHAT}  # which has one reading
+    assert conversation(broken, data()).format == "sharegpt (conversations)"
+    earlier = {"prompt": talk("q", "a", "q2"), "response": "a2", "messages": talk("q", "a", "q2", "a2")}
+    assert "openai or prompt-response" in refusal(earlier)  # of the prompt's turns one would learn
+    both = {"prompt": "q", "response": "a", "completion": "b"}
+    assert "prompt-response or trl" in refusal(both)
+    assert messages(both, fields=Fields(response="completion")) == talk("q", "b")
+
+
+@pytest.mark.parametrize("field", ["kto_tag", "label"])
+def test_an_answer_that_is_marked_as_bad_is_not_learned(field):
+    for row in ({"prompt": "q", "completion": "a"}, {"conversations": CHAT}):
+        assert f"field {field}: false" in refusal(row | {field: False})
+        assert conversation(row | {field: True}, data()).turns == [1]
+    assert conversation({"messages": talk("q", "a"), "label": 0}, data()).turns == [1]
+    classes = {"messages": talk("q", "a"), "label": False}
+    assert conversation(classes, data(fields=Fields(label=None))).turns == [1]
+
+
+def test_two_answers_to_compare_are_not_rows_of_sft():
+    row = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    assert {"chosen", "rejected"} <= set(columns(Fields())) and "task: dpo" in refusal(row)
+    assert messages(row, fields=Fields(response="chosen")) == talk("q", "a")
+    whole = {"prompt": "q", "chosen": talk("q", "a"), "rejected": talk("q", "b")}
+    assert messages(whole, fields=Fields(messages="chosen")) == talk("q", "a")
 
 
 def test_either_list_may_have_either_words_for_a_message():
@@ -197,9 +260,9 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
 @pytest.mark.parametrize(
     ("row", "named"),
     [
-        ({"question": "x"}, "none of the fields messages; prompt and response; conversations; instruction"),
+        ({"question": "x"}, "the row has question"),
         ({}, "the row has no fields"),
-        ({"conversations": None}, "field conversations: must be a list"),
+        ({"conversations": None}, "field conversations: is null"),
         ({"conversations": [{"from": "gpt"}]}, "field conversations[0]: content must be text, is None"),
         ({"conversations": [{"value": "x"}]}, "field conversations[0]: must be an object with a role"),
         ({"conversations": [{"from": ["gpt"], "value": "x"}]}, "conversations[0]: must be an object"),
@@ -252,7 +315,10 @@ GARBAGE = st.recursive(
     ),
     max_leaves=12,
 )
-FIELDS = "messages conversations prompt response system tools instruction input output history images"
+FIELDS = (
+    "messages conversations prompt response completion query system tools instruction input output history"
+    " images kto_tag label"
+)
 
 
 @given(st.dictionaries(st.sampled_from(FIELDS.split()), GARBAGE, max_size=5))

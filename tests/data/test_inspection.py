@@ -106,6 +106,8 @@ def test_the_verb_reads_leaves_the_tokens_and_tells_bad_rows(tmp_path):
     assert [path.name for path in (tmp_path / ".tokens").glob("tokens-*/tokens.bin")] == ["tokens.bin"]
     found = json.loads(check("demo", *words, *directory, "--json", "--samples", 0).stdout)
     assert (found["documents"], found["skipped"], found["samples"]) == (2, 1, [])
+    assert found["formats"] == {"openai (messages)": 2}
+    assert "rows       openai (messages): 2\n" in done.stdout
     assert found["disk"]["checkpoints"] == 3 * found["disk"]["checkpoint"] > 0 and found["disk"]["free"] > 0
 
 

@@ -11,7 +11,7 @@ from bundle.data.samples import BLANK
 from bundle.data.sources import Corrupt
 from bundle.errors import JobFailed, UsageError
 from bundle.recipe import load
-from bundle.recipe.data import Data
+from bundle.recipe.data import Data, Fields
 from tests.data.test_truncation import documents
 
 DATA = Data(source="jsonl", path=("rows.jsonl",), sequence_length=64)
@@ -46,6 +46,90 @@ def pair(row):
 )
 def test_forms_of_one_pair(row):
     assert pair(row) == [(["q", "good"], [1]), (["q", "bad"], [1])]
+
+
+SHARED = {"from": "human", "value": "q"}
+# rows as data sets have them, and how each is read
+FORMATS = [
+    ("trl (prompt, chosen, rejected)", {"prompt": "q", "chosen": "good", "rejected": "bad"}),
+    (
+        "trl (prompt, chosen, rejected)",
+        {"prompt": [QUESTION], "chosen": [says("good")], "rejected": [says("bad")]},
+    ),
+    ("trl (chosen, rejected)", {"chosen": [QUESTION, says("good")], "rejected": [QUESTION, says("bad")]}),
+    (  # UltraFeedback, binarized
+        "trl (chosen, rejected)",
+        {
+            "prompt": "q",
+            "prompt_id": "0",
+            "messages": [QUESTION, says("good")],
+            "chosen": [QUESTION, says("good")],
+            "rejected": [QUESTION, says("bad")],
+            "score_chosen": 8.0,
+        },
+    ),
+    (
+        "ms-swift (messages, rejected_response)",
+        {"messages": [QUESTION, says("good")], "rejected_response": "bad"},
+    ),
+    (
+        "ms-swift (messages, rejected_messages)",
+        {"messages": [QUESTION, says("good")], "rejected_messages": [QUESTION, says("bad")]},
+    ),
+    (
+        "ms-swift (query, response, rejected_response)",
+        {"query": "q", "response": "good", "rejected_response": "bad", "history": []},
+    ),
+    (
+        "alpaca (instruction, chosen, rejected)",
+        {"instruction": "q", "input": "", "chosen": "good", "rejected": "bad"},
+    ),
+    (  # LLaMA-Factory
+        "sharegpt (conversations, chosen, rejected)",
+        {
+            "conversations": [SHARED],
+            "chosen": {"from": "gpt", "value": "good"},
+            "rejected": {"from": "gpt", "value": "bad"},
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("format_", "row"), FORMATS)
+def test_the_format_of_a_pair_is_found_by_its_fields(format_, row):
+    assert row.keys() - set(columns(DATA.fields)) <= {"prompt_id", "score_chosen"}
+    assert [each.format for each in preference(row, DATA)] == [format_, format_]
+    assert pair(row) == [(["q", "good"], [1]), (["q", "bad"], [1])]
+
+
+def test_a_history_is_part_of_the_prompt():
+    expected = [(["q", "e", "q2", "good"], [3]), (["q", "e", "q2", "bad"], [3])]
+    history = {"history": [["q", "e"]]}
+    assert pair({"query": "q2", "response": "good", "rejected_response": "bad"} | history) == expected
+    assert pair({"instruction": "q2", "chosen": "good", "rejected": "bad"} | history) == expected
+    messages = {"messages": [*EARLIER, says("good")]}
+    assert pair(messages | {"rejected_response": "bad"}) == expected
+    assert pair(messages | {"rejected_messages": [*EARLIER, says("bad")]}) == expected
+
+
+def test_a_pair_with_two_prompts_is_refused_until_one_format_is_named():
+    row = {"prompt": "p", "instruction": "q", "chosen": "good", "rejected": "bad"}
+    with pytest.raises(Corrupt, match=r"data\.fields\.format: trl or alpaca"):
+        preference(row, DATA)
+    chosen = DATA.model_copy(update={"fields": Fields(format="alpaca")})
+    assert preference(row, chosen)[0].messages == [QUESTION, says("good")]
+    other = {"prompt": [{"role": "system", "content": "s"}, QUESTION]}
+    whole = {"chosen": [QUESTION, says("good")], "rejected": [QUESTION, says("bad")]}
+    with pytest.raises(Corrupt, match="field prompt: "):
+        preference(other | whole, DATA)
+
+
+@pytest.mark.parametrize("tag", ["label", "kto_tag"])
+def test_rows_for_kto_are_not_pairs(tag):
+    with pytest.raises(Corrupt, match=r"KTO.*task: sft"):
+        preference({"prompt": "q", "completion": "a", tag: True}, DATA)
+    assert tag in columns(DATA.fields)
+    assert pair({"prompt": "q", "chosen": "good", "rejected": "bad", tag: True})
 
 
 def test_earlier_turns_are_the_prompt_and_are_not_learned():
@@ -120,6 +204,7 @@ def test_a_pair_is_left_out_or_cut_as_a_whole(rows, tmp_path):
     (said,) = caught.value.violations
     assert said.count(f"{rows}:") == 2 and "more than the " in said
     kept = prepare(recipe(rows, "data.truncation=delete"), tmp_path / "data")
+    assert kept.formats == {"trl (prompt, chosen, rejected)": len(SIZES)}
     assert documents(kept) == [text for index in FIT for text in both(index)]
     assert kept.left_out.deleted == 2 and len(kept.training) == 4
     cut = prepare(recipe(rows, "data.truncation=right"), tmp_path / "data")

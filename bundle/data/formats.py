@@ -1,0 +1,84 @@
+"""The format of a row: found by the fields that it has, or named by data.fields.format."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from bundle.data.sources import Corrupt, Values
+from bundle.recipe.data import Fields, RowFormat
+
+T = TypeVar("T")
+_DEFAULT = Fields()
+
+
+@dataclass(frozen=True)
+class Format(Generic[T]):
+    """One way to read a row."""
+
+    name: RowFormat
+    fields: tuple[str, ...]  # a row must have them all
+    read: Callable[[Values], T]  # raises Corrupt
+    optional: tuple[str, ...] = ()  # fields that are read where a row has them
+    is_renamed: bool = False  # whether the recipe gives one of its fields another name than the default
+    fits: Callable[[Values], bool] = lambda values: (
+        True
+    )  # whether the values of its fields are of this format
+
+    def is_complete(self, values: Values) -> bool:
+        """Return whether a row has all fields; null is missing, as in a table."""
+        return all(values.get(name) is not None for name in self.fields) and self.fits(values)
+
+    def describe(self, values: Values, shared: Sequence[str]) -> str:
+        """Return the name and the fields that are read of a row, such as "alpaca (instruction, output)"."""
+        extra = [name for name in (*self.optional, *shared) if values.get(name) not in (None, "", [])]
+        return f"{self.name} ({', '.join(dict.fromkeys((*self.fields, *extra)))})"
+
+
+def is_renamed(fields: Fields, *keys: str) -> bool:
+    """Return whether one of these keys of data.fields has another value than its default."""
+    return any(getattr(fields, key) != getattr(_DEFAULT, key) for key in keys)
+
+
+def read_row(
+    values: Values, formats: Sequence[Format[T]], name: RowFormat | None, shared: Sequence[str]
+) -> tuple[str, T]:
+    """Return how a row is read (its format, with `shared` fields that every format reads) and its content.
+
+    Raises Corrupt where no format reads the row, or two do and come to different things.
+    """
+    if name is not None:
+        formats = [each for each in formats if each.name == name]
+    complete = [each for each in formats if each.is_complete(values)]
+    readings, errors = [], []
+    for each in [each for each in complete if each.is_renamed] or complete:
+        try:
+            readings.append((each, each.read(values)))
+        except Corrupt as error:
+            errors.append(error)
+    if not readings:
+        raise errors[0] if errors else _missing(values, formats)
+    first, content = readings[0]
+    for other, differing in readings[1:]:
+        if differing != content:
+            both = f"{first.describe(values, ())} and as {other.describe(values, ())}"
+            decision = f"data.fields.format: {first.name} or {other.name}"
+            if first.name == other.name:
+                decision = "the fields that a row has: leave those of one out"
+            raise Corrupt(f"can be read as {both}, which differ. Decide by {decision}")
+    return first.describe(values, shared), content
+
+
+def _missing(values: Values, formats: Sequence[Format[T]]) -> Corrupt:
+    """Return what keeps a row from being of the format whose fields it has most of."""
+
+    def likeness(each: Format[T]) -> tuple[int, int]:
+        has_value = [values.get(name) is not None for name in each.fields]
+        return sum(has_value), sum(name in values for name in each.fields)
+
+    nearest = max(formats, key=likeness)
+    have = ", ".join(values)[:200] or "no fields"
+    if not any(name in values for name in nearest.fields):
+        known = "; ".join(" and ".join(each.fields) for each in formats)
+        return Corrupt(f"none of the fields {known}; the row has {have}. Name its own with data.fields")
+    missing = next(name for name in nearest.fields if values.get(name) is None)
+    return Corrupt(f"field {missing}: {'is null' if missing in values else 'missing'}; the row has {have}")
