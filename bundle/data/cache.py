@@ -58,8 +58,8 @@ def stored(
     """The store of one data set under `directory`, made unless it is there. `longest` limits conversations.
 
     Where a long row stops the job, the tokens of the others are the same for any limit: one store serves all.
-    While another process makes it, this one waits. Raises JobFailed for corrupt data, for a damaged store
-    and for one of another user.
+    While another process makes it, this one waits. Raises UsageError for corrupt data, JobFailed for
+    a damaged store and for one of another user.
     """
     if recipe.task == "pretrain":
         return _make_store(recipe, directory, sources, made, longest, 0, progress)

@@ -31,8 +31,8 @@ from bundle.data.samples import (
 )
 from bundle.data.sources import SHOWN
 from bundle.data.store import Progress, Store
-from bundle.data.tokenizers import Learned, Tokenizer, Tokens, tokenizer
-from bundle.errors import JobFailed
+from bundle.data.tokenizers import Bytes, Learned, Numbers, Tokenizer, Tokens, tokenizer
+from bundle.errors import UsageError
 from bundle.files import json_digest
 from bundle.planning.inputs import MEGATRON, STDLIB, expand, interpreter
 from bundle.recipe import Recipe, with_steps
@@ -149,7 +149,7 @@ def prepare(recipe: Recipe, directory: Path, progress: Progress = lambda tokens:
 
     `progress` is told now and then how many tokens there are so far. Any number of processes may do
     this at once on one file system. Raises UsageError for paths and tokenizers
-    that are not there, JobFailed for corrupt data (`data.on_error: stop`) or too little of it.
+    that are not there, for corrupt data (`data.on_error: stop`) and for too little of it.
     """
     data, further = recipe.data, _Further(progress)
     made = tokenizer(data.tokenizer, recipe.architecture.vocab_size)
@@ -293,7 +293,7 @@ def _samples(
     if len(samples) == 0:
         have = f"the data has {len(store.lengths)} documents with {len(store.ids)} tokens"
         skipped, deleted = store.facts["skipped_count"], store.facts["deleted"]
-        raise JobFailed(
+        raise UsageError(
             f"{have}: not one sample of {length} tokens is {purpose}; give more data, a smaller "
             f"data.sequence_length, or another data.validation than {recipe.data.validation:g}"
             + (f"; {skipped} corrupt rows or files were skipped" if skipped else "")
@@ -398,7 +398,10 @@ def _learned(store: Store) -> int:
 def first_samples(recipe: Recipe, corpus: Corpus, count: int) -> list[str]:
     """The first samples of step 1 as text, at most as many as a step has."""
     numbers = corpus.order.drawn(0, min(count, recipe.train.global_batch_size))
-    return [marked(corpus.training.batch(number), corpus.tokenizer) for number in numbers[:, None]]
+    # megatron's files do not say which tokenizer they were made with: bytes would show them as garbage.
+    unknown = recipe.data.source == MEGATRON and corpus.tokenizer.identity == Bytes.identity
+    shown_by = Numbers() if unknown else corpus.tokenizer
+    return [marked(corpus.training.batch(number), shown_by) for number in numbers[:, None]]
 
 
 def marked(batch: Batch, tokenizer: Tokenizer) -> str:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bundle.data.images import pillow
+from bundle.data.images import because, pillow
 from bundle.data.sources import Corrupt
 from bundle.errors import EnvironmentUnfit
 
@@ -142,4 +142,4 @@ def _opened(content: bytes) -> Iterator["_Animation | _Stream"]:
         raise
     except Exception as error:
         kinds = f"{', '.join(ANIMATED)} or {', '.join(FILMS)}"
-        raise Corrupt(f"no video in {kinds} that can be decoded ({error})") from error
+        raise Corrupt(f"no video in {kinds} that can be decoded ({because(error)})") from error

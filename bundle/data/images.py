@@ -6,6 +6,7 @@ proportions kept as far as patches allow; its patches follow each other in squar
 
 import io
 import math
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -86,8 +87,14 @@ def decoded(content: bytes, limit_pixels: int, limit: str = "data.images.limit_p
     except (Corrupt, EnvironmentUnfit):
         raise
     except Exception as error:  # decoders raise what they like about a file
-        raise Corrupt(f"no image in {', '.join(FORMATS)} that can be decoded ({error})") from error
+        kinds = ", ".join(FORMATS)
+        raise Corrupt(f"no image in {kinds} that can be decoded ({because(error)}). Save it again") from error
     return np.asarray(upright)
+
+
+def because(error: Exception) -> str:
+    """What a decoder says of a file, without its name for the bytes in memory."""
+    return re.sub(r" ?<_io\.BytesIO[^>]*>", "", str(error))
 
 
 def pillow() -> Any:

@@ -80,7 +80,16 @@ class Processing:
         return self.images.vision
 
     def read(self, medium: Medium, folder: Path) -> Picture:
-        """The image or video that a row names, decoded once. Raises Corrupt."""
+        """The image or video that a row names, decoded once. Raises Corrupt, which names its file."""
+        try:
+            return self._read(medium, folder)
+        except Corrupt as error:
+            if not isinstance(medium.named, str) or medium.named.startswith("data:"):
+                raise
+            before = f"{medium.kind} {shown(medium.named)}"
+            raise Corrupt(str(error) if str(error).startswith(before) else f"{before}: {error}") from error
+
+    def _read(self, medium: Medium, folder: Path) -> Picture:
         if medium.kind == IMAGE:
             return self.images.read(medium.named, folder)
         v = self.vision

@@ -2,11 +2,12 @@
 
 import codecs
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bundle.errors import EnvironmentUnfit, JobFailed, shown
+from bundle.errors import EnvironmentUnfit, UsageError, shown
 from bundle.planning.inputs import Source
 from bundle.recipe.data import Data
 
@@ -14,6 +15,9 @@ from bundle.recipe.data import Data
 SHOWN = 20  # reasons
 PLACES = 3  # of each reason
 PARQUET_ROWS = 4096
+# What of a reason differs from row to row though the cause is one: numbers, quoted names, values.
+_VARIES = re.compile(r"""0x[0-9a-f]+|\d[\d,.]*|(?<!\w)'[^']*('|$)|(?<!\w)"[^"]*("|$)|\bis [\[{].*""")
+_OF_FIRST = " (and others like it)"
 
 Values = dict[str, Any]
 # Of corrupt, deleted, cut and read rows: how many, and for each of the first reasons (formats) how many and
@@ -32,11 +36,14 @@ class Corrupt(Exception):
 
 
 class Told:
-    """How many rows or files something happened to, and of each reason how many and the first places."""
+    """How many rows or files something happened to, and of each cause how many and the first places.
+
+    Reasons that differ in numbers or names alone have one cause, which is shown as the first of them is.
+    """
 
     def __init__(self) -> None:
         self.count = 0
-        self._reasons: dict[str, tuple[int, list[str]]] = {}
+        self._causes: dict[str, tuple[str, int, list[str]]] = {}  # reason, how many, places
 
     def add(self, place: str, reason: object) -> None:
         """Counts one more; `place` is "file:line" or "file"."""
@@ -46,25 +53,31 @@ class Told:
         """Adds what `dump` gave of others, which came later."""
         self.count += count
         for reason, more, places in reasons:
-            if reason in self._reasons or len(self._reasons) < SHOWN:
-                many, first = self._reasons.get(reason, (0, []))
-                self._reasons[reason] = many + more, [*first, *places][:PLACES]
+            cause = _VARIES.sub("#", reason.removesuffix(_OF_FIRST))
+            if cause not in self._causes:
+                if len(self._causes) < SHOWN:
+                    self._causes[cause] = reason, more, list(places[:PLACES])
+                continue
+            first, many, before = self._causes[cause]
+            if reason not in (first, first.removesuffix(_OF_FIRST)):
+                first = first.removesuffix(_OF_FIRST) + _OF_FIRST
+            self._causes[cause] = first, many + more, [*before, *places][:PLACES]
 
     def dump(self) -> tuple[int, list[tuple[str, int, list[str]]]]:
         """What was counted so far, as JSON values."""
-        return self.count, [(reason, many, places) for reason, (many, places) in self._reasons.items()]
+        return self.count, list(self._causes.values())
 
     def lines(self) -> list[str]:
-        """A line for each reason, after the first places that have it."""
+        """A line for each cause, after the first places that have it."""
         return [
             f"{', '.join(places)}{f' and {many - PLACES:,} more' if many > PLACES else ''}: {reason}"
-            for reason, (many, places) in self._reasons.items()
+            for reason, many, places in self._causes.values()
         ]
 
     @property
     def unlisted(self) -> int:
-        """How many have a reason that came when there were enough."""
-        return self.count - sum(many for many, _ in self._reasons.values())
+        """How many have a cause that came when there were enough."""
+        return self.count - sum(many for _, many, _ in self._causes.values())
 
 
 class DataErrors:
@@ -109,12 +122,12 @@ class DataErrors:
         return noted
 
     def conclude(self) -> dict[str, Any]:
-        """What to keep beside the tokens. Raises JobFailed for corrupt rows, unless they are skipped."""
+        """What to keep beside the tokens. Raises UsageError for corrupt rows, unless they are skipped."""
         corrupt = self.corrupt
         if corrupt.count and self.policy == "stop":
             more = [f"and {corrupt.unlisted:,} more"] if corrupt.unlisted else []
             what = f"the data has {corrupt.count} corrupt rows or files"
-            raise JobFailed(f"{what}; mend them, or set data.on_error: skip", [*corrupt.lines(), *more])
+            raise UsageError(f"{what}; mend them, or set data.on_error: skip", [*corrupt.lines(), *more])
         long = [*self.deleted.lines(), *self.cut.lines()]
         counts = {"skipped_count": corrupt.count, "deleted": self.deleted.count, "cut": self.cut.count}
         formats = {name: count for name, count, _ in self.formats.dump()[1]}

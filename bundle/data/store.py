@@ -35,7 +35,7 @@ from bundle import files
 from bundle.data.media import Picture
 from bundle.data.sources import DataErrors, Noted
 from bundle.data.tokenizers import Learned, Tokens
-from bundle.errors import JobFailed
+from bundle.errors import JobFailed, UsageError
 from bundle.sequences.packing import ramp, starts
 
 _log = logging.getLogger(__name__)
@@ -261,7 +261,8 @@ def write(directory: Path, vocabulary: int, chunks: Chunks, errors: DataErrors, 
     """Writes the store `directory`, which nobody else may do meanwhile; goes on where a killed process was.
 
     `progress` is told how many tokens there are so far. Raises JobFailed when the disk is full or not
-    writable and for what `errors` do not let pass, and whatever `chunks` raise; nothing half-written stays.
+    writable, UsageError for what `errors` do not let pass, and whatever `chunks` raise; nothing half-written
+    stays.
     """
     with _whole_or_not(directory) as folder:
         parts = _Parts(folder, "<u2" if vocabulary <= 2**16 else "<i4", errors)
@@ -329,7 +330,7 @@ class _Parts:
         self._committed = time.monotonic()
 
     def finish(self) -> None:
-        """Writes indexes and facts. Raises JobFailed where the errors are none to pass over."""
+        """Writes indexes and facts. Raises UsageError where the errors are none to pass over."""
         found = self._errors.conclude()
         digest = hashlib.sha256()
         if "grids" in self._writers:  # of which not one document may have any
@@ -370,20 +371,20 @@ def _noted(folder: Path, sizes: Mapping[str, int]) -> dict[str, Any]:
 def adopt(directory: Path, prefix: Path, vocabulary: int, progress: Progress) -> None:
     """Looks through somebody's PREFIX.bin once, and writes its store `directory`, which holds no tokens.
 
-    `progress` is told how many tokens were seen so far. Raises JobFailed for files that megatron would not
+    `progress` is told how many tokens were seen so far. Raises UsageError for files that megatron would not
     read, and for ids that a model with this vocabulary has not.
     """
     try:
         found = read_indexed(prefix)
     except (OSError, ValueError) as error:
-        raise JobFailed(f"{prefix}: not megatron's .bin and .idx: {error}") from error
+        raise UsageError(f"{prefix}: not megatron's .bin and .idx: {error}") from error
     digest = hashlib.sha256(found.values.dtype.name.encode())
     for start in range(0, len(found.values), TOGETHER):
         part = found.values[start : start + TOGETHER]
         wrong = np.flatnonzero((part < 0) | (part >= vocabulary))
         if len(wrong):
             document = int(np.searchsorted(np.cumsum(found.lengths), start + wrong[0], side="right"))
-            raise JobFailed(
+            raise UsageError(
                 f"{prefix}.bin: token {part[wrong[0]]} of document {document} is not in the model's"
                 f" vocabulary of {vocabulary}; name the files of the model's own tokenizer"
             )

@@ -60,6 +60,14 @@ class Bytes:
         return parts.decode(errors="replace")
 
 
+class Numbers(Bytes):
+    """Ids shown as numbers: those of a tokenizer that nobody has named."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The ids, with spaces between and around them."""
+        return f" {' '.join(map(str, ids))} "
+
+
 class HuggingFace:
     """A tokenizer that `transformers` loads from a directory; no download, no remote code."""
 
@@ -80,7 +88,10 @@ class HuggingFace:
                 str(directory), local_files_only=True, trust_remote_code=False
             )
         except Exception as error:  # transformers trusts what stands in the files
-            raise UsageError(f"data.tokenizer: {directory} holds no tokenizer that loads: {error}") from error
+            why = _find_damage(directory) or f"transformers cannot load it ({type(error).__name__}: {error})"
+            raise UsageError(
+                f"data.tokenizer: {directory}: {why}. Copy its files anew from where it was published"
+            ) from error
         if self._tokenizer.eos_token_id is None:
             raise UsageError(f"data.tokenizer: {directory} names no eos_token, which ends documents")
         self.directory = directory
@@ -164,6 +175,16 @@ def tokenizer(name: str, vocabulary: int) -> Tokenizer:
             f" the model's vocab_size is {vocabulary}"
         )
     return made
+
+
+def _find_damage(directory: Path) -> str:
+    """Which of a tokenizer's files is not the JSON that it must be; empty where all are."""
+    for path in sorted(directory.glob("*.json")):
+        try:
+            files.json_object(path, limit=2**28)
+        except UsageError as error:
+            return str(error).replace(f"{directory}/", "")
+    return ""
 
 
 def _digest(directory: Path) -> str:

@@ -74,7 +74,11 @@ def discover(
     answer = _merge(speaker, flags, claims[1:], planned)
     violations = violations or _gaps(answer, environment)
     if violations:
-        raise UsageError("the environment and the flags do not say where this process stands", violations)
+        raise UsageError(
+            "which node or rank this is cannot be told: flags or variables are wrong, missing or contradict"
+            " each other. Correct or unset what is listed",
+            violations,
+        )
     said = {name: fact.value for name, fact in answer.said.items()}
     # One node needs nobody from outside: its ranks meet where only this machine can reach them.
     inside = {"address": LOOPBACK, "port": None}

@@ -51,7 +51,7 @@ def _names_in(file: str, name: str) -> set[str]:
         if method.name == "_get_default_generation_params":
             for node in ast.walk(method):
                 if isinstance(node, ast.Dict):
-                    names |= {key.value for key in node.keys if isinstance(key, ast.Constant)}
+                    names |= {str(key.value) for key in node.keys if isinstance(key, ast.Constant)}
     return {
         name for name in names if not name.startswith(("_bos_", "_eos_", "_pad_", "_decoder_", "_original_"))
     }
@@ -80,7 +80,8 @@ def test_such_keys_leave_the_model_as_it_is():
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_key_that_would_change_the_model_is_refused_unless_it_is_empty(name):
-    for empty in ({}, False, None, 0):
+    empties: tuple[object, ...] = ({}, False, None, 0)
+    for empty in empties:
         assert from_config(LLAMA | {name: empty}) == from_config(LLAMA)
     with pytest.raises(UsageError) as refused:
         from_config(LLAMA | {name: CHANGES[name]})

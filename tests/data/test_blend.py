@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bundle.data import Loader, changed, prepare
 from bundle.data.corpus import inspect
 from bundle.data.samples import PARTS, Blend
-from bundle.errors import JobFailed
+from bundle.errors import UsageError
 from bundle.recipe import load
 from tests.data.test_indexed import build
 
@@ -179,7 +179,7 @@ def test_other_data_to_evaluate_with_is_other_data(built, tmp_path):
 def test_a_validation_set_that_is_too_small_is_named(built, tmp_path):
     build(tmp_path / "tiny", [[[1, 2]]])
     made = recipe(built, f"data.validation_sets.tiny.path={tmp_path / 'tiny'}")
-    with pytest.raises(JobFailed, match=r"is in data\.validation_sets\.tiny"):
+    with pytest.raises(UsageError, match=r"is in data\.validation_sets\.tiny"):
         prepare(made, tmp_path / "data")
 
 

@@ -18,7 +18,7 @@ from bundle.data import cache, prepare, store, tokenization
 from bundle.data.cache import place
 from bundle.data.sources import SHOWN
 from bundle.data.tokenizers import Bytes
-from bundle.errors import JobFailed
+from bundle.errors import JobFailed, UsageError
 from bundle.recipe import load
 from tests.launch.launched import ROOT, gone
 
@@ -308,7 +308,7 @@ def test_another_limit_takes_the_same_tokens_until_a_row_is_longer(tmp_path, enc
         for limit in (256, 128, 96)
     ]
     assert len(set(longest)) == 1 and len(list(tmp_path.glob("tokens-*"))) == 1
-    with pytest.raises(JobFailed, match=r"rows.jsonl:2"):
+    with pytest.raises(UsageError, match=r"rows.jsonl:2"):
         prepare(recipe(rows, *keys, "data.sequence_length=48"), tmp_path)
     once = len(encoded)
     skipping = recipe(rows, *keys, "data.on_error=skip", "data.sequence_length=48")

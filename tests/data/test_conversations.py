@@ -151,7 +151,16 @@ def test_directories_without_a_tokenizer_are_usage_errors(name, tmp_path):
 def test_a_tokenizer_whose_files_say_something_odd_is_a_usage_error(tmp_path, content):
     path = chat.directory(tmp_path / "tokenizer")
     (path / "tokenizer_config.json").write_text(content)
-    with pytest.raises(UsageError, match=r"data\.tokenizer: .* holds no tokenizer that loads"):
+    with pytest.raises(UsageError, match=rf"data\.tokenizer: {path}: ") as refused:
+        HuggingFace(path)
+    assert ("tokenizer_config.json" in str(refused.value)) is (content != '{"tokenizer_class": []}')
+
+
+@pytest.mark.parametrize(("name", "content"), [("tokenizer.json", "null"), ("tokenizer.json", '{"model": ')])
+def test_a_damaged_file_of_a_tokenizer_is_named(tmp_path, name, content):
+    path = chat.directory(tmp_path / "tokenizer")
+    (path / name).write_text(content)
+    with pytest.raises(UsageError, match=rf"data\.tokenizer: {path}: {name}: "):
         HuggingFace(path)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from bundle.data import Loader, cache, changed, prepare
 from bundle.data.store import open_store
-from bundle.errors import JobFailed
+from bundle.errors import UsageError
 from bundle.recipe import load
 from bundle.recipe.alignment import Alignment
 
@@ -209,12 +209,12 @@ def test_changed_data_is_named(rows, tmp_path):
 
 def test_too_little_data_says_what_to_do(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "short"}')
-    with pytest.raises(JobFailed, match=r"smaller data\.sequence_length"):
+    with pytest.raises(UsageError, match=r"smaller data\.sequence_length"):
         prepare(recipe(tmp_path / "a.jsonl"), tmp_path / "cache")
 
 
 def test_sequences_that_are_too_long_for_sft_are_named_not_cut(rows, tmp_path):
-    with pytest.raises(JobFailed) as caught:
+    with pytest.raises(UsageError) as caught:
         prepare(recipe(rows, "task=sft", "data.sequence_length=32"), tmp_path)
     (said,) = caught.value.violations
     assert said.startswith(f"{rows}:1 (") and "more than the 32 tokens" in said

@@ -11,7 +11,7 @@ from bundle.data import prepare
 from bundle.data.conversations import columns, conversation
 from bundle.data.sources import Corrupt, DataErrors
 from bundle.data.sources import rows as table_rows
-from bundle.errors import JobFailed
+from bundle.errors import UsageError
 from bundle.planning.inputs import expand
 from bundle.recipe import load
 from bundle.recipe.data import Data, Fields
@@ -337,7 +337,7 @@ def test_broken_rows_of_all_formats_are_told_at_once_by_file_and_line(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(rows))
     made = load("demo", ["task=sft", "data.source=jsonl", f"data.path={path}"])
-    with pytest.raises(JobFailed) as caught:
+    with pytest.raises(UsageError) as caught:
         prepare(made, tmp_path / "data")
     assert [line.split(": ")[0] for line in caught.value.violations] == [f"{path}:{n}" for n in (2, 3, 4, 5)]
 

@@ -1,12 +1,14 @@
 """Data that megatron's own tools have tokenised: named in a recipe, trained on as it is."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
 
 from bundle.data import Loader, changed, prepare
-from bundle.data.corpus import inspect
-from bundle.errors import JobFailed, UsageError
+from bundle.data.corpus import first_samples, inspect
+from bundle.errors import UsageError
 from bundle.planning.inputs import expand, input_problems
 from bundle.recipe import load
 from tests.data.test_indexed import build
@@ -85,14 +87,14 @@ def test_a_sample_without_loss_has_none_in_any_data_set(built):
 @pytest.mark.parametrize("identity", [258, -1, 60000])
 def test_an_id_outside_of_the_vocabulary_stops_the_job(built, identity):
     build(built / "wrong", [[[1] * 99], [[1, identity]]])
-    with pytest.raises(JobFailed, match=rf"wrong.bin: token {identity} of document 1 is not in the model's"):
+    with pytest.raises(UsageError, match=rf"wrong.bin: token {identity} of document 1 is not in the model's"):
         prepare(recipe([built / "wrong"]), built / "data")
     assert not list((built / "data").glob("*/")), "nothing may stay of a refused store"
 
 
 def test_files_that_are_none_are_refused(built):
     (built / "small.bin").write_bytes(b"")
-    with pytest.raises(JobFailed, match=r"small: not megatron's .bin and .idx: .* 0 bytes instead of"):
+    with pytest.raises(UsageError, match=r"small: not megatron's .bin and .idx: .* 0 bytes instead of"):
         prepare(recipe([built / "small"]), built / "data")
 
 
@@ -146,3 +148,11 @@ def test_what_check_counts_is_of_all_data_sets(built):
     counted = inspect(made, corpus)
     tokens = len(flat(built / "small", np.uint16)) + len(flat(built / "large.v2", np.int32))
     assert (counted.documents, counted.tokens, counted.learned) == (260, tokens, tokens)
+
+
+def test_samples_of_files_without_a_named_tokenizer_are_shown_as_ids(built):
+    made = recipe([built / "large.v2"])
+    (text,) = first_samples(made, prepare(made, built / "data"), 1)
+    shown = re.findall(r"\d+", text)
+    assert len(shown) == LENGTH + 1 and all(100 <= int(each) < 258 for each in shown)
+    assert not re.search(r"[^\d\s⟦⟧]", text)

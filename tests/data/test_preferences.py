@@ -9,7 +9,7 @@ from bundle.data import Loader, prepare
 from bundle.data.preferences import columns, preference
 from bundle.data.samples import BLANK
 from bundle.data.sources import Corrupt
-from bundle.errors import JobFailed, UsageError
+from bundle.errors import UsageError
 from bundle.recipe import load
 from bundle.recipe.data import Data, Fields
 from tests.data.test_truncation import documents
@@ -199,7 +199,7 @@ def both(index):
 
 
 def test_a_pair_is_left_out_or_cut_as_a_whole(rows, tmp_path):
-    with pytest.raises(JobFailed) as caught:
+    with pytest.raises(UsageError) as caught:
         prepare(recipe(rows), tmp_path / "data")
     (said,) = caught.value.violations
     assert said.count(f"{rows}:") == 2 and "more than the " in said

@@ -85,7 +85,7 @@ def test_a_reader_that_stands_still_is_a_hang_that_says_where(rows):
 def test_corrupt_rows_end_the_job_on_all_ranks(rows):
     with (rows / "rows.jsonl").open("a") as file:
         file.write("\nx")
-    _, err = finish(start(rows, WORKER, "same"), 1)
+    _, err = finish(start(rows, WORKER, "same"), 2)
     assert "rows.jsonl:81: not JSON" in err and not list(rows.glob("said-*"))
 
 

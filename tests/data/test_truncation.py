@@ -7,7 +7,7 @@ import pytest
 
 from bundle.data import changed, prepare
 from bundle.data.corpus import inspect
-from bundle.errors import JobFailed
+from bundle.errors import UsageError
 from bundle.recipe import load
 from tests.data.test_inspection import check
 
@@ -54,7 +54,7 @@ def whole(asked, said):
 
 
 def test_long_rows_are_refused_where_nobody_says_otherwise(rows, tmp_path):
-    with pytest.raises(JobFailed) as caught:
+    with pytest.raises(UsageError) as caught:
         prepare(recipe(rows), tmp_path / "data")
     assert caught.value.violations == (
         f"{long(rows)}: more than the {LENGTH} tokens that data.sequence_length and the model's positions"
@@ -120,7 +120,7 @@ def test_other_truncation_is_other_data(rows, tmp_path):
 
 
 def test_a_corpus_of_which_all_is_deleted_says_so(rows, tmp_path):
-    with pytest.raises(JobFailed, match=r"; 5 rows that are too long were deleted") as caught:
+    with pytest.raises(UsageError, match=r"; 5 rows that are too long were deleted") as caught:
         prepare(recipe(rows, "data.truncation=delete", "data.sequence_length=16"), tmp_path / "data")
     (said,) = caught.value.violations
     assert said.startswith(f"{rows}:1 (") and " and 2 more: more than the 16 tokens" in said

@@ -16,7 +16,7 @@ from bundle.data.media import Column, Picture, placed
 from bundle.data.processing import Processing
 from bundle.data.sources import Corrupt
 from bundle.data.tokenizers import HuggingFace
-from bundle.errors import JobFailed, UsageError
+from bundle.errors import UsageError
 from bundle.recipe import from_mapping, load
 from tests.vision import rows
 from tests.vision.cases import CASES
@@ -206,20 +206,29 @@ def test_a_broken_image_is_named_or_skipped(tmp_path, reference, why):
     (directory / "images" / "round").symlink_to("round")
     os.mkfifo(directory / "images" / "pipe")
     limited = "data.images.limit_pixels=10000"
-    with pytest.raises(JobFailed) as failed:
+    with pytest.raises(UsageError) as failed:
         corpus(directory, limited)
     assert why in str(failed.value) + str(failed.value.violations) and "rows.jsonl:2" in str(
         failed.value.violations
     )
     made = corpus(directory, limited, "data.on_error=skip")
     assert (made.left_out.skipped, len(made.training)) == (1, 1)
-    assert why in made.left_out.skipped_rows[0]
+    assert why in made.left_out.skipped_rows[0] and "BytesIO" not in made.left_out.skipped_rows[0]
+
+
+def test_a_broken_image_is_told_by_its_name_and_many_of_them_by_their_cause(tmp_path):
+    broken = {f"images/{letter}.png": b"text" for letter in "abcdef"}
+    directory = rows.write(tmp_path / "data", [showing(name) for name in broken], broken)
+    with pytest.raises(UsageError) as failed:
+        corpus(directory)
+    (line,) = failed.value.violations
+    assert "rows.jsonl:3 and 3 more" in line and "image 'images/a.png': " in line
 
 
 def test_a_file_larger_than_the_limit_is_not_read(tmp_path):
     given = [showing("images/a.png")]
     directory = rows.write(tmp_path / "data", given, {"images/a.png": PLAIN})
-    with pytest.raises(JobFailed) as failed:
+    with pytest.raises(UsageError) as failed:
         corpus(directory, f"data.images.limit_bytes={len(PLAIN) - 1}")
     assert "larger than" in str(failed.value.violations)
 
@@ -239,7 +248,7 @@ def test_a_file_larger_than_the_limit_is_not_read(tmp_path):
 )
 def test_rows_whose_images_have_no_place_are_named(tmp_path, row, why):
     directory = rows.write(tmp_path / "data", [row], {"images/a.png": PLAIN})
-    with pytest.raises(JobFailed) as failed:
+    with pytest.raises(UsageError) as failed:
         corpus(directory)
     assert why in str(failed.value.violations)
 
@@ -258,7 +267,7 @@ def test_a_model_of_text_is_given_no_images(tmp_path, row, why):
     text |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = {**text, "max_position_embeddings": 128}
     recipe = from_mapping(job(directory).dump() | {"model": {"config": config}})
-    with pytest.raises(JobFailed) as failed:
+    with pytest.raises(UsageError) as failed:
         prepare(recipe, directory / "cache")
     assert why in str(failed.value.violations) and "rows.jsonl:1" in str(failed.value.violations)
 
