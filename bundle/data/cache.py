@@ -23,7 +23,7 @@ from bundle.data.tokenization import Encoding
 from bundle.data.tokenizers import Tokenizer
 from bundle.errors import JobFailed
 from bundle.files import json_digest
-from bundle.planning.inputs import MEGATRON, Source
+from bundle.planning.datafiles import MEGATRON, Source
 from bundle.recipe import Recipe
 
 _log = logging.getLogger(__name__)
@@ -82,7 +82,8 @@ def _make_store(
     """The store whose name has this `room`: the limit that its rows were held against, 0 for any."""
     images = Processing.of(recipe)
     settings = {name: value for name, value in recipe.data.dump().items() if name not in _APART}
-    if recipe.data.source == MEGATRON:
+    settings["source"] = kind = sources[0].kind
+    if kind == MEGATRON:
         (source,) = sources
         facts = [recipe.architecture.vocab_size, _stats([source.path, source.path.with_suffix(".bin")])]
     else:
@@ -103,7 +104,7 @@ def _make_store(
         return store
     with _only_one(path, progress):
         if open_store(path) is None:
-            if recipe.data.source == MEGATRON:
+            if kind == MEGATRON:
                 adopt(path, source.path.with_suffix(""), recipe.architecture.vocab_size, progress)
             else:
                 vocabulary = recipe.architecture.vocab_size

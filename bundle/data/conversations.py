@@ -81,7 +81,7 @@ def conversation(values: Values, data: Data) -> Conversation:
     if _is_pair(values, fields) and not any(each.is_complete(values) for each in formats):
         raise Corrupt(
             f"fields {fields.chosen} and {fields.rejected}: two answers to compare. Set task: dpo, or learn"
-            f" one: data.fields.response: {fields.chosen} (data.fields.messages where it is a whole conversation)"
+            f" one: data.fields.response: {fields.chosen} (data.fields.messages for a whole conversation)"
         )
     shared = (*shared_fields(fields), *tag_fields(fields))
     format_, (messages, given) = read_row(values, formats, fields.format, shared)

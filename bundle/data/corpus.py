@@ -34,7 +34,7 @@ from bundle.data.store import Progress, Store
 from bundle.data.tokenizers import Bytes, Learned, Numbers, Tokenizer, Tokens, tokenizer
 from bundle.errors import UsageError
 from bundle.files import json_digest
-from bundle.planning.inputs import MEGATRON, STDLIB, expand, interpreter
+from bundle.planning.datafiles import MEGATRON, STDLIB, expand, interpreter
 from bundle.recipe import Recipe, with_steps
 from bundle.recipe.data import BYTE_VOCABULARY
 
@@ -132,6 +132,7 @@ class _DataSet:
     files: int
     training: Samples
     held_out: list[Samples]
+    is_made: bool  # whether its tokens were made by megatron's tools
 
 
 class _Further:
@@ -153,8 +154,7 @@ def prepare(recipe: Recipe, directory: Path, progress: Progress = lambda tokens:
     """
     data, further = recipe.data, _Further(progress)
     made = tokenizer(data.tokenizer, recipe.architecture.vocab_size)
-    blend = [(path,) for path in data.path] if data.weights else [data.path]
-    parts = [_data_set(recipe, directory, paths, made, "to train on", further) for paths in blend]
+    parts = [_data_set(recipe, directory, paths, made, "to train on", further) for paths in data.data_sets]
     held = [samples for part in parts for samples in part.held_out]
     named = {
         name: _data_set(
@@ -176,7 +176,7 @@ def prepare(recipe: Recipe, directory: Path, progress: Progress = lambda tokens:
         validation_left_out={name: LeftOut.of(own.stores) for name, own in named.items()},
         formats=_count_formats([*stores, *(store for own in named.values() for store in own.stores)]),
         tokenizer=made,
-        bytes_of_text=made.identity == "bytes" and data.source != MEGATRON,
+        bytes_of_text=made.identity == "bytes" and not any(part.is_made for part in parts),
     )
 
 
@@ -190,7 +190,8 @@ def _data_set(
 ) -> _DataSet:
     """The samples of some paths. What megatron's tools wrote is a store a file, what we write is one."""
     sources = expand(paths, recipe.data.source)
-    together = [[source] for source in sources] if recipe.data.source == MEGATRON else [sources]
+    is_made = sources[0].kind == MEGATRON
+    together = [[source] for source in sources] if is_made else [sources]
     stores, training, held_out = [], [], []
     for each in together:
         store = stored(recipe, directory, each, made, _longest(recipe), further)
@@ -202,7 +203,7 @@ def _data_set(
         training.append(_samples(recipe, store, learned_from, made, purpose, first))
         if len(held):
             held_out.append(_samples(recipe, store, held, made, "held out", first))
-    return _DataSet(stores, len(sources), joined(training), held_out)
+    return _DataSet(stores, len(sources), joined(training), held_out, is_made)
 
 
 def changed(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -1,14 +1,18 @@
-"""Documents and rows out of text, JSONL and parquet files; what is wrong with them is listed, not a crash."""
+"""Documents and rows out of text, JSON, parquet and arrow files; what is wrong with them is listed."""
 
 import codecs
+import gzip
+import io
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from bundle.errors import EnvironmentUnfit, UsageError, shown
-from bundle.planning.inputs import Source
+from bundle.planning.datafiles import Source
 from bundle.recipe.data import Data
 
 # Enough to see the pattern; data that is wrong in every row would otherwise print a line for each.
@@ -18,6 +22,10 @@ PARQUET_ROWS = 4096
 # What of a reason differs from row to row though the cause is one: numbers, quoted names, values.
 _VARIES = re.compile(r"""0x[0-9a-f]+|\d[\d,.]*|(?<!\w)'[^']*('|$)|(?<!\w)"[^"]*("|$)|\bis [\[{].*""")
 _OF_FIRST = " (and others like it)"
+_BLOCK = 2**20  # characters of a JSON array that are read at once
+_TOKEN = 16  # characters: no word or escape of JSON is longer
+_BETWEEN = re.compile(r"\s*([\[,\]])\s*")  # of two values of an array
+_ARROW_FILE = b"ARROW1"  # how a file with a footer begins; a stream does not
 
 Values = dict[str, Any]
 # Of corrupt, deleted, cut and read rows: how many, and for each of the first reasons (formats) how many and
@@ -136,20 +144,19 @@ class DataErrors:
 
 def texts(data: Data, sources: Sequence[Source], errors: DataErrors) -> Iterator[tuple[str, str]]:
     """The documents of pre-training data, after their places: parts of text files, or a field of each row."""
-    if data.source == "text":
-        return _read(sources, lambda path: _documents(path, data.separator), errors)
+    if sources and sources[0].kind == "text":
+        return _read(sources, lambda source: _documents(source.path, data.separator), errors)
     name = data.fields.text
-    given = rows(data.source, sources, (name,), errors)
-    return errors.passed(given, lambda values: text_of(values, name))
+    return errors.passed(rows(sources, (name,), errors), lambda values: text_of(values, name))
 
 
 def rows(
-    kind: str, sources: Sequence[Source], wanted: Sequence[str], errors: DataErrors
+    sources: Sequence[Source], wanted: Sequence[str], errors: DataErrors
 ) -> Iterator[tuple[str, Values]]:
-    """The rows of JSONL or parquet files, after their places: "file:line". At least the `wanted` fields."""
-    if kind == "jsonl":
-        return errors.passed(_read(sources, _lines, errors), _object)
-    return _read(sources, lambda path: _table(path, wanted), errors)
+    """The rows of files of one kind, after their places: "file:line". At least the `wanted` fields."""
+    if sources and sources[0].kind == "jsonl":
+        return errors.passed(_read(sources, _values, errors), _object)
+    return _read(sources, lambda source: _table(source, wanted), errors)
 
 
 def text_of(values: Values, name: str) -> str:
@@ -163,19 +170,21 @@ def text_of(values: Values, name: str) -> str:
 
 
 def _read(
-    sources: Sequence[Source], reader: Callable[[Path], Iterator[tuple[int, A]]], errors: DataErrors
+    sources: Sequence[Source], reader: Callable[[Source], Iterator[tuple[int, A]]], errors: DataErrors
 ) -> Iterator[tuple[str, A]]:
     """What `reader` finds in each file, after its place; it gives lines with what begins there."""
     for source in sources:
         empty = not source.may_be_empty
         try:
-            for line, content in reader(source.path):
+            for line, content in reader(source):
                 empty = False
                 yield f"{source.name}:{line}", content
             if empty:
                 raise Corrupt("empty")
+        except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+            errors.add(source.name, f"not gzip that can be read: {error}")
         except OSError as error:
-            errors.add(source.name, error.strerror)
+            errors.add(source.name, error.strerror or error)
         except Corrupt as error:
             errors.add(f"{source.name}:{error.line}" if error.line else source.name, error)
 
@@ -195,51 +204,143 @@ def _documents(path: Path, separator: str | None) -> Iterator[tuple[int, str]]:
         line += part.count("\n") + (separator.count("\n") if separator else 0)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a JSONL file that are not blank; Corrupt for a value over several lines."""
-    with path.open("rb") as file:
-        if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
-            file.seek(0)
-        lines = ((number, line.strip()) for number, line in enumerate(file, start=1) if line.strip())
-        for at, (number, line) in enumerate(lines):
-            if at == 0 and (line == b"{" or (line.startswith(b"[") and not line.endswith(b"]"))):
-                raise Corrupt("one JSON value over several lines: write one object a line (jq -c '.[]')")
-            yield number, line
+def _values(source: Source) -> Iterator[tuple[int, Any]]:
+    """The lines of a JSONL file that are not blank, or the values of a file that is one JSON array."""
+    with _open_unpacked(source.path) as file:
+        if file.peek(len(codecs.BOM_UTF8)).startswith(codecs.BOM_UTF8):
+            file.read(len(codecs.BOM_UTF8))
+        yield from (_array if file.peek(1).lstrip().startswith(b"[") else _lines)(file)
 
 
-def _object(line: bytes) -> Values:
+def _open_unpacked(path: Path) -> io.BufferedReader:
+    if path.suffix == ".gz":
+        return io.BufferedReader(gzip.open(path))
+    if path.suffix == ".zst":
+        pyarrow = _import_pyarrow()
+        return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd"))
+    return path.open("rb")
+
+
+def _lines(file: io.BufferedReader) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not blank; Corrupt for an object over several lines."""
+    lines = ((number, line.strip()) for number, line in enumerate(file, start=1) if line.strip())
+    for at, (number, line) in enumerate(lines):
+        if at == 0 and line == b"{":
+            raise Corrupt("one JSON object over several lines. Write one object a line (jq -c .)")
+        yield number, line
+
+
+def _array(file: io.BufferedReader) -> Iterator[tuple[int, Any]]:
+    """The values of a JSON array, after the lines that they begin in; the file is read part by part."""
+    text, decode = io.TextIOWrapper(file, encoding="utf-8"), json.JSONDecoder().raw_decode
+    buffer, at, line, mark = "", 0, 1, "["  # the mark comes before the next value
+    while True:
+        try:
+            block = text.read(max(_BLOCK, len(buffer) - at))  # as much again for a value that is cut
+        except UnicodeDecodeError as error:
+            raise Corrupt(f"not UTF-8: byte {error.object[error.start]:#04x}") from error
+        buffer, at = buffer[at:] + block, 0
+        while between := _BETWEEN.match(buffer, at):
+            begin = between.end()
+            line += buffer.count("\n", at, begin)
+            if between[1] == "]" and mark == ",":
+                if (buffer[begin:] + text.read(1)).strip():
+                    raise Corrupt("more follows the JSON array", line)
+                return
+            if between[1] != mark:
+                raise Corrupt("not JSON: no comma between two values of the array", line)
+            if mark == "[" and buffer.startswith("]", begin):
+                at, mark = begin, ","
+                continue
+            try:
+                value, end = decode(buffer, begin)
+            except RecursionError:
+                raise Corrupt("nested too deep", line) from None
+            except json.JSONDecodeError as error:
+                if not block or not _is_cut(error, buffer):
+                    raise Corrupt(
+                        f"not JSON: {error.msg}", line + buffer.count("\n", begin, error.pos)
+                    ) from error
+                line -= buffer.count("\n", at, begin)
+                break
+            yield line, value
+            line, at, mark = line + buffer.count("\n", begin, end), end, ","
+        else:
+            if not block or buffer[at:].strip():
+                raise Corrupt("not JSON: the array has no end, or no comma between two values", line)
+
+
+def _is_cut(error: json.JSONDecodeError, buffer: str) -> bool:
+    """Return whether a value may be whole when more of the file is read."""
+    return error.msg.startswith("Unterminated") or error.pos > len(buffer) - _TOKEN
+
+
+def _object(content: Any) -> Values:
+    """Return the row in a line, or in a value."""
+    value = content
     try:
-        value = json.loads(line.decode())
+        if isinstance(content, bytes):
+            value = json.loads(content.decode())
     except UnicodeDecodeError as error:
-        raise Corrupt(f"not UTF-8: byte {line[error.start]:#04x} at {error.start + 1}") from error
+        raise Corrupt(f"not UTF-8: byte {content[error.start]:#04x} at {error.start + 1}") from error
     except ValueError as error:
         raise Corrupt(f"not JSON: {error}") from error
-    if isinstance(value, list):
-        raise Corrupt("must be a JSON object, is list; of a list of rows write one a line (jq -c '.[]')")
     if not isinstance(value, dict):
         raise Corrupt(f"must be a JSON object, is {type(value).__name__}")
     return value
 
 
-def _table(path: Path, wanted: Sequence[str]) -> Iterator[tuple[int, Values]]:
-    """The rows of a parquet file, as far as they have one of the `wanted` columns."""
+def _table(source: Source, wanted: Sequence[str]) -> Iterator[tuple[int, Values]]:
+    """The rows of a parquet or arrow file, as far as they have one of the `wanted` columns."""
+    pyarrow = _import_pyarrow()
     try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        message = f"parquet data needs pyarrow (pip install 'mcore-bundle[data]'): {error}"
-        raise EnvironmentUnfit(message) from error
-    try:
-        with parquet.ParquetFile(path) as file:
-            have = file.schema_arrow.names
-            if not (columns := [name for name in have if name in wanted]):
-                raise Corrupt(f"has none of the columns {', '.join(wanted)}; it has {', '.join(have)}")
-            batches = file.iter_batches(PARQUET_ROWS, columns=columns)
-            rows = (row for batch in batches for row in batch.to_pylist())
-            for number, row in enumerate(rows, start=1):
+        with (_open_parquet if source.kind == "parquet" else _open_arrow)(source.path) as (names, batches):
+            if not (columns := [name for name in names if name in wanted]):
+                raise Corrupt(f"has none of the columns {', '.join(wanted)}; it has {', '.join(names)}")
+            table_rows = (row for batch in batches(columns) for row in batch.to_pylist())
+            for number, row in enumerate(table_rows, start=1):
                 yield number, {name: _given(value) for name, value in row.items()}
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise Corrupt(f"not parquet that can be read: {error}") from error
+        raise Corrupt(f"not {source.kind} that can be read: {error}") from error
+
+
+_Table = tuple[list[str], Callable[[list[str]], Iterator[Any]]]  # columns, and the batches of some of them
+
+
+@contextmanager
+def _open_parquet(path: Path) -> Iterator[_Table]:
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(path) as file:
+        yield file.schema_arrow.names, lambda columns: file.iter_batches(PARQUET_ROWS, columns=columns)
+
+
+@contextmanager
+def _open_arrow(path: Path) -> Iterator[_Table]:
+    """Streams, which `datasets` writes, and files with a footer. Every batch is looked through first."""
+    import pyarrow
+
+    def batches(columns: list[str]) -> Iterator[Any]:
+        read = (reader.get_batch(n) for n in range(reader.num_record_batches)) if has_footer else reader
+        for batch in read:
+            part = batch.select(columns)
+            part.validate(full=True)
+            yield from (part.slice(at, PARQUET_ROWS) for at in range(0, len(part), PARQUET_ROWS))
+
+    with pyarrow.memory_map(str(path)) as file:
+        has_footer = file.read(len(_ARROW_FILE)) == _ARROW_FILE
+        file.seek(0)
+        reader = (pyarrow.ipc.open_file if has_footer else pyarrow.ipc.open_stream)(file)
+        yield reader.schema.names, batches
+
+
+def _import_pyarrow() -> Any:
+    try:
+        import pyarrow
+    except ImportError as error:
+        message = f"these files need pyarrow (pip install 'mcore-bundle[data]'): {error}"
+        raise EnvironmentUnfit(message) from error
+    return pyarrow
 
 
 def _given(value: Any) -> Any:

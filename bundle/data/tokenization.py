@@ -28,7 +28,7 @@ from bundle.data.store import Chunk, Document, Ints
 from bundle.data.tokenizers import Tokenizer, Tokens, tokenizer
 from bundle.data.videos import timed
 from bundle.errors import JobFailed
-from bundle.planning.inputs import Source
+from bundle.planning.datafiles import Source
 from bundle.recipe.data import Data
 
 # What ends a chunk: enough to occupy a fast tokenizer, little enough that those under way stay small.
@@ -74,7 +74,7 @@ def _cut(encoding: Encoding, sources: list[Source]) -> Iterator[_Rows]:
         read = texts(data, sources, errors)
     else:
         columns = preferences.columns if encoding.task == "dpo" else conversations.columns
-        read = rows(data.source, sources, columns(data.fields), errors)
+        read = rows(sources, columns(data.fields), errors)
     chunk: list[tuple[str, Any]] = []
     size = 0
     for place, row in read:

@@ -1,33 +1,23 @@
-"""What a job needs of this machine's disks before ranks start: data, tokenizer, weights, run directory.
-
-Which files a data.path means is said here for those who read them too, in an order that all machines share.
-"""
+"""What a job needs of this machine's disks before ranks start: data, tokenizer, weights, run directory."""
 
 import glob
 import importlib.util
 import json
 import os
-import platform
-import stat
-import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bundle import files, pretrained
 from bundle.errors import UsageError
+from bundle.planning.datafiles import STDLIB, expand, find_index, needs_pyarrow
 from bundle.planning.problems import Problem, hardware_problem, recipe_problem
 from bundle.pretrained.directory import has_tokenizer, unread_tokenizer
 from bundle.recipe import Recipe
 from bundle.recipe.data import Data
+from bundle.recipe.rules import unfit_source
 
 _TOKENIZER_BYTES = 2**28  # published ones have some 2**25
-
-STDLIB = "stdlib"
-MEGATRON = "megatron"
-# Tests hold deliberately broken sources, and what pip installed is not the standard library.
-LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
-SUFFIXES = {"text": "", "jsonl": ".jsonl", "parquet": ".parquet", MEGATRON: ".idx"}
 
 
 class Weights(NamedTuple):
@@ -97,7 +87,7 @@ def found(recipe: Recipe, origin: Path | None = None) -> Iterator[Input]:
             yield Input(key, written, (Path(written),))
     for key, data in _read(recipe).items():
         for written in data.path:
-            one = _index_of(written, data.source)
+            one = find_index(written, data.source)
             paths = [one] if _here(Path(one)) else glob.glob(one, recursive=True)  # noqa: PTH207
             if paths and written != STDLIB:
                 yield Input(key, written, tuple(map(Path, paths)))
@@ -114,14 +104,18 @@ def _read(recipe: Recipe) -> dict[str, Data]:
 
 
 def _data(recipe: Recipe) -> Iterator[Problem]:
-    every = _read(recipe)
-    for key, data in every.items():
-        try:
-            expand([path for path in data.path if path != STDLIB], data.source, key)
-        except UsageError as error:
-            yield from map(recipe_problem, error.violations)
-    if any(data.source == "parquet" for data in every.values()):
-        yield from _package("pyarrow", "data.source: parquet")
+    for key, data in _read(recipe).items():
+        for paths in data.data_sets:
+            try:
+                sources = expand([path for path in paths if path != STDLIB], data.source, key)
+            except UsageError as error:
+                yield from map(recipe_problem, error.violations)
+                continue
+            if any(needs_pyarrow(source) for source in sources):
+                yield from _package("pyarrow", f"{key}: {sources[0].name}")
+            kind = sources[0].kind if sources else "text"
+            if data.source is None and (reason := unfit_source(recipe.task, kind)):
+                yield recipe_problem(f"{key}: {reason}, and these are {kind} files")
 
 
 def _tokenizer(recipe: Recipe) -> Iterator[Problem]:
@@ -186,98 +180,3 @@ def _exists(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
-
-
-class Source(NamedTuple):
-    """One file, and the name under which messages and digests know it."""
-
-    path: Path
-    name: str
-    may_be_empty: bool = False
-
-
-def expand(paths: Sequence[str], kind: str, key: str = "data.path") -> tuple[Source, ...]:
-    """The files of `paths`, each once: files, directories (recursively), globs, and `stdlib`.
-
-    megatron's are named by their index, their tokens or what both begin with; here they are the index.
-    Raises UsageError naming every path that means no file, and the `key` of the recipe that it stands under.
-    """
-    found: dict[Path, Source] = {}
-    violations = []
-    for path in paths:
-        unreadable: list[str] = []
-        sources = list(
-            _stdlib() if path == STDLIB else _given(_index_of(path, kind), SUFFIXES[kind], unreadable)
-        )
-        if unreadable:
-            more = f" and {len(unreadable) - 1:,} more" if unreadable[1:] else ""
-            violations.append(
-                f"{key} {path}: cannot be read ({unreadable[0]}{more}). Make it readable, or name the files"
-            )
-            continue
-        if kind == MEGATRON:
-            alone = [source.name for source in sources if not files.is_file(source.path.with_suffix(".bin"))]
-            violations += [f"{key} {name}: no .idx with a .bin beside it" for name in alone]
-        if not sources:
-            ending = (
-                f" ending in {SUFFIXES[kind]}" if SUFFIXES[kind] and files.is_directory(Path(path)) else ""
-            )
-            violations.append(f"{key} {path}: no such file, or no files{ending}")
-        for source in sources:
-            found.setdefault(source.path.resolve(), source)
-    if violations:
-        raise UsageError("the data cannot be found", violations)
-    return tuple(found.values())
-
-
-def interpreter() -> str:
-    """The interpreter whose standard library `stdlib` means, such as "CPython 3.11.7"."""
-    return f"{platform.python_implementation()} {platform.python_version()}"
-
-
-def _stdlib() -> Iterator[Source]:
-    root = Path(sysconfig.get_path("stdlib"))
-    for directory, inside, names in os.walk(root):
-        inside[:] = sorted(set(inside) - LEFT_OUT)  # the walk goes on through what is left here
-        for name in sorted(name for name in names if name.endswith(".py")):
-            path = Path(directory) / name
-            yield Source(path, f"{STDLIB}/{path.relative_to(root).as_posix()}", may_be_empty=True)
-
-
-def _index_of(path: str, kind: str) -> str:
-    """The index that `path` means where it is one of megatron's files or their prefix, else `path`."""
-    if kind != MEGATRON or files.is_directory(Path(path)):
-        return path
-    index = path.removesuffix(".bin").removesuffix(".idx") + SUFFIXES[MEGATRON]
-    return index if files.is_file(Path(index)) else path
-
-
-def _given(path: str, suffix: str, unreadable: list[str]) -> Iterator[Source]:
-    """The files that a path means; what of a directory nobody may look at goes to `unreadable`."""
-    if files.is_file(Path(path)):
-        yield Source(Path(path), path)
-        return
-    if files.is_directory(Path(path)):
-        inside = sorted(_walk(Path(path), suffix, unreadable), key=lambda p: p.as_posix())
-        yield from (Source(p, str(p)) for p in inside)
-        return
-    found = glob.glob(path, recursive=True)  # noqa: PTH207 (Path.glob takes no absolute pattern)
-    matches = (p for p in sorted(found) if files.is_file(Path(p)))
-    yield from (Source(Path(p), p) for p in matches)
-
-
-def _walk(root: Path, suffix: str, unreadable: list[str]) -> Iterator[Path]:
-    """The regular files below a directory whose names end so; hidden ones are none."""
-
-    def note(error: OSError) -> None:
-        unreadable.append(f"{error.filename}: {error.strerror}")
-
-    for folder, _, names in os.walk(root, onerror=note):
-        for path in (Path(folder, name) for name in names if name.endswith(suffix) and name[0] != "."):
-            try:
-                if stat.S_ISREG(path.stat().st_mode):
-                    yield path
-            except FileNotFoundError:  # a link to nothing, or just removed
-                continue
-            except OSError as error:
-                note(error)

@@ -125,7 +125,7 @@ class Videos(Section):
     limit_seconds: Positive = Field(default=3600.0, description="A longer video is corrupt.")
 
 
-Kind = Literal["text", "jsonl", "parquet", "megatron"]
+Kind = Literal["text", "jsonl", "parquet", "arrow", "megatron"]
 
 
 class ValidationSet(Section):
@@ -138,13 +138,16 @@ class ValidationSet(Section):
 class Data(Section):
     """What is trained on."""
 
-    source: Kind = Field(
-        description="Kind of the files; megatron: ids as its own tools write them (.bin and .idx)."
+    source: Kind | None = Field(
+        default=None,
+        description="Kind of the files; null: by the ends of their names, all of them of one kind. jsonl: an"
+        " object a line or one array, .gz and .zst too; arrow: of `datasets`; megatron: ids as its own"
+        " tools write them (.bin and .idx).",
     )
     path: Names = Field(
         min_length=1,
-        description="Files, directories, globs, or `stdlib`: the running Python's standard library. megatron:"
-        " what both files' names begin with.",
+        description="Files, directories (those of `datasets`' save_to_disk too), globs, or `stdlib`: the"
+        " running Python's standard library. megatron: what both files' names begin with.",
     )
     weights: Annotated[tuple[Positive, ...], LISTED] | None = Field(
         default=None,
@@ -209,3 +212,8 @@ class Data(Section):
         description="SFT: learn what the assistant says in every turn, or in the last one only, as templates"
         " need that write earlier turns without thoughts.",
     )
+
+    @property
+    def data_sets(self) -> list[tuple[str, ...]]:
+        """The paths of each data set: every path is one in a blend."""
+        return [(path,) for path in self.path] if self.weights else [self.path]

@@ -7,7 +7,7 @@ from bundle.architectures import from_config
 from bundle.architectures.adapters import projections, unmatched
 from bundle.architectures.published import NAMES
 from bundle.architectures.tensors import Tensors
-from bundle.recipe.data import BYTE_VOCABULARY
+from bundle.recipe.data import BYTE_VOCABULARY, Kind
 from bundle.recipe.recipe import Recipe
 from bundle.recipe.sections import Parallel
 from bundle.recipe.stages import Held, misplaced, rounds
@@ -354,10 +354,8 @@ def _data(recipe: Recipe) -> Iterator[Violation]:
             f"bytes needs a vocab_size of at least {BYTE_VOCABULARY}, the model's is {vocabulary}",
         )
     for key, source in _sources(recipe):
-        if recipe.task == "sft" and source in ("text", "megatron"):
-            yield key, "sft needs rows with a prompt and a response: jsonl or parquet"
-        if recipe.task == "dpo" and source in ("text", "megatron"):
-            yield key, "dpo needs rows with a chosen and a rejected response: jsonl or parquet"
+        if reason := unfit_source(recipe.task, source):
+            yield key, reason
     if data.weights is not None and len(data.weights) != len(data.path):
         yield "data.weights", f"{len(data.weights)} weights for {len(data.path)} paths: give one for each"
     if data.template == "chat" and data.tokenizer == "bytes":
@@ -371,9 +369,18 @@ def _data(recipe: Recipe) -> Iterator[Violation]:
             yield "data.date", f"{data.date}: {error}"
 
 
-def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """The kind of every data set, by its key."""
-    yield "data.source", recipe.data.source
+def unfit_source(task: str, kind: Kind) -> str | None:
+    """Return why a task cannot be learned from files of a kind; None where it can."""
+    if kind not in ("text", "megatron") or task == "pretrain":
+        return None
+    answers = "a prompt and a response" if task == "sft" else "a chosen and a rejected response"
+    return f"{task} needs rows with {answers}: jsonl, parquet or arrow"
+
+
+def _sources(recipe: Recipe) -> Iterator[tuple[str, Kind]]:
+    """The kind of every data set for which one is named, by its key."""
+    if recipe.data.source is not None:
+        yield "data.source", recipe.data.source
     for name, own in recipe.data.validation_sets.items():
         if own.source is not None:
             yield f"data.validation_sets.{name}.source", own.source

@@ -12,7 +12,7 @@ from bundle.data.conversations import columns, conversation
 from bundle.data.sources import Corrupt, DataErrors
 from bundle.data.sources import rows as table_rows
 from bundle.errors import UsageError
-from bundle.planning.inputs import expand
+from bundle.planning.datafiles import expand
 from bundle.recipe import load
 from bundle.recipe.data import Data, Fields
 
@@ -297,7 +297,7 @@ def test_rows_that_are_none_are_named_by_field(row, named):
 
 def read(sources, errors):
     """The conversations of tables."""
-    given = table_rows("parquet", sources, columns(Fields()), errors)
+    given = table_rows(sources, columns(Fields()), errors)
     return (made for _, made in errors.passed(given, lambda row: conversation(row, data())))
 
 

@@ -9,7 +9,8 @@ import torch
 from bundle.data import Loader, changed, prepare
 from bundle.data.corpus import first_samples, inspect
 from bundle.errors import UsageError
-from bundle.planning.inputs import expand, input_problems
+from bundle.planning.datafiles import expand
+from bundle.planning.inputs import input_problems
 from bundle.recipe import load
 from tests.data.test_indexed import build
 

@@ -74,7 +74,7 @@ def test_all_violations_at_once_each_with_its_place():
         "parallel.ep: 3 does not divide the 8 experts",
         "data.sequence_length: 1000 exceeds the model's max_position_embeddings 256; where its rope_scaling"
         " is for more, set model.config.max_position_embeddings, too",
-        "data.source: sft needs rows with a prompt and a response: jsonl or parquet",
+        "data.source: sft needs rows with a prompt and a response: jsonl, parquet or arrow",
     ]
     assert found[0].startswith("--set train.stesp=3: ") and ".yaml:" in found[5]
 

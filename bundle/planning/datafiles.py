@@ -1,0 +1,194 @@
+"""Which files a data.path means, of which kind, in an order that all machines share."""
+
+import glob
+import json
+import os
+import platform
+import stat
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from bundle import files
+from bundle.errors import UsageError
+from bundle.recipe.data import Kind
+
+STDLIB = "stdlib"
+MEGATRON = "megatron"
+# Tests hold deliberately broken sources, and what pip installed is not the standard library.
+LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+JSON = (".jsonl", ".ndjson", ".json")
+# By the end of its name a file is of a kind, where the recipe names none.
+SUFFIXES: dict[Kind, tuple[str, ...]] = {
+    "text": (".txt",),
+    "jsonl": tuple(f"{name}{packed}" for packed in ("", ".gz", ".zst") for name in JSON),
+    "parquet": (".parquet",),
+    "arrow": (".arrow",),
+    "megatron": (".idx",),
+}
+# Files of the library `datasets` that hold no rows: of a directory of save_to_disk, and of a repository.
+STATE, SPLITS = "state.json", "dataset_dict.json"
+WITHOUT_ROWS = frozenset({STATE, SPLITS, "dataset_info.json", "dataset_infos.json"})
+_STATE_BYTES = 2**24
+
+
+class Source(NamedTuple):
+    """One file, and the name under which messages and digests know it."""
+
+    path: Path
+    name: str
+    kind: Kind
+    may_be_empty: bool = False
+
+
+def needs_pyarrow(source: Source) -> bool:
+    """Return whether pyarrow reads the file."""
+    return source.kind in ("parquet", "arrow") or source.name.endswith(".zst")
+
+
+def expand(paths: Sequence[str], kind: Kind | None, key: str = "data.path") -> tuple[Source, ...]:
+    """The files of `paths`, each once: files, directories (recursively), globs, and `stdlib`.
+
+    All are of one kind: `kind` is what the recipe names; None: found from the files' names. megatron's are
+    named by their index, their tokens or what both begin with; here they are the index. Raises UsageError
+    naming every path that means no file, and the `key` of the recipe that it stands under.
+    """
+    found: dict[Path, Source] = {}
+    violations = []
+    for path in paths:
+        unreadable: list[str] = []
+        try:
+            sources = list(_stdlib() if path == STDLIB else _find_sources(path, kind, unreadable))
+        except UsageError as error:
+            violations.append(f"{key} {path}: {error}")
+            continue
+        if unreadable:
+            more = f" and {len(unreadable) - 1:,} more" if unreadable[1:] else ""
+            violations.append(
+                f"{key} {path}: cannot be read ({unreadable[0]}{more}). Make it readable, or name the files"
+            )
+            continue
+        violations += [
+            f"{key} {source.name}: no .idx with a .bin beside it"
+            for source in sources
+            if source.kind == MEGATRON and not files.is_file(source.path.with_suffix(".bin"))
+        ]
+        if not sources:
+            has_ending = files.is_directory(Path(path)) and kind != "text"
+            ending = f" ending in {_endings(kind)}" if has_ending else ""
+            violations.append(f"{key} {path}: no such file, or no files{ending}")
+        for source in sources:
+            found.setdefault(source.path.resolve(), source)
+    kinds = {source.kind: source.name for source in reversed(found.values())}
+    if len(kinds) > 1:
+        first = ", ".join(f"{name} ({kind})" for kind, name in kinds.items())
+        violations.append(f"{key}: files of several kinds: {first}. Name files of one kind")
+    if violations:
+        raise UsageError("the data cannot be found", violations)
+    return tuple(found.values())
+
+
+def interpreter() -> str:
+    """The interpreter whose standard library `stdlib` means, such as "CPython 3.11.7"."""
+    return f"{platform.python_implementation()} {platform.python_version()}"
+
+
+def find_index(path: str, kind: Kind | None) -> str:
+    """The index that `path` means where it is one of megatron's files or their prefix, else `path`."""
+    is_named = kind == MEGATRON or path.endswith((".bin", ".idx")) or not files.is_file(Path(path))
+    if kind not in (None, MEGATRON) or not is_named or files.is_directory(Path(path)):
+        return path
+    index = path.removesuffix(".bin").removesuffix(".idx") + ".idx"
+    return index if files.is_file(Path(index)) else path
+
+
+def _stdlib() -> Iterator[Source]:
+    root = Path(sysconfig.get_path("stdlib"))
+    for directory, inside, names in os.walk(root):
+        inside[:] = sorted(set(inside) - LEFT_OUT)  # the walk goes on through what is left here
+        for name in sorted(name for name in names if name.endswith(".py")):
+            path = Path(directory) / name
+            name = f"{STDLIB}/{path.relative_to(root).as_posix()}"
+            yield Source(path, name, "text", may_be_empty=True)
+
+
+def _find_sources(path: str, kind: Kind | None, unreadable: list[str]) -> Iterator[Source]:
+    """The files that a path means; what of a directory nobody may look at goes to `unreadable`."""
+    place = Path(find_index(path, kind))
+    if files.is_file(place):
+        yield Source(place, str(place), kind or _find_kind(place.name))
+    elif files.is_directory(place) and kind in (None, "arrow") and (saved := _find_saved(place)) is not None:
+        yield from (Source(each, str(each), "arrow") for each in saved)
+    elif files.is_directory(place):
+        for each in sorted(_walk(place, _endings_of(kind), unreadable), key=lambda p: p.as_posix()):
+            yield Source(each, str(each), kind or _find_kind(each.name))
+    else:
+        names = sorted(glob.glob(path, recursive=True))  # noqa: PTH207 (Path.glob takes no absolute pattern)
+        for name in names:
+            if files.is_file(Path(name)):
+                yield Source(Path(name), name, kind or _find_kind(name))
+
+
+def _find_kind(name: str) -> Kind:
+    """Return the kind of a file by the end of its name. Raise UsageError where it says none."""
+    for kind, endings in SUFFIXES.items():
+        if name.endswith(endings):
+            return kind
+    raise UsageError(f"{name} does not end in {_endings(None)}. Say its kind with data.source")
+
+
+def _endings_of(kind: Kind | None) -> tuple[str, ...]:
+    """Return the ends of the names of the files that are read of a directory; text named so is any file."""
+    if kind == "text":
+        return ("",)
+    return SUFFIXES[kind] if kind else tuple(ending for endings in SUFFIXES.values() for ending in endings)
+
+
+def _endings(kind: Kind | None) -> str:
+    return ", ".join(ending for ending in _endings_of(kind) if not ending.endswith((".gz", ".zst")))
+
+
+def _find_saved(directory: Path) -> list[Path] | None:
+    """Return the files of a directory that `datasets` saved (save_to_disk), in order; None for any other.
+
+    Raise UsageError for one of several splits, and for one that cannot be read.
+    """
+    if files.is_file(directory / SPLITS):
+        splits = _read_list(directory / SPLITS, "splits")
+        if len(splits) != 1:
+            raise UsageError(f"has the splits {', '.join(splits)}. Name one: {directory / splits[0]}")
+        return _find_saved(directory / splits[0])
+    if not files.is_file(directory / STATE):
+        return None
+    return [directory / name for name in _read_list(directory / STATE, "_data_files")]
+
+
+def _read_list(path: Path, key: str) -> list[str]:
+    """Return the names of files or directories under `key` of a file of `datasets`."""
+    try:
+        entries = json.loads(files.content(path, _STATE_BYTES))[key]
+        names = [entry["filename"] if isinstance(entry, dict) else entry for entry in entries]
+        if names and all(isinstance(name, str) and name == Path(name).name for name in names):
+            return names
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UsageError(f"{path.name} cannot be read: {error}") from error
+    raise UsageError(f"{path.name}: {key} must be names of files beside it")
+
+
+def _walk(root: Path, endings: tuple[str, ...], unreadable: list[str]) -> Iterator[Path]:
+    """The regular files below a directory whose names end so; hidden ones are none."""
+
+    def note(error: OSError) -> None:
+        unreadable.append(f"{error.filename}: {error.strerror}")
+
+    for folder, _, names in os.walk(root, onerror=note):
+        named = (name for name in names if name.endswith(endings) and name not in WITHOUT_ROWS)
+        for path in (Path(folder, name) for name in named if name[0] != "."):
+            try:
+                if stat.S_ISREG(path.stat().st_mode):
+                    yield path
+            except FileNotFoundError:  # a link to nothing, or just removed
+                continue
+            except OSError as error:
+                note(error)
