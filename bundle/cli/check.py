@@ -2,17 +2,20 @@
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bundle.checkpoints import state
+from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.cli import options
 from bundle.errors import UsageError
 from bundle.launch import Start
 from bundle.planning.inputs import input_problems
 from bundle.planning.output import disk_shown
-from bundle.recipe import Recipe, load, with_steps
+from bundle.recipe import Recipe, from_mapping, load, with_steps
 from bundle.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -53,6 +56,7 @@ def check(
     if as_json:
         said = {"weights": begins.described, **counts, "disk": room._asdict(), "samples": shown}
         print(json.dumps({"schema": 1, **said}, indent=2))
+        _refuse_other_data(run, corpus)
         return
     lines = (
         f"weights    {begins.described}",
@@ -63,6 +67,26 @@ def check(
     say_left_out(corpus)
     for number, text in enumerate(shown, start=1):
         print(f"\nsample {number} of step 1, ⟦learned⟧:\n{text}")
+    _refuse_other_data(run, corpus)
+
+
+def _refuse_other_data(run: RunDirectory, corpus: "Corpus") -> None:
+    """Raise UsageError where `train` would go on with a run that was trained on other data."""
+    from bundle.data import changed
+
+    checkpoints = CheckpointDirectory(run.checkpoints)
+    if not (steps := checkpoints.steps()):
+        return
+    try:
+        before = state.read(checkpoints.place(steps[0])).state.metrics.get("data", {})
+    except ValueError:  # which `train` says
+        return
+    if changes := changed(before, corpus.identity):
+        raise UsageError(
+            f"{run.root} was trained on other data: put that back as it was, or name another directory with"
+            " --run-directory",
+            changes,
+        )
 
 
 def count_data(job: Recipe, corpus: "Corpus") -> dict[str, Any]:
@@ -71,7 +95,28 @@ def count_data(job: Recipe, corpus: "Corpus") -> dict[str, Any]:
 
     counts: dict[str, Any] = asdict(inspect(job, corpus))
     counts |= counts.pop("left_out")
+    counts["advice"] = list(_advise(job, counts["filled"]))
     return counts
+
+
+_SPARSE = 0.6  # of a row: below it, packs are worth their trouble
+
+
+def _advise(job: Recipe, filled: float) -> Iterator[str]:
+    """What would make the job faster, as far as the recipe allows it; `filled` is the share of each row."""
+    if job.task == "pretrain" or job.data.packed or filled >= _SPARSE:
+        return
+    values = job.dump()
+    values["data"]["packed"], values["train"]["micro_batch_size"] = True, 1
+    try:
+        from_mapping(values)
+    except UsageError:  # no packs for this model
+        return
+    also = "" if job.train.micro_batch_size == 1 else " and train.micro_batch_size: 1"
+    yield (
+        f"data.packed: {100 * filled:.0f} % of each row is filled. Set it to true{also}"
+        f" (about {1 / filled:.1f} times as many tokens a second)"
+    )
 
 
 def say_left_out(corpus: "Corpus") -> None:
@@ -86,7 +131,8 @@ def data_lines(job: Recipe, counts: dict[str, Any]) -> list[str]:
     """Return what the data comes to, a line for each kind of count."""
     kind, size = "packs" if job.data.packed else "samples", job.train.global_batch_size
     share = 100 * counts["learned"] / max(1, counts["tokens"])
-    held = f", {counts['held_out']:,} held out" if counts["held_out"] else ", none held out"
+    by = f" (data.validation: {job.data.validation:g})"
+    held = f", {counts['held_out']:,} held out{by}" if counts["held_out"] else f", none held out{by}"
     return [
         *(f"rows       {name}: {count:,}" for name, count in counts["formats"].items()),
         f"documents  {counts['documents']:,}{_apart(counts)}",
@@ -105,6 +151,7 @@ def data_lines(job: Recipe, counts: dict[str, Any]) -> list[str]:
             f" {share['epochs']:.2f} epochs of it"
             for share in counts["blend"]
         ),
+        *(f"advice     {each}" for each in counts["advice"]),
     ]
 
 

@@ -19,7 +19,7 @@ from bundle.launch.command import Launch, command
 from bundle.launch.rendezvous import LOOPBACK, Rendezvous
 from bundle.launch.starters import DEFAULT_PORT
 from bundle.planning import Plan, Problem, plan_for, to_json, to_text
-from bundle.planning.inputs import input_problems
+from bundle.planning.inputs import input_problems, missing_files
 from bundle.recipe import Recipe
 from bundle.runs.directory import RunDirectory
 
@@ -54,6 +54,9 @@ def plan(
     if begins is not None:
         beside = (*input_problems(asked, directory, begins), *run_directory.problems(asked, start))
     made = planned(asked, request, machines, of, beside, begins.described if begins else "")
+    if elsewhere:
+        missing = (f"{problem.text} (seen from here; mount it there)" for problem in missing_files(asked))
+        made = made._replace(notes=(*made.notes, *missing))
     run = starts = ""
     if made.code is ExitCode.OK:
         if job:

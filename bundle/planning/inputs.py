@@ -56,12 +56,17 @@ def input_problems(recipe: Recipe, directory: Path, begins: Weights | None = Non
 
     `begins` is what the model begins with, where that has been looked at before.
     """
-    yield from _data(recipe)
-    yield from _tokenizer(recipe)
+    yield from missing_files(recipe)
     yield from (begins or weights(recipe)).problems
     yield from _written_to("run directory", directory, "--run-directory")
     if recipe.data.cache is not None:
         yield from _written_to("data.cache", Path(recipe.data.cache), "data.cache")
+
+
+def missing_files(recipe: Recipe) -> Iterator[Problem]:
+    """The data and the tokenizer that are not here: of another machine they may be, or are to be mounted."""
+    yield from _data(recipe)
+    yield from _tokenizer(recipe)
 
 
 class Input(NamedTuple):

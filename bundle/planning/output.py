@@ -109,6 +109,7 @@ def to_text(plan: Plan, run: str, starts: str) -> str:
         ("operators", list(_operators(plan))),
         ("layout", list(_layout(plan))),
         ("length", [_length(plan)]),
+        ("validation", [_validation(plan.recipe)]),
         ("step", [_step(plan), *_bubble(plan.layout)]),
         ("experts", list(_experts(plan.recipe))),
         ("stages", [f"{of.stage}: {'; '.join(map(_chunk, chunks))}" for chunks, of in _stages(plan)]),
@@ -128,6 +129,13 @@ def to_text(plan: Plan, run: str, starts: str) -> str:
         for first, line in ((index == 0, line) for index, line in enumerate(body))
     ]
     return "\n".join(lines)
+
+
+def _validation(recipe: Recipe) -> str:
+    """What is evaluated on."""
+    share, named = recipe.data.validation, ", ".join(recipe.data.validation_sets)
+    held = f"{100 * share:g} % of the data is held out (data.validation)" if share else "no data is held out"
+    return f"{held}; data.validation_sets: {named}" if named else held
 
 
 def _attention(plan: Plan) -> Iterator[str]:

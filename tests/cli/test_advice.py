@@ -1,0 +1,98 @@
+"""What `check` and `plan` say unasked: packs, what is held out, what `train` would refuse."""
+
+import json
+import re
+
+import pytest
+
+from bundle.checkpoints.directory import CheckpointDirectory
+from bundle.checkpoints.state import NAME
+from bundle.data import prepare
+from bundle.data.cache import place
+from bundle.recipe import load
+from bundle.runs.directory import RunDirectory
+from tests.cli.in_process import run_command
+from tests.runs.test_origin import kept_by
+
+ROWS = ["task=sft", "data.source=jsonl", "data.path=rows.jsonl", "data.template=plain", "data.validation=0.2"]
+FLAGS = [f"--set={override}" for override in ROWS]
+
+
+def write_rows(path, letters: int, count: int = 60) -> None:
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * letters}]}
+    path.write_text("\n".join(json.dumps(row) for _ in range(count)))
+
+
+def begin_run(job) -> RunDirectory:
+    """A run of three steps that was interrupted."""
+    run = RunDirectory(job.run_directory)
+    run.write_start(job, {}, {})
+    kept_by(run.root, job, 3)
+    return run
+
+
+@pytest.fixture(autouse=True)
+def working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def advice(*flags) -> list[str]:
+    code, text = run_command(["check", "demo", *FLAGS, "--json", *flags])
+    assert code == 0, text
+    found: list[str] = json.loads(text[text.index("{") :])["advice"]
+    return found
+
+
+def test_packs_are_advised_where_rows_are_mostly_padding(working_directory):
+    """A row of n tokens of 128: its share, and how many rows take the room of one, by hand."""
+    write_rows(working_directory / "rows.jsonl", 8)
+    (said,) = advice()
+    (tokens,) = map(int, re.findall(r"tokens +(\d+);", run_command(["check", "demo", *FLAGS])[1]))
+    share = tokens / 60 / 128
+    assert said.startswith("data.packed: ") and f"{100 * share:.0f} %" in said
+    assert f"about {1 / share:.1f} times" in said
+    assert advice("--set=data.packed=true", "--set=train.micro_batch_size=1", "--set=data.validation=0") == []
+    write_rows(working_directory / "rows.jsonl", 90)
+    assert advice() == []
+
+
+def test_check_and_plan_say_what_is_held_out(working_directory):
+    write_rows(working_directory / "rows.jsonl", 8)
+    code, text = run_command(["check", "demo", *FLAGS])
+    assert code == 0 and "12 held out (data.validation: 0.2)" in text
+    assert re.search(r"^validation +20 % .*data\.validation", run_command(["plan", "demo", *FLAGS])[1], re.M)
+    none = [*FLAGS, "--set=data.validation=0"]
+    assert re.search(r"^validation +no data", run_command(["plan", "demo", *none])[1], re.M)
+
+
+def test_another_lr_on_a_run_that_is_there_is_refused_by_plan_and_check(working_directory):
+    (working_directory / "text.txt").write_text("some text\n" * 400)
+    begin_run(load("demo", ["data.path=text.txt"]))
+    words = ["demo", "--set=data.path=text.txt", "--set=optimizer.lr=0.5"]
+    for verb in (["plan"], ["check"], ["train", "--dry-run"]):
+        code, text = run_command([verb[0], *words, *verb[1:]])
+        assert code == 2 and "optimizer.lr: 0.005 -> 0.5" in text, text
+
+
+def test_other_data_on_a_run_that_is_there_is_refused_by_check_after_its_counts(working_directory):
+    (working_directory / "text.txt").write_text("some text\n" * 400)
+    job = load("demo", ["data.path=text.txt"])
+    run = begin_run(job)
+    checkpoint = CheckpointDirectory(run.checkpoints).place(3)
+    identity = dict(prepare(job, place(job, run.root)).identity)
+    said = json.loads((checkpoint / NAME).read_text())
+    said["state"]["metrics"]["data"] = identity
+    (checkpoint / NAME).write_text(json.dumps(said))
+    words = ["check", "demo", "--set=data.path=text.txt"]
+    assert run_command(words)[0] == 0
+    (working_directory / "text.txt").write_text("other text\n" * 400)
+    code, text = run_command(words)
+    assert code == 2 and "data tokens: was " in text and "tokens     " in text
+
+
+def test_a_plan_for_another_machine_notes_files_that_are_not_here():
+    flags = ["--set=data.path=gone.jsonl", "--set=data.source=jsonl", "--set=data.tokenizer=hf:nowhere"]
+    code, text = run_command(["plan", "demo", *flags, "--hardware=cpu", "--json"])
+    notes = [note for note in json.loads(text)["notes"] if "seen from here" in note]
+    assert code == 0 and [note.partition(" ")[0] for note in notes] == ["data.path", "data.tokenizer:"]
