@@ -48,8 +48,8 @@ def test_packs_are_advised_where_rows_are_mostly_padding(working_directory):
     """A row of n tokens of 128: its share, and how many rows take the room of one, by hand."""
     write_rows(working_directory / "rows.jsonl", 8)
     (said,) = advice()
-    (tokens,) = map(int, re.findall(r"tokens +(\d+);", run_command(["check", "demo", *FLAGS])[1]))
-    share = tokens / 60 / 128
+    (tokens,) = re.findall(r"tokens +([\d,]+);", run_command(["check", "demo", *FLAGS])[1])
+    share = int(tokens.replace(",", "")) / 60 / 128
     assert said.startswith("data.packed: ") and f"{100 * share:.0f} %" in said
     assert f"about {1 / share:.1f} times" in said
     assert advice("--set=data.packed=true", "--set=train.micro_batch_size=1", "--set=data.validation=0") == []
