@@ -143,7 +143,7 @@ def written(directory: Path, gib: float) -> dict:
     for name, share in of.items():
         file = File(directory / name, share)
         for tensor in share:
-            values = torch.randn(tensor.shape).bfloat16().flatten()
+            values = (0.02 * torch.randn(tensor.shape)).bfloat16().flatten()
             file.append(memoryview(values.view(torch.uint8).numpy()))
         file.close()
     write_index(directory, of)

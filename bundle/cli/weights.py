@@ -1,5 +1,6 @@
 """`mcore-bundle weights`: a model's weights between Hugging Face and megatron, looked at and compared."""
 
+import importlib.util
 import json
 import warnings
 from collections.abc import Mapping
@@ -56,8 +57,9 @@ def check(
         str, typer.Argument(help="Whose model it is to be; without it, that of its config.json.")
     ] = "",
     mtp_layers: MTPLayers = None,
+    headers: Annotated[bool, typer.Option("--headers", help="Look at headers alone, not at values.")] = False,
 ) -> None:
-    """Hold every header against the model's tensors: what is missing, extra, of another shape, truncated."""
+    """Name tensors that are missing, extra, of another shape, truncated, NaN or infinite."""
     if recipe:
         if mtp_layers is not None:
             raise UsageError("--mtp-layers: a recipe says it itself (model.mtp.layers)")
@@ -66,7 +68,17 @@ def check(
     else:
         config, architecture = _model(directory, mtp_layers)
         found = pretrained.of_directory(directory, config, architecture)
-    print(f"{found}: all of this {architecture.model_type} model, and no others")
+    values = "values were not read (torch is not installed)"
+    if headers:
+        values = "values were not read"
+    elif importlib.util.find_spec("torch") is not None:
+        from bundle.architectures.tensors import Tensors
+        from bundle.models.finite import refuse_damaged
+
+        refuse_damaged(found)
+        pretrained.refuse_unequal(found, Tensors(architecture).copies())
+        values = "every value is finite"
+    print(f"{found}: all of this {architecture.model_type} model, and no others; {values}")
 
 
 @app.command("export")

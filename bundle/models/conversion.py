@@ -23,9 +23,10 @@ from bundle.errors import UsageError
 from bundle.mcore.torch_dist import Directory, Part, write
 from bundle.models import loading
 from bundle.models.exporting import find_copies
+from bundle.models.finite import FiniteCheck
 from bundle.models.mapped import Files
 from bundle.models.published import DTYPES, Output, files_of, parts, stored
-from bundle.pretrained import Pretrained, replacing, writing
+from bundle.pretrained import Pretrained, refuse_unequal, replacing, writing
 from bundle.pretrained.directory import FP8, MXFP4, SCALE, summarized
 from bundle.pretrained.writing import Numbers, Published
 
@@ -237,13 +238,14 @@ def to_torch_dist(weights: Pretrained, table: Tensors, directory: Path) -> None:
     """Writes a directory that Megatron-LM's `--load` takes, in the place of one that has that name.
 
     `weights` must have been held against the table. Layers for MTP that are not published are not written.
-    Raises UsageError for models with gated delta nets, JobFailed; what had the name before is there until
-    the new one is whole.
+    Raises UsageError for models with gated delta nets and for values that are not finite, JobFailed; what had
+    the name before is there until the new one is whole.
     """
     _refuse_delta_nets(table)
-    loading.refuse_unequal(weights, table.copies())
+    refuse_unequal(weights, table.copies())
     a = table.architecture
-    parts = list(_parts(weights, table))
+    check = FiniteCheck(weights)
+    parts = list(_parts(weights, table, check))
     places = (spellings.Place(part.key, part.entry, part.entries) for part in parts)
     empty = dict.fromkeys(spellings.object_key(place) for place in spellings.extra_states(places))
     arguments = {
@@ -257,6 +259,7 @@ def to_torch_dist(weights: Pretrained, table: Tensors, directory: Path) -> None:
     with replacing.replacing(directory) as whole:
         (whole / RELEASE).mkdir()
         write(whole / RELEASE, parts, empty, arguments=arguments, content=spellings.checkpoint_content(a))
+        check.conclude()
         files.write_text(whole / TRACKER, f"{RELEASE}\n")
 
 
@@ -284,11 +287,11 @@ def newest(named: Path) -> Path:
     return named / f"iter_{int(said):07d}"
 
 
-def _parts(weights: Pretrained, table: Tensors) -> Iterator[Part]:
+def _parts(weights: Pretrained, table: Tensors, check: FiniteCheck) -> Iterator[Part]:
     opened = Files()
     for tensor in table:
         if tensor.published:
             dtype = dtype_of(weights, tensor)
             for place in spellings.written(tensor, table.architecture):
-                values = partial(loading.whole, weights, tensor, dtype, opened)
+                values = partial(loading.whole, weights, tensor, dtype, opened, check)
                 yield Part(place.key, place.entry, place.entries, tensor.shape, dtype, values)

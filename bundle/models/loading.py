@@ -5,7 +5,7 @@ never more than a few megabytes of one.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,9 +16,10 @@ from bundle.architectures import adapters, tensors
 from bundle.architectures.published import NAMES
 from bundle.architectures.tensors import Tensors
 from bundle.distributed.world import on_all_ranks, on_rank_0
-from bundle.errors import JobFailed, UsageError
+from bundle.errors import JobFailed
 from bundle.mcore.groups import Groups
 from bundle.models import naming
+from bundle.models.finite import FiniteCheck
 from bundle.models.mapped import Files
 from bundle.models.naming import Named, Shard
 from bundle.models.published import DTYPES, dequantized, of_four_bits
@@ -27,7 +28,7 @@ from bundle.pretrained.directory import FP8, MX_BLOCKS, MX_SCALES, MX_SIZE, MXFP
 from bundle.recipe import Recipe
 
 Slices = tuple[slice, ...]
-_AT_ONCE = 2**24  # bytes
+_AT_ONCE = 2**23  # bytes: what is looked at is still near when it is copied
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,10 @@ def load(
 ) -> list[Named]:
     """Overwrites all that `table` says is published; returns what is not. All ranks call it.
 
-    Raises UsageError for copies that differ from their original, JobFailed for files that cannot be read.
+    Raises UsageError for copies that differ from their original and for values that are not finite, JobFailed
+    for files that cannot be read.
     """
-    on_rank_0(lambda: refuse_unequal(weights, table.copies()))
+    on_rank_0(lambda: pretrained.refuse_unequal(weights, table.copies()))
     published = {tensor.name: tensor for tensor in table if tensor.published}
     own = [
         named
@@ -64,14 +66,15 @@ def load(
     pairs = [(named, published[named.name]) for named in own if named.name in published]
     with torch.no_grad():
         reads = itertools.chain.from_iterable(_reads(weights, *pair) for pair in pairs)
-        on_all_ranks(lambda: _read(weights, reads, Files()))
+        on_all_ranks(lambda: _read_finite(weights, reads))
     return unpublished
 
 
 def load_adapters(matrices: Sequence[Named], recipe: Recipe) -> None:
     """Overwrites all of these A and B that the recipe's adapter holds, as PEFT writes it. All ranks call it.
 
-    Raises UsageError for an adapter of another model, JobFailed for a file that cannot be read.
+    Raises UsageError for an adapter of another model, or with values that are not finite, JobFailed for a
+    file that cannot be read.
     """
 
     def body() -> None:
@@ -83,24 +86,28 @@ def load_adapters(matrices: Sequence[Named], recipe: Recipe) -> None:
             )
             # PEFT knows no MTP layers
             there = (pair for pair in pairs if pair[1].published[0] in found.entries)
-            _read(found, itertools.chain.from_iterable(_reads(found, *pair) for pair in there), Files())
+            _read_finite(found, itertools.chain.from_iterable(_reads(found, *pair) for pair in there))
 
     with torch.no_grad():
         on_all_ranks(body)
 
 
-def whole(weights: Pretrained, tensor: tensors.Tensor, dtype: torch.dtype, files: Files) -> Tensor:
+def whole(
+    weights: Pretrained, tensor: tensors.Tensor, dtype: torch.dtype, files: Files, check: FiniteCheck
+) -> Tensor:
     """A tensor of the table, not to be written to: where the file has it as it is, that memory.
 
-    Raises JobFailed for files that cannot be read.
+    `check` looks at what is read of it. Raises JobFailed for files that cannot be read.
     """
     if tensor.rule.kind in ("copy", "vocabulary") and tensor.stack is None:
         (name,) = tensor.published
         entry = weights.entries[name]
         if entry.shape == tensor.shape and DTYPES.get(entry.dtype) is dtype:
-            return files.tensor(name, entry)
+            stored = files.tensor(name, entry)
+            check.add(name, stored)
+            return stored
     target = torch.empty(tensor.shape, dtype=dtype)
-    _read(weights, _reads(weights, Named(tensor.name, target, None), tensor), files)
+    _read(weights, _reads(weights, Named(tensor.name, target, None), tensor), files, check)
     return target
 
 
@@ -170,10 +177,17 @@ def _held(shard: Shard | None, shape: tuple[int, ...], dim: int) -> Iterator[tup
         begin, place = begin + block, place + part
 
 
-def _read(weights: Pretrained, reads: Iterable[Read], files: Files) -> None:
+def _read_finite(weights: Pretrained, reads: Iterable[Read]) -> None:
+    """Raises UsageError, when all is read, where values are not finite."""
+    check = FiniteCheck(weights)
+    _read(weights, reads, Files(), check)
+    check.conclude()
+
+
+def _read(weights: Pretrained, reads: Iterable[Read], files: Files, check: FiniteCheck | None = None) -> None:
     ordered = sorted(reads, key=lambda read: (read.entry.file, read.entry.start))
     for read in itertools.chain.from_iterable(map(_in_pieces, ordered)):
-        read.target.copy_(_values(files, read, weights))
+        read.target.copy_(_values(files, read, weights, check))
 
 
 def _in_pieces(read: Read) -> Iterator[Read]:
@@ -191,56 +205,28 @@ def _in_pieces(read: Read) -> Iterator[Read]:
         yield replace(read, source=source, target=target[row:last])
 
 
-def _values(files: Files, read: Read, weights: Pretrained) -> Tensor:
+def _values(files: Files, read: Read, weights: Pretrained, check: FiniteCheck | None) -> Tensor:
     """The numbers that a part of a tensor means: those of FP8 and MXFP4 are multiplied by their scales."""
     entry, source = read.entry, read.source
+    look = check.add if check else lambda *_: None
     if entry.dtype == MXFP4:
         count, columns, rows = entry.shape
         packed, scales = (
             files.bytes(name, weights.entries[name]).view(count, rows, columns // MX_SIZE, -1)[read.number]
             for name in (f"{read.name}{MX_BLOCKS}", f"{read.name}{MX_SCALES}")
         )
+        look(f"{read.name}{MX_SCALES}", scales[source[0]])
         return of_four_bits(packed[source[0]], scales[source[0]].squeeze(-1))[:, source[1]]
     stored = files.tensor(read.name, entry)
     if read.number is not None:
         stored = stored[read.number].T if stored.ndim == 3 else stored[read.number]
     stored = stored[source]
+    look(read.name, stored)
     if entry.dtype != FP8:
         return stored
     assert weights.block is not None
     name = f"{read.name}{SCALE}"
-    of_blocks = files.tensor(name, weights.entries[name]).float()
+    scales = files.tensor(name, weights.entries[name])
+    look(name, scales)
     first, second = (at.start or 0 for at in source)
-    return dequantized(stored, of_blocks, weights.block, (first, second))
-
-
-def refuse_unequal(weights: Pretrained, copies: Mapping[str, str]) -> None:
-    """Raises UsageError for copies (by name: the original's) that differ from their original."""
-    found = weights.entries
-    unequal = [
-        f"{copy} is published once more as a copy of {original}, and differs from it"
-        for copy, original in copies.items()
-        if copy in found and not _equal(found[copy], found[original])
-    ]
-    if unequal:
-        raise UsageError(
-            f"{weights.directory}: megatron-core has one tensor where these weights have two. Leave the layers of"
-            " multi-token prediction out (model.mtp.layers: 0; weights import --mtp-layers 0), or say"
-            " tie_word_embeddings: false of a head",
-            unequal,
-        )
-
-
-def _equal(a: Entry, b: Entry) -> bool:
-    if (a.dtype, a.shape) != (b.dtype, b.shape):
-        return False
-    with a.file.open("rb") as one, b.file.open("rb") as other:
-        one.seek(a.start)
-        other.seek(b.start)
-        left = a.stop - a.start
-        while left:
-            size = min(left, _AT_ONCE)
-            if one.read(size) != other.read(size):
-                return False
-            left -= size
-    return True
+    return dequantized(stored, scales.float(), weights.block, (first, second))

@@ -13,6 +13,7 @@ from bundle.pretrained.matching import (
     of_recipe,
     one_of_each_kind,
     opened,
+    refuse_unequal,
 )
 
 __all__ = [
@@ -25,5 +26,6 @@ __all__ = [
     "of_recipe",
     "one_of_each_kind",
     "opened",
+    "refuse_unequal",
     "weights_in",
 ]

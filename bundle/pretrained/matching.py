@@ -35,6 +35,7 @@ from bundle.recipe import Recipe
 FLOATS = ("F32", "BF16", "F16")
 # Classes whose head gives labels or a reward, as transformers and reward models call them.
 _ANOTHER_HEAD = re.compile(r"For(?!CausalLM|ConditionalGeneration)[A-Z]\w*$|RewardModel")
+_COMPARED = 2**24  # bytes at once
 # What old files hold beside weights: constants that follow from the config.
 _CONSTANTS = re.compile(r"\.rotary_emb\.inv_freq$")
 
@@ -172,6 +173,37 @@ def published_names(directory: Path) -> Iterator[str]:
         for name in found.entries if found else ():
             if not name.endswith((SCALE, MX_SCALES)) and not _CONSTANTS.search(name):
                 yield name.removesuffix(MX_BLOCKS)
+
+
+def refuse_unequal(weights: Pretrained, copies: Mapping[str, str]) -> None:
+    """Raises UsageError for copies (by name: the original's) that differ from their original."""
+    found = weights.entries
+    unequal = [
+        f"{copy} is published once more as a copy of {original}, and differs from it"
+        for copy, original in copies.items()
+        if copy in found and not _equal(found[copy], found[original])
+    ]
+    if unequal:
+        raise UsageError(
+            f"{weights.directory}: megatron-core has one tensor where these weights have two. Leave out MTP"
+            " layers (model.mtp.layers: 0, --mtp-layers 0); for lm_head set tie_word_embeddings: false",
+            unequal,
+        )
+
+
+def _equal(a: Entry, b: Entry) -> bool:
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    with a.file.open("rb") as one, b.file.open("rb") as other:
+        one.seek(a.start)
+        other.seek(b.start)
+        left = a.stop - a.start
+        while left:
+            size = min(left, _COMPARED)
+            if one.read(size) != other.read(size):
+                return False
+            left -= size
+    return True
 
 
 def described(recipe: Recipe, found: Pretrained | None) -> str:

@@ -110,7 +110,7 @@ def test_check_imports_no_torch(tmp_path):
     write(tmp_path / "model")
     code = "import sys; from bundle.cli import main; main.__globals__['app'](standalone_mode=False); "
     code += "assert not {'torch', 'numpy', 'megatron'} & set(sys.modules)"
-    command = [sys.executable, "-c", code, "weights", "check", str(tmp_path / "model")]
+    command = [sys.executable, "-c", code, "weights", "check", "--headers", str(tmp_path / "model")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=PAGE.parents[1])
     assert done.returncode == 0, done.stderr
 

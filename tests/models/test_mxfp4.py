@@ -12,6 +12,7 @@ from bundle.architectures.tensors import Tensors
 from bundle.errors import UsageError
 from bundle.models import loading
 from bundle.models.conversion import HuggingFace
+from bundle.models.finite import FiniteCheck
 from bundle.models.mapped import Files
 from bundle.models.published import of_four_bits
 from tests.reference.configs import CONFIGS
@@ -70,10 +71,11 @@ def test_a_directory_in_mxfp4_is_what_transformers_loads(directory):
 def test_every_expert_gets_its_own_rows(directory):
     found, wanted = found_in(directory), theirs(directory)
     table = {tensor.name: tensor for tensor in Tensors(from_config(CONFIG))}
+    check = FiniteCheck(found)
     for number in range(CONFIG["num_local_experts"]):
         at = f"decoder.layers.0.mlp.experts.local_experts.{number}"
         first, second = (
-            loading.whole(found, table[f"{at}.linear_fc{which}.weight"], torch.bfloat16, Files())
+            loading.whole(found, table[f"{at}.linear_fc{which}.weight"], torch.bfloat16, Files(), check)
             for which in (1, 2)
         )
         gate_up = wanted["model.layers.0.mlp.experts.gate_up_proj"][number].T
