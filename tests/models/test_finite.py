@@ -159,6 +159,7 @@ def test_check_ends_with_2_and_names_what_is_wrong(tmp_path, capfd, monkeypatch)
             return int(end.code or 0), capfd.readouterr()
         return 0, capfd.readouterr()
 
+    monkeypatch.setattr(finite, "_AT_ONCE", 5)
     (tmp_path / "config.json").write_text(json.dumps(test_loading.TINY))
     save_file(damaged({"model.norm.weight": (7, -math.inf)}), tmp_path / "model.safetensors")
     code, said = ends(tmp_path)
