@@ -25,10 +25,10 @@ FOREIGN := $(FOREIGN_VENV)/.run
 NPU     := $(NPU_VENV)/.run
 NPU_PIP := $(NPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 # The tests that need neither other releases, nor every family, nor containers, nor torch-npu, nor a scheduler.
-HERE    := not matrix and not releases and not journeys and not images and not npu and not clusters
+HERE    := not matrix and not releases and not journeys and not images and not npu and not clusters and not fuzz
 export BUNDLE_RELEASES = $(abspath $(RELEASES))
 
-.PHONY: demo lint test matrix matrix-new releases journeys foreign clusters npu-contract bench images locks clean
+.PHONY: demo lint test matrix matrix-new releases journeys fuzz foreign clusters npu-contract bench images locks clean
 
 # Exactly what is locked, with its hash; then torch, whose build, and what that needs, differs by machine.
 $(RUN): pyproject.toml images/locks/cpu.demo.txt images/locks/cpu.torch.txt
@@ -91,6 +91,9 @@ releases: $(DEVELOP)  ## every supported minor: packing, MTP, replay, FP8, check
 
 journeys: $(DEVELOP)  ## one command from a checkpoint to a trained model, for every family; losses by transformers
 	$(VENV)/bin/python -m pytest -m journeys
+
+fuzz: $(DEVELOP)  ## 1,500 wrong commands: no traceback, a documented exit code, nothing written elsewhere
+	$(VENV)/bin/python -m pytest tests/fuzz -n $(JOBS)
 
 foreign: $(FOREIGN)  ## frameworks and Megatron-LM as they are: audits, training on the CPU; TREE=FOLDER of clones
 	TREE='$(abspath $(TREE))' $(FOREIGN_VENV)/bin/python -m pytest -m releases -rs \

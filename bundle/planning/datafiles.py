@@ -57,6 +57,9 @@ def expand(paths: Sequence[str], kind: Kind | None, key: str = "data.path") -> t
     found: dict[Path, Source] = {}
     violations = []
     for path in paths:
+        if Path(path).is_absolute() and os.path.normpath(path) == Path(path).anchor:
+            violations.append(f"{key} {path}: is the whole file system. Name the folder of the data")
+            continue
         unreadable: list[str] = []
         try:
             sources = list(_stdlib() if path == STDLIB else _find_sources(path, kind, unreadable))

@@ -297,7 +297,7 @@ class RunDirectory:
             raise UsageError(
                 f"--run-directory {self.root}: cannot be read ({error.strerror}). Name another directory"
             ) from error
-        except OSError:  # nothing is there; `planning.inputs` says what stands in its place
+        except (OSError, ValueError):  # nothing is there; `planning.inputs` says what stands in its place
             return
         if others:
             more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""

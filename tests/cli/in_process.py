@@ -11,7 +11,7 @@ from bundle.errors import BundleError
 def run_command(words: Sequence[str]) -> tuple[int, str]:
     """The exit code and all that is printed, as `main` ends; any other exception is the test's."""
     written = io.BytesIO()
-    with io.TextIOWrapper(written, write_through=True) as stream:
+    with io.TextIOWrapper(written, "utf-8", "backslashreplace", write_through=True) as stream:
         with redirect_stdout(stream), redirect_stderr(stream):
             code = _code_of(words)
         return code, written.getvalue().decode()

@@ -61,6 +61,12 @@ def test_data_that_cannot_be_read_is_named_and_none_of_it_is_skipped(verb, worki
     assert entries(working_directory) == ["data", "data/good.txt", "data/loop.txt", "text.txt"]
 
 
+@pytest.mark.parametrize("path", ["/", "//", "/..", "/proc/.."])
+def test_data_is_not_looked_for_in_the_whole_file_system(path):
+    code, text = run_command(["plan", "demo", f"--set=data.path={path}"])
+    assert code == 2 and f"data.path {path}: " in text
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads all")
 def test_a_folder_of_data_that_nobody_may_list_is_named(working_directory):
     (working_directory / "data" / "closed").mkdir(parents=True, mode=0)
