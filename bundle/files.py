@@ -17,7 +17,7 @@ from bundle.errors import JobFailed, UsageError, bytes_shown
 
 # Bytes of a large file that are handed over at a time, and those after which it goes to the disk.
 _PIECE, _AHEAD = 1 << 20, 1 << 26
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def content(path: Path, limit: int) -> bytes:
@@ -176,7 +176,7 @@ def free(path: Path) -> int:
 
 def no_room(error: BaseException) -> bool:
     """Whether a full disk, a quota or a size limit is behind `error`."""
-    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
         return True
     # torch wraps the errors of writers in a text of its own.
-    return any(os.strerror(number) in str(error) for number in _NO_ROOM)
+    return any(os.strerror(number) in str(error) for number in NO_ROOM)

@@ -17,6 +17,8 @@ from tests.must_have import pytest_make_collect_report, pytest_runtest_makerepor
 from tests.record import proven, pytest_addoption, pytest_configure  # noqa: F401 - hooks
 from tests.world import Core, World
 
+# A mistyped path in a test is not looked up on the Hub.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # A busy machine is no failure: the time of an example says nothing about the code.
 settings.register_profile("bundle", deadline=None)
 settings.load_profile("bundle")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bundle import files
+from bundle import files, hub
 from bundle.architectures import Vision, from_config
 from bundle.data.images import Images, Patches
 from bundle.data.media import IMAGE, VIDEO, Medium, Picture
@@ -52,7 +52,7 @@ class Processing:
             return None
         kind, _, tokenizer = recipe.data.tokenizer.partition(":")
         places = [recipe.model.path, tokenizer if kind == "hf" else None]
-        directories = [Path(place) for place in places if place]
+        directories = [Path(hub.local_path(place)) for place in places if place]
         return cls._made(recipe.architecture.vision, directories, recipe.data.images, recipe.data.videos)
 
     @classmethod

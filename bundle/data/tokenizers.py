@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from bundle import files
+from bundle import files, hub
 from bundle.errors import EnvironmentUnfit, UsageError
 from bundle.pretrained.directory import unread_tokenizer
 from bundle.recipe.data import BYTE_VOCABULARY
@@ -168,7 +168,9 @@ class HuggingFace:
 
 def tokenizer(name: str, vocabulary: int) -> Tokenizer:
     """The tokenizer `bytes` or `hf:DIR`. Raises UsageError when it has more tokens than the model."""
-    made: Tokenizer = Bytes() if name == "bytes" else HuggingFace(Path(name.removeprefix("hf:")))
+    made: Tokenizer = (
+        Bytes() if name == "bytes" else HuggingFace(Path(hub.local_path(name.removeprefix("hf:"))))
+    )
     if made.vocab_size > vocabulary:
         raise UsageError(
             f"data.tokenizer: {name} has ids up to {made.vocab_size - 1},"

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bundle import files
+from bundle import files, hub
 from bundle.architectures import tensors
 from bundle.architectures.adapters import CONFIG, WEIGHTS, config, pairs, published
 from bundle.architectures.tensors import Tensors
@@ -162,7 +162,7 @@ def export_adapters(directory: Path, recipe: Recipe, chunks: Sequence[torch.nn.M
                 if values is not None:
                     output.append(matrix.tensor, values, numbers)
         on_all_ranks(output.close)
-        said = config(lora.rank, lora.alpha, lora.targets, recipe.model.path)
+        said = config(lora.rank, lora.alpha, lora.targets, hub.repository(recipe.model.path))
         on_rank_0(lambda: files.write_json(partial / CONFIG, said))
         on_rank_0(whole.close)
 

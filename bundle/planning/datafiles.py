@@ -4,13 +4,14 @@ import glob
 import json
 import os
 import platform
+import re
 import stat
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bundle import files
+from bundle import files, hub
 from bundle.errors import UsageError
 from bundle.recipe.data import Kind
 
@@ -31,6 +32,7 @@ SUFFIXES: dict[Kind, tuple[str, ...]] = {
 STATE, SPLITS = "state.json", "dataset_dict.json"
 WITHOUT_ROWS = frozenset({STATE, SPLITS, "dataset_info.json", "dataset_infos.json"})
 _STATE_BYTES = 2**24
+_SPLIT = re.compile(r"(?:^|[/_.-])(train|test|valid|validation|val|dev|eval)(?:[/_.-]|$)")
 
 
 class Source(NamedTuple):
@@ -118,19 +120,33 @@ def _stdlib() -> Iterator[Source]:
 
 def _find_sources(path: str, kind: Kind | None, unreadable: list[str]) -> Iterator[Source]:
     """The files that a path means; what of a directory nobody may look at goes to `unreadable`."""
+    is_repository = hub.is_reference(path, "dataset")
+    path = hub.local_path(path, "dataset")
     place = Path(find_index(path, kind))
     if files.is_file(place):
         yield Source(place, str(place), kind or _find_kind(place.name))
     elif files.is_directory(place) and kind in (None, "arrow") and (saved := _find_saved(place)) is not None:
         yield from (Source(each, str(each), "arrow") for each in saved)
     elif files.is_directory(place):
-        for each in sorted(_walk(place, _endings_of(kind), unreadable), key=lambda p: p.as_posix()):
+        inside = sorted(_walk(place, _endings_of(kind), unreadable), key=lambda p: p.as_posix())
+        for each in _find_training_split(inside, place) if is_repository else inside:
             yield Source(each, str(each), kind or _find_kind(each.name))
     else:
         names = sorted(glob.glob(path, recursive=True))  # noqa: PTH207 (Path.glob takes no absolute pattern)
         for name in names:
             if files.is_file(Path(name)):
                 yield Source(Path(name), name, kind or _find_kind(name))
+
+
+def _find_training_split(paths: list[Path], root: Path) -> list[Path]:
+    """Return the files of a repository that are named train, where some are named as splits; else all."""
+    splits: dict[str, list[Path]] = {}
+    for path in paths:
+        if match := _SPLIT.search(path.relative_to(root).as_posix()):
+            splits.setdefault(match[1], []).append(path)
+    if splits and "train" not in splits:
+        raise UsageError(f"has the splits {', '.join(splits)}, and none named train. Add a path: .../FOLDER")
+    return splits.get("train", paths)
 
 
 def _find_kind(name: str) -> Kind:

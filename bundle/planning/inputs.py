@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bundle import files, pretrained
+from bundle import files, hub, pretrained
 from bundle.errors import UsageError
 from bundle.planning.datafiles import STDLIB, expand, find_index, needs_pyarrow
 from bundle.planning.problems import Problem, hardware_problem, recipe_problem
@@ -126,12 +126,12 @@ def _data(recipe: Recipe) -> Iterator[Problem]:
 def _tokenizer(recipe: Recipe) -> Iterator[Problem]:
     """Why there is no tokenizer, or its ids do not fit; files that say nothing of these are left to ranks."""
     kind, _, place = recipe.data.tokenizer.partition(":")
-    vocabulary, directory = recipe.architecture.vocab_size, Path(place)
+    vocabulary, directory = recipe.architecture.vocab_size, Path(hub.local_path(place))
     if kind != "hf":
         return
     if not files.is_directory(directory):
         yield recipe_problem(
-            f"data.tokenizer: {place} is no directory; hf: takes a local directory, nothing is downloaded"
+            f"data.tokenizer: {place} is no directory. Name one, or a repository of the Hub: hf:ORG/NAME"
         )
     elif why := unread_tokenizer(directory):
         yield recipe_problem(f"data.tokenizer: {why}")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bundle import files
+from bundle import files, hub
 from bundle.architectures import Architecture, adapters, from_config, read_config
 from bundle.architectures.identity import changes, noted
 from bundle.architectures.published import NAMES
@@ -48,8 +48,9 @@ def of_recipe(recipe: Recipe) -> Pretrained | None:
     model = recipe.model
     if model.path is None or model.weights == "random":
         return None
-    _refuse_another_head(Path(model.path), model.config, NAMES[recipe.architecture.model_type].architecture)
-    found = weights_in(Path(model.path))
+    directory = Path(hub.local_path(model.path))
+    _refuse_another_head(directory, model.config, NAMES[recipe.architecture.model_type].architecture)
+    found = weights_in(directory)
     if found is None:
         if model.weights == "load":
             raise UsageError(f"{model.path}: model.weights says load, and there are no weights")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from bundle import files
+from bundle import files, hub
 from bundle.architectures import Architecture
 from bundle.architectures.published import NAMES
 from bundle.architectures.tensors import TOWER, Tensor, Tensors
@@ -61,8 +61,8 @@ class Published:
         Trained on bytes, it keeps the one that it was published with.
         """
         kind, _, named = recipe.data.tokenizer.partition(":")
-        model = Path(recipe.model.path) if recipe.model.path else None
-        tokenizer = Path(named) if kind == "hf" else model
+        model = Path(hub.local_path(recipe.model.path)) if recipe.model.path else None
+        tokenizer = Path(hub.local_path(named)) if kind == "hf" else model
         belongings = tuple(source for source in (model, tokenizer) if source)
         source = None if recipe.model.weights == "random" else model
         return cls(recipe.model.config, recipe.architecture, tokenizer, belongings, source)

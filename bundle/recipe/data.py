@@ -147,7 +147,8 @@ class Data(Section):
     path: Names = Field(
         min_length=1,
         description="Files, directories (those of `datasets`' save_to_disk too), globs, or `stdlib`: the"
-        " running Python's standard library. megatron: what both files' names begin with.",
+        " running Python's standard library; of the Hub: ORG/NAME, or"
+        " hf://datasets/ORG/NAME@REVISION/PATH. megatron: what both files' names begin with.",
     )
     weights: Annotated[tuple[Positive, ...], LISTED] | None = Field(
         default=None,
@@ -164,7 +165,8 @@ class Data(Section):
     tokenizer: str = Field(
         pattern=r"^(bytes|hf:.+)$",
         default="bytes",
-        description="`bytes` (256 and two specials), or `hf:DIR`, a local Hugging Face tokenizer.",
+        description="`bytes` (256 and two specials), or `hf:DIR`, a Hugging Face tokenizer: a directory,"
+        " or ORG/NAME of the Hub.",
     )
     sequence_length: Count = Field(
         description="Tokens of a sample; packed: tokens of a pack, which may be more than the model has"

@@ -1,5 +1,6 @@
 """From a name or a file and a command line's overrides to a Recipe, with every violation at once."""
 
+import copy
 import itertools
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,10 +8,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from bundle import files
+from bundle import files, hub
 from bundle.architectures import adapters, from_config, read_config
 from bundle.architectures.tensors import Tensors
-from bundle.errors import UsageError, did_you_mean, nearest, shown
+from bundle.errors import EnvironmentUnfit, UsageError, did_you_mean, nearest, shown
 from bundle.recipe import rules
 from bundle.recipe.document import LARGEST_TEXT, Document, Path, parse, parse_value
 from bundle.recipe.recipe import Recipe
@@ -126,6 +127,7 @@ def _override(document: Document, override: str) -> None:
 
 def _checked(document: Document, origin: str) -> Recipe:
     violations = list(document.violations)
+    _with_commits(document, violations)
     _with_config_file(document, violations)
     _with_adapter(document, violations)
     recipe = _validated(document, violations)
@@ -171,6 +173,46 @@ def _without(values: dict[str, Any], paths: set[Path], at: Path = ()) -> dict[st
     }
 
 
+def _with_commits(document: Document, violations: list[str]) -> None:
+    """Pins what the recipe names of the Hugging Face Hub to commits, whose files are then in its cache."""
+    document.values = document.values | {
+        name: copy.deepcopy(document.values[name]) for name in ("model", "data") if name in document.values
+    }
+    model, data = (document.values.get(name) for name in ("model", "data"))
+    if isinstance(model, dict):
+        _pin(document, model, ("model", "path"), "model", violations)
+    if not isinstance(data, dict):
+        return
+    _pin(document, data, ("data", "path"), "dataset", violations)
+    _pin(document, data, ("data", "tokenizer"), "model", violations, "hf:")
+    sets = data.get("validation_sets")
+    for name, one in sets.items() if isinstance(sets, dict) else ():
+        if isinstance(one, dict):
+            _pin(document, one, ("data", "validation_sets", name, "path"), "dataset", violations)
+
+
+def _pin(
+    document: Document,
+    section: dict[str, Any],
+    path: Path,
+    kind: hub.Kind,
+    violations: list[str],
+    prefix: str = "",
+) -> None:
+    """Puts the pinned repository into the place of each that a key names; others stay as they are."""
+    key = str(path[-1])
+    value = section.get(key)
+    try:
+        if isinstance(value, str) and value.startswith(prefix):
+            section[key] = prefix + hub.pin(value.removeprefix(prefix), kind)
+        elif isinstance(value, list | tuple):
+            section[key] = [hub.pin(one, kind) if isinstance(one, str) else one for one in value]
+    except UsageError as error:
+        violations.append(_located(document, path, str(error)))
+    except EnvironmentUnfit as error:
+        raise EnvironmentUnfit(_located(document, path, str(error))) from error
+
+
 def _with_config_file(document: Document, violations: list[str]) -> None:
     """Replaces model.config by model.path's config.json under model.config: a dump is complete."""
     model = document.values.get("model")
@@ -178,7 +220,7 @@ def _with_config_file(document: Document, violations: list[str]) -> None:
         return
     given = model.get("config") or {}
     try:
-        read = read_config(pathlib.Path(model["path"]))
+        read = read_config(pathlib.Path(hub.local_path(model["path"])))
     except UsageError as error:
         violations.append(_located(document, ("model", "path"), str(error)))
         return

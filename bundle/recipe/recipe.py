@@ -184,7 +184,8 @@ class Model(Section):
 
     path: str | None = Field(
         default=None,
-        description="Directory with a Hugging Face config.json; keys of `config` override its keys.",
+        description="Directory with a Hugging Face config.json, or a model of the Hub: ORG/NAME@REVISION,"
+        " which the job pins to a commit; keys of `config` override its keys.",
     )
     weights: Literal["auto", "load", "random"] = Field(
         default="auto",
