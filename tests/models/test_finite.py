@@ -2,7 +2,9 @@
 
 import json
 import math
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from tests.models.test_loading import found_in, model, weights
 NOT_FINITE = (math.nan, math.inf, -math.inf)
 KINDS = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 LAYER = "model.layers.0."
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -146,6 +149,18 @@ def test_an_import_names_all_and_leaves_what_was_there(tmp_path):
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
     assert not list(differences(HuggingFace(found), HuggingFace(found))), "diff still reads it"
+
+
+def test_an_import_of_weights_that_are_nan_ends(tmp_path):
+    """As a process, whose threads might keep it."""
+    model, out = tmp_path / "model", tmp_path / "out"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(test_loading.TINY))
+    save_file({name: of * math.nan for name, of in weights().items()}, model / "model.safetensors")
+    command = [sys.executable, "-m", "bundle", "weights", "import", str(model), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode == 2 and not done.stdout and not out.exists()
+    assert "lm_head.weight in model.safetensors" in done.stderr
 
 
 def test_check_ends_with_2_and_names_what_is_wrong(tmp_path, capfd, monkeypatch):
