@@ -1,5 +1,6 @@
 """Models and data sets of the Hugging Face Hub: downloaded once, pinned to a commit, found in its cache."""
 
+import functools
 import re
 import shutil
 from collections.abc import Sequence
@@ -99,6 +100,7 @@ def local_path(text: str, kind: Kind = "model") -> str:
     return str(snapshot / reference.inside if reference.inside else snapshot)
 
 
+@functools.cache  # a process asks once for a branch, which may move
 def pin(text: str, kind: Kind) -> str:
     """Return a repository pinned to a commit, whose files are in the cache; a path as it is.
 

@@ -267,6 +267,7 @@ def test_a_job_names_commits_and_reads_the_cache(server, tmp_path):
     assert planned.returncode == 0, planned.stderr + planned.stdout
     recipe = json.loads((tmp_path / "job.json").read_text())["recipe"]
     assert recipe["model"]["path"] == f"org/name@{NEW}"
+    assert server.asked.count("api/models/org/name/revision/main") == 1
     assert recipe["data"]["path"] == [f"hf://datasets/org/rows@{NEW}"]
     checked = run("check", "./job.yaml", "--json", server=None)
     assert checked.returncode == 0, checked.stderr
