@@ -151,6 +151,8 @@ def test_a_model_is_pinned_and_only_safe_files_of_it_are_downloaded(server, tmp_
     assert pin(said, "model", server, tmp_path)[:2] == (said, place)
     assert len(server.asked) == asked, "a commit that is in the cache needs no network"
     assert Path(place, "model.safetensors").read_bytes() == b"new"
+    (tmp_path / "node").mkdir()  # another node, which gets the job file
+    assert pin(said, "model", server, tmp_path / "node")[0] == said
     moved, place, _ = pin("org/name@main", "model", server, tmp_path)
     assert moved == f"org/name@{OLD}" and Path(place, "model.safetensors").read_bytes() == b"old"
 
