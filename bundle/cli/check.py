@@ -133,9 +133,10 @@ def data_lines(job: Recipe, counts: dict[str, Any]) -> list[str]:
     share = 100 * counts["learned"] / max(1, counts["tokens"])
     by = f" (data.validation: {job.data.validation:g})"
     held = f", {counts['held_out']:,} held out{by}" if counts["held_out"] else f", none held out{by}"
+    of_rows = f" of {counts['rows']:,} rows" if counts["rows"] != counts["documents"] else ""
     return [
         *(f"rows       {name}: {count:,}" for name, count in counts["formats"].items()),
-        f"documents  {counts['documents']:,}{_apart(counts)}",
+        f"documents  {counts['documents']:,}{of_rows}{_apart(counts)}",
         f"tokens     {counts['tokens']:,}; {share:.1f} % are learned",
         *(f"{kind:<10} {counts[kind]:,}" for kind in ("images", "videos") if counts[kind]),
         f"{kind:<10} {counts['training']:,} to train on{held}; of {job.data.sequence_length:,} tokens,"

@@ -255,16 +255,21 @@ def _longest(recipe: Recipe) -> int:
 
 
 def _parts(recipe: Recipe, store: Store) -> tuple[Spans, Spans]:
-    """The pieces to train on and those held out, both in the order of the documents."""
-    spans = Spans(store.starts, store.lengths)
+    """The pieces to train on and those held out, both in the order of the documents.
+
+    What one row made is on one side.
+    """
+    spans, rows = Spans(store.starts, store.lengths), store.rows
     if recipe.task == "pretrain":
         spans = spans.cut(
             _longest(recipe) if recipe.data.packed else SEQUENCES_PER_PIECE * recipe.data.sequence_length
         )
+        rows = np.arange(len(spans))
     if recipe.data.packed or recipe.task != "pretrain":
-        spans = spans.where(spans.lengths > 1)  # a single token has no label; no document of a pair is one
-    together = recipe.documents_per_sample
-    chosen = np.repeat(held_out(len(spans) // together, recipe.data.validation, recipe.seed), together)
+        labelled = spans.lengths > 1  # a single token has no label; no document of a pair is one
+        spans, rows = spans.where(labelled), rows[labelled]
+    numbers, rows = np.unique(rows, return_inverse=True)
+    chosen = held_out(len(numbers), recipe.data.validation, recipe.seed)[rows]
     return spans.where(~chosen), spans.where(chosen)
 
 
@@ -338,6 +343,7 @@ class Share:
 class Inspection:
     """Counts of a corpus under a recipe."""
 
+    rows: int  # that the documents were made of
     documents: int
     formats: Mapping[str, int]  # rows by how they were read
     left_out: LeftOut
@@ -364,6 +370,7 @@ def inspect(recipe: Recipe, corpus: Corpus) -> Inspection:
     held_out = others.pop(HELD_OUT, 0)
     seen = [store.pictures for store in corpus.stores if store.pictures is not None]
     return Inspection(
+        rows=sum(len(store.lengths) - int((store.together[:, 1] - 1).sum()) for store in corpus.stores),
         documents=sum(len(store.lengths) for store in corpus.stores),
         formats=corpus.formats,
         left_out=corpus.left_out,

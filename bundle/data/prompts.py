@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -37,11 +37,13 @@ class Prompts:
     def ends(self) -> tuple[int, ...]:
         """What an answer ends with: the tokenizer's end of text, then what the writer has behind a turn."""
         end = self.tokenizer.end_of_text
-        if self._writer is None:
+        if (write := cast(Any, self._writer)) is None:
             return (end,)
         says = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}]
-        draft: Any = self._writer.draft(Conversation(says, [1]))
-        (document,) = self._writer.encode([draft])
+        (drafts,) = write.draft([write.prepare(Conversation(says, [1]))])
+        if isinstance(drafts, Corrupt):
+            raise UsageError(f"data.template: {drafts}")
+        (document,) = write.encode([draft for draft, _ in drafts])
         learned = np.ones(len(document.ids), np.bool_) if document.learned is None else document.learned
         return (end, *sorted(learned_ends(document.ids, learned, self.tokenizer) - {end}))
 
@@ -56,7 +58,7 @@ class Prompts:
     def of_directory(cls, directory: Path) -> "Prompts":
         """Those of a Hugging Face directory, by its chat template, where it has one."""
         made = HuggingFace(directory)
-        writer = ChatTemplate(made, date.today()) if made.has_chat_template else None
+        writer = ChatTemplate(made, date.today().isoformat()) if made.has_chat_template else None
         return cls(made, writer, lambda: Processing.of_directory(directory), made.begins)
 
     def prompt(self, text: str, named: Mapping[str, Sequence[Path]]) -> Prompt:

@@ -4,7 +4,8 @@ A store is a directory with `facts.json`. It holds `tokens.bin` and `tokens.idx`
 is learned, `learned.bin` and `learned.idx`: the loss mask in the same format, 1 where a token is learned.
 That of a model that sees images and videos has them in `pictures` as they were read, one document for each
 file, and in `grids` the patches of all that a document has, in time, height and width; `videos` has more of
-those that are videos (`Pictures`). The store of files that somebody else wrote
+those that are videos (`Pictures`). `rows` has the first document of each row that made several, and how many
+they are. The store of files that somebody else wrote
 holds nothing but their facts. One that is being made has another name; when it is interrupted, whoever makes
 it next goes on after the last chunk that its journal names.
 
@@ -23,7 +24,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -155,9 +156,9 @@ class Document:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Documents that follow each other, and what was wrong with others between them."""
+    """Rows that follow each other, each of one document or more; what was wrong with others between them."""
 
-    documents: list[Document]
+    rows: list[list[Document]]
     errors: Noted
 
 
@@ -174,12 +175,23 @@ class Store:
     lengths: Ints  # [documents]
     facts: dict[str, Any]  # what was wrong with the data, and "sha256" of the tokens
     pictures: "Pictures | None" = None
+    together: Ints = field(
+        default_factory=lambda: np.zeros((0, 2), np.int64)
+    )  # [rows of several documents, 2]
 
     @cached_property
     def starts(self) -> Ints:
         """Where each document begins: [documents]."""
         starts: Ints = np.cumsum(self.lengths) - self.lengths
         return starts
+
+    @cached_property
+    def rows(self) -> Ints:
+        """The number of the row that each document is of: [documents]."""
+        begins = np.ones(len(self.lengths), np.int64)
+        begins[ramp(self.together[:, 0] + 1, self.together[:, 1] - 1)] = 0
+        rows: Ints = np.cumsum(begins) - 1
+        return rows
 
 
 @dataclass(frozen=True)
@@ -278,7 +290,8 @@ class _Parts:
     def __init__(self, folder: Path, dtype: str, errors: DataErrors) -> None:
         """Takes what a killed process has left as far as the journal goes; `errors` get what it had found."""
         self._folder, self._journal, self._errors = folder, folder / "journal.json", errors
-        self._types = {"tokens": dtype, "learned": "u1", "grids": "<i4", "pictures": "u1", "videos": "<i8"}
+        self._types = {"tokens": dtype, "learned": "u1", "grids": "<i4", "pictures": "u1"}
+        self._types |= {"videos": "<i8", "rows": "<i8"}
         noted = _noted(folder, {name: np.dtype(of).itemsize for name, of in self._types.items()})
         self.chunks = noted["chunks"]
         errors.extend(noted["errors"])
@@ -291,22 +304,28 @@ class _Parts:
         self._committed = time.monotonic()
 
     def add(self, chunk: Chunk) -> None:
-        for document in chunk.documents:
-            self._writer("tokens").add(document.ids)
-            if document.learned is not None:
-                self._writer("learned").add(document.learned)
-            if document.pictures is not None:
-                grids = [picture.grid for picture in document.pictures]
-                self._writer("grids").add(np.asarray(grids, np.int64).flatten())
-                for picture in document.pictures:
-                    self._add(picture)
-            self.tokens += len(document.ids)
+        for row in chunk.rows:
+            if len(row) > 1:
+                self._writer("rows").add(np.asarray([len(self._writer("tokens").lengths), len(row)]))
+            for document in row:
+                self._add(document)
         self._errors.extend(chunk.errors)
         self.chunks += 1
         if time.monotonic() - self._committed >= COMMIT_SECONDS:
             self._commit()
 
-    def _add(self, picture: Picture) -> None:
+    def _add(self, document: Document) -> None:
+        self._writer("tokens").add(document.ids)
+        if document.learned is not None:
+            self._writer("learned").add(document.learned)
+        if document.pictures is not None:
+            grids = [picture.grid for picture in document.pictures]
+            self._writer("grids").add(np.asarray(grids, np.int64).flatten())
+            for picture in document.pictures:
+                self._add_picture(picture)
+        self.tokens += len(document.ids)
+
+    def _add_picture(self, picture: Picture) -> None:
         for content in picture.contents:
             self._writer("pictures").add(np.frombuffer(content, np.uint8))
         if picture.seconds:
@@ -342,7 +361,7 @@ class _Parts:
         digest.update(np.asarray(self._writer("tokens").lengths, np.int64).tobytes())
         facts: dict[str, Any] = {"prefix": "tokens", "sha256": digest.hexdigest()}
         facts |= {"masked": "learned" in self._writers, "pictured": "grids" in self._writers}
-        facts |= {"moving": "videos" in self._writers}
+        facts |= {"moving": "videos" in self._writers, "grouped": "rows" in self._writers}
         files.write_json(self._folder / "facts.json", facts | found)
         self._journal.unlink(missing_ok=True)
 
@@ -393,7 +412,7 @@ def adopt(directory: Path, prefix: Path, vocabulary: int, progress: Progress) ->
     digest.update(found.lengths.tobytes())
     with _whole_or_not(directory) as folder:
         facts: dict[str, Any] = {"prefix": str(prefix.absolute()), "sha256": digest.hexdigest()}
-        facts |= {"masked": False, "pictured": False}
+        facts |= {"masked": False, "pictured": False, "grouped": False}
         files.write_json(folder / "facts.json", facts | DataErrors("stop").conclude())
 
 
@@ -409,10 +428,11 @@ def open_store(directory: Path) -> Store | None:
         if learned is not None and not np.array_equal(learned.lengths, found.lengths):
             raise ValueError("tokens and loss mask are not of the same documents")
         pictures = _pictures(directory, len(found.lengths), facts["moving"]) if facts["pictured"] else None
+        rows = read_indexed(directory / "rows").values if facts["grouped"] else np.zeros(0, np.int64)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise JobFailed(f"{directory}: damaged ({error}); delete it, it will be made again") from error
     mask = None if learned is None else learned.values.view(np.bool_)
-    return Store(found.values, mask, found.lengths, facts, pictures)
+    return Store(found.values, mask, found.lengths, facts, pictures, np.asarray(rows).reshape(-1, 2))
 
 
 def _pictures(directory: Path, documents: int, moving: bool) -> Pictures:

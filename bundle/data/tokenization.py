@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import accumulate, islice
+from itertools import islice
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ import numpy as np
 from bundle.architectures import Vision
 from bundle.data import conversations, preferences
 from bundle.data.chat import writer
-from bundle.data.conversations import Conversation
 from bundle.data.media import IMAGE, VIDEO, Medium, Picture
 from bundle.data.processing import Processing
 from bundle.data.sources import Corrupt, DataErrors, Noted, Values, rows, texts
@@ -63,7 +61,7 @@ class Encoding:
         workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         worth_it = WORTH_IT if self.images is None else WORTH_IT_FOR_IMAGES
         if workers == 1 or sum(source.path.stat().st_size for source in sources) < worth_it:
-            return (_encoded(self, made, each) for each in rows)
+            return map(_Encoder(self, made), rows)
         return _by_workers(self, rows, workers)
 
 
@@ -87,55 +85,75 @@ def _cut(encoding: Encoding, sources: list[Source]) -> Iterator[_Rows]:
         yield chunk, errors.taken()
 
 
-def _encoded(encoding: Encoding, made: Tokenizer, given: _Rows) -> Chunk:
-    """The token documents of some rows; what is corrupt in them is added to what was found before."""
-    data, errors = encoding.data, DataErrors(encoding.data.on_error)
-    chunk, noted = given
-    errors.extend(noted)
-    placed: Iterator[tuple[str, list[Document]]]
-    if encoding.task == "pretrain":
-        end = np.uint32(made.end_of_text)
-        encoded = made.encode([text for _, text in chunk]) if chunk else ()
-        whole = ([Document(np.append(ids, end))] for ids in encoded)
-        placed = zip((place for place, _ in chunk), whole, strict=True)
-    else:
-        placed = _conversations(encoding, made, chunk, errors)
-    if (images := encoding.images) is not None:
-        placed = errors.passed(
-            placed, lambda documents: [with_room(one, one.pictures or (), images.vision) for one in documents]
-        )
-    found = errors.passed(placed, lambda documents: [_checked(one, made.vocab_size) for one in documents])
-    if encoding.task != "pretrain":
-        found = _fitting(found, data.truncation, encoding.longest, errors)
-    return Chunk([document for _, documents in found for document in documents], errors.dump())
+class _Encoder:
+    """Makes token documents of rows, with the tokenizer and what writes its conversations."""
 
+    def __init__(self, encoding: Encoding, made: Tokenizer) -> None:
+        self._encoding, self._tokenizer = encoding, made
+        self._writer: Any = None if encoding.task == "pretrain" else writer(encoding.data, made)
 
-def _conversations(
-    encoding: Encoding, made: Tokenizer, given: list[tuple[str, Any]], errors: DataErrors
-) -> Iterator[tuple[str, list[Document]]]:
-    """The documents of each row, after its place: one of its conversation, or two of a pair."""
-    data, write = encoding.data, writer(encoding.data, made)
+    def __call__(self, given: _Rows) -> Chunk:
+        """The token documents of some rows; what is corrupt in them is added to what was found before."""
+        encoding, made, errors = self._encoding, self._tokenizer, DataErrors(self._encoding.data.on_error)
+        chunk, noted = given
+        errors.extend(noted)
+        placed: Iterator[tuple[str, list[Document]]]
+        if encoding.task == "pretrain":
+            end = np.uint32(made.end_of_text)
+            encoded = made.encode([text for _, text in chunk]) if chunk else ()
+            whole = ([Document(np.append(ids, end))] for ids in encoded)
+            placed = zip((place for place, _ in chunk), whole, strict=True)
+        else:
+            placed = self._conversations(chunk, errors)
+        if (images := encoding.images) is not None:
+            placed = errors.passed(
+                placed,
+                lambda documents: [with_room(one, one.pictures or (), images.vision) for one in documents],
+            )
+        found = errors.passed(placed, lambda documents: [_checked(one, made.vocab_size) for one in documents])
+        if encoding.task != "pretrain":
+            found = _fitting(found, encoding, errors)
+        return Chunk([documents for _, documents in found], errors.dump())
 
-    def read(values: Values) -> tuple[Conversation, ...]:
-        if encoding.task == "dpo":
-            return preferences.preference(values, data)
-        return (conversations.conversation(values, data),)
+    def _conversations(
+        self, given: list[tuple[str, Values]], errors: DataErrors
+    ) -> Iterator[tuple[str, list[Document]]]:
+        """The documents of each row, after its place: those of its conversation, or two of a pair."""
+        read = list(errors.passed(((row[0], row) for row in given), lambda row: self._prepared(row, errors)))
+        drafts = iter(self._writer.draft([prepared for _, each in read for prepared in each]))
+        drafted = ((place, (place, [next(drafts) for _ in each])) for place, each in read)
+        rows = list(errors.passed(drafted, self._seen))
+        each_draft: list[Any] = [draft for _, each in rows for draft, _ in each]
+        documents = iter(self._writer.encode(each_draft) if each_draft else ())
+        for place, each in rows:
+            yield place, [replace(next(documents), pictures=pictures) for _, pictures in each]
 
-    def drafted(row: tuple[str, Values]) -> list[tuple[Any, tuple[Picture, ...] | None]]:
-        place, values = row  # "file:line"
-        folder = Path(place.rpartition(":")[0]).parent
-        conversations = read(values)
-        errors.formats.add(place, conversations[0].format)
-        each = [(write.draft(said), said.media) for said in conversations]
-        return [seen(encoding.images, made, draft, media, folder) for draft, media in each]
+    def _prepared(self, row: tuple[str, Values], errors: DataErrors) -> list[Any]:
+        """What the writer takes of each conversation of a row; `errors` get the row's format."""
+        place, values = row
+        data, read = self._encoding.data, []
+        if self._encoding.task == "dpo":
+            read += preferences.preference(values, data)
+        else:
+            read.append(conversations.conversation(values, data))
+        errors.formats.add(place, read[0].format)
+        return [self._writer.prepare(conversation) for conversation in read]
 
-    rows = list(errors.passed(((row[0], row) for row in given), drafted))
-    drafts: list[Any] = [draft for _, each in rows for draft, _ in each]
-    documents = list(write.encode(drafts)) if drafts else []
-    ends = accumulate(len(each) for _, each in rows)
-    for (place, each), end in zip(rows, ends, strict=True):
-        of_row = zip(each, documents[end - len(each) : end], strict=True)
-        yield place, [replace(document, pictures=pictures) for (_, pictures), document in of_row]
+    def _seen(self, row: tuple[str, list[Any]]) -> list[tuple[Any, tuple[Picture, ...] | None]]:
+        """The drafts of a row's conversations, with their images and videos."""
+        place, conversations = row  # "file:line"
+        folder, together = Path(place.rpartition(":")[0]).parent, []
+        for drafts in conversations:
+            if isinstance(drafts, Corrupt):
+                raise drafts
+            if self._encoding.task == "dpo" and len(drafts) > 1:
+                raise Corrupt(
+                    "the chat template rewrites earlier turns of an answer, which has one log-probability."
+                    " Set data.learn: last_turn."
+                )
+            together += drafts
+        processing, made = self._encoding.images, self._tokenizer
+        return [seen(processing, made, draft, media, folder) for draft, media in together]
 
 
 def seen(
@@ -214,7 +232,7 @@ def _begin(encoding: Encoding) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # we are the parallel ones
-    _encode = partial(_encoded, encoding, tokenizer(encoding.data.tokenizer, encoding.vocabulary))
+    _encode = _Encoder(encoding, tokenizer(encoding.data.tokenizer, encoding.vocabulary))
 
 
 def _end_with_parent() -> None:
@@ -244,12 +262,14 @@ def _learns(document: Document) -> bool:
 
 
 def _fitting(
-    given: Iterator[tuple[str, list[Document]]], truncation: str, longest: int, errors: DataErrors
+    given: Iterator[tuple[str, list[Document]]], encoding: Encoding, errors: DataErrors
 ) -> Iterator[tuple[str, list[Document]]]:
     """The rows of at most `longest` tokens a document, and what `data.truncation` makes of longer ones.
 
-    The documents of a row stay together: all of them are kept, each cut where it is too long, or none.
+    Both documents of a pair are kept, each cut where it is too long, or none. Of other rows a document is
+    left out where the cut leaves nothing to learn in it.
     """
+    truncation, longest = encoding.data.truncation, encoding.longest
     for row, documents in given:
         size = max(len(document.ids) for document in documents)
         if size <= longest:
@@ -258,17 +278,18 @@ def _fitting(
         place = f"{row} ({size:,} tokens)"  # with it, rows of all lengths have one reason
         what = f"more than the {longest:,} tokens that data.sequence_length and the model's positions allow"
         cut = [_shortened(document, longest, truncation) for document in documents]
+        learning = list(filter(_learns, cut))
         if truncation == "error":
             errors.add(place, f"{what}; data.truncation says what to do with such rows")
         elif truncation == "delete":
             errors.deleted.add(place, f"{what}: deleted")
         elif any(document.pictures for document in documents):
             errors.deleted.add(place, f"{what}, and images and videos are not cut: deleted")
-        elif not all(map(_learns, cut)):
+        elif not learning or (encoding.task == "dpo" and len(learning) < len(cut)):
             errors.deleted.add(place, f"{what}, and what is left has nothing to learn: deleted")
         else:
             errors.cut.add(place, f"{what}: cut on the {truncation}")
-            yield row, cut
+            yield row, learning
 
 
 def _shortened(document: Document, longest: int, side: str) -> Document:

@@ -16,7 +16,6 @@ from bundle.recipe.data import BYTE_VOCABULARY
 Tokens = NDArray[np.uint32]
 Learned = NDArray[np.bool_]  # which tokens are
 Places = NDArray[np.int64]
-Objects = list[dict[str, Any]]
 CONTENT = {".json", ".txt", ".model", ".jinja"}  # endings of what a tokenizer is made from
 
 
@@ -111,11 +110,11 @@ class HuggingFace:
         )
         return text
 
-    def encode_placed(self, texts: Sequence[str]) -> list[tuple[Tokens, Places]]:
-        """The ids of each text, and of each the character where it begins."""
+    def encode_placed(self, texts: Sequence[str]) -> list[tuple[Tokens, Places, Places]]:
+        """The ids of each text, and of each the character where it begins and the one behind its end."""
         encoded = self._encoded(texts, return_offsets_mapping=True)
         return [
-            (np.asarray(ids, np.uint32), np.asarray(offsets, np.int64).reshape(-1, 2)[:, 0])
+            (np.asarray(ids, np.uint32), *np.asarray(offsets, np.int64).reshape(-1, 2).T)
             for ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
         ]
 
@@ -154,12 +153,10 @@ class HuggingFace:
             )
         return template
 
-    def render(self, messages: Objects, tools: Objects | None, template: str, *, prompt: bool) -> str:
-        """The conversation by a chat template; `prompt` opens the assistant's next turn."""
-        text: str = self._tokenizer.apply_chat_template(
-            messages, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=prompt
-        )
-        return text
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The special tokens by the names under which chat templates read them, such as bos_token."""
+        return dict(self._tokenizer.special_tokens_map)
 
     def _encoded(self, texts: Sequence[str], **options: Any) -> Any:
         whole = [text.encode(errors="replace").decode() for text in texts]

@@ -177,7 +177,10 @@ class Data(Section):
         default=False, description="Pack whole documents into each sample, without attention across."
     )
     validation: float = Field(
-        default=0.02, ge=0, lt=1, description="Share of the documents held out for evaluation; 0: none."
+        default=0.02,
+        ge=0,
+        lt=1,
+        description="Share of the rows (pre-training: of pieces of text) held out for evaluation; 0: none.",
     )
     validation_sets: dict[Name, ValidationSet] = Field(
         default_factory=dict,
@@ -211,8 +214,8 @@ class Data(Section):
     )
     learn: Literal["all_turns", "last_turn"] = Field(
         default="all_turns",
-        description="SFT: learn what the assistant says in every turn, or in the last one only, as templates"
-        " need that write earlier turns without thoughts.",
+        description="SFT: learn what the assistant says in every turn, or in the last one only. Where a chat"
+        " template rewrites earlier turns, such as without thoughts, a row becomes a sample for each turn.",
     )
 
     @property

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from bundle.data.sources import Corrupt
+
 _LINES = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
     "{% if m.role == 'assistant' %}<end>{% endif %}{% endfor %}"
@@ -102,6 +104,14 @@ ENDLESS = (
     "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
     "{% endfor %}{% endfor %}{% endfor %}" + SIMPLE
 )
+
+
+def drafts(template, conversation):
+    """The texts of a conversation with their learned parts. Raises Corrupt."""
+    (each,) = template.draft([template.prepare(conversation)])
+    if isinstance(each, Corrupt):
+        raise each
+    return [draft for draft, _ in each]
 
 
 def directory(

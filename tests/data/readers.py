@@ -28,9 +28,9 @@ def slowly(written, seconds):
     def write(path, vocabulary, chunks, *rest):
         def late(first):
             for chunk in chunks(first):
-                for count, document in enumerate(chunk.documents):
+                for count, row in enumerate(chunk.rows):
                     time.sleep(seconds / 50 if count < 50 else 0)
-                    yield Chunk([document], DataErrors("skip").dump() if count else chunk.errors)
+                    yield Chunk([row], DataErrors("skip").dump() if count else chunk.errors)
 
         written.append(path)
         return original(path, vocabulary, late, *rest)

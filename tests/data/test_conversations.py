@@ -31,7 +31,9 @@ def data(**keys):
 def written(chosen, tokenizer, *talks) -> Any:
     """Ids and what is learned of each conversation."""
     write = writer(chosen, tokenizer)
-    drafts: list[Any] = [write.draft(conversation({"messages": talk}, chosen)) for talk in talks]
+    drafts: list[Any] = []
+    for talk in talks:
+        drafts += chat.drafts(write, conversation({"messages": talk}, chosen))
     return [(document.ids, document.learned) for document in write.encode(drafts)]
 
 

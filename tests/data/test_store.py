@@ -16,7 +16,11 @@ def write(path, documents, vocabulary, errors=None):
     """Writes a store of one chunk."""
     errors = errors or DataErrors("skip")
     write_chunks(
-        path, vocabulary, lambda _: iter([Chunk(list(documents), errors.taken())]), errors, lambda _: None
+        path,
+        vocabulary,
+        lambda _: iter([Chunk([[document] for document in documents], errors.taken())]),
+        errors,
+        lambda _: None,
     )
 
 

@@ -2,13 +2,11 @@
 
 import importlib.util
 import json
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from bundle.data import chat as chat_module
 from bundle.data import prepare
 from bundle.data.chat import ChatTemplate, writer
 from bundle.data.conversations import conversation
@@ -43,10 +41,10 @@ def learned(tmp_path_factory):
     def of(template, messages, learn="all_turns"):
         made = HuggingFace(chat.directory(tmp_path_factory.mktemp("tokenizer"), template))
         try:
-            text, parts = ChatTemplate(made).draft(talk(messages, learn))
+            samples = chat.drafts(ChatTemplate(made), talk(messages, learn))
         except Corrupt as error:
             return str(error)
-        return [text[start:end] for start, end in parts]
+        return [text[start:end] for text, parts in samples for start, end in parts]
 
     return of
 
@@ -55,31 +53,20 @@ def learned(tmp_path_factory):
     ("template", "last", "every"),
     [
         (chat.SIMPLE, "<4><end>", "<b>2<end>"),
-        (chat.THOUGHTFUL, "<think>\n\n</think>\n\n<4><end>", None),
-        (chat.THINKING, "\n</think>\n\n<4><end>", None),
+        (chat.THOUGHTFUL, "<think>\n\n</think>\n\n<4><end>", "<think>\n\n</think>\n\n<b>2<end>"),
+        (chat.THINKING, "\n</think>\n\n<4><end>", "\n</think>\n\n<b>2<end>"),
         (chat.CLOSED, "</think><4><end>", "</think><b>2<end>"),
         (chat.DISTILLED, "<4><end>", "<b>2<end>"),
         (chat.ALTERNATING, " <4><end>", " <b>2<end>"),
         (chat.RENAMED, "<4><over>\n", "<b>2<over>\n"),
         (chat.MARKED, "<4><end>", "<b>2<end>"),
-        (chat.FORGETFUL, "<4><end>", None),
+        (chat.MARKED_WITH_NAME, "<assistant><4><end>", "<assistant><b>2<end>"),
+        (chat.FORGETFUL, "<4><end>", "<b>2<end>"),
     ],
 )
-def test_the_last_turn_is_learned_of_every_template_and_each_where_each_is_written_alike(
-    learned, template, last, every
-):
+def test_the_last_turn_is_learned_of_every_template_or_each_one(learned, template, last, every):
     assert learned(template, QUESTIONS, "last_turn") == [last]
-    if every is None:
-        found = learned(template, QUESTIONS)
-        assert found.startswith("message 1: the chat template writes it differently") and "last_turn" in found
-    else:
-        assert learned(template, QUESTIONS) == [every, last]
-
-
-def test_of_a_last_turn_that_a_template_marks_with_its_name_what_follows_the_prompt_is_learned(learned):
-    named = ["<assistant><b>2<end>", "<assistant><4><end>"]
-    assert learned(chat.MARKED_WITH_NAME, QUESTIONS) == named
-    assert learned(chat.MARKED_WITH_NAME, QUESTIONS, "last_turn") == ["<4><end>"]
+    assert learned(template, QUESTIONS) == [every, last]
 
 
 PUBLISHED = importlib.util.find_spec("trl")
@@ -149,19 +136,10 @@ def test_marks_of_generation_are_read_as_transformers_reads_them(tmp_path):
     )
 
     template = ChatTemplate(made)
-    (document,) = template.encode([template.draft(talk(messages))])
+    (document,) = template.encode(chat.drafts(template, talk(messages)))
     ids, ours = document.ids, np.asarray(document.learned)
     assert ids.tolist() == theirs["input_ids"] and ours.tolist() == list(map(bool, theirs["assistant_masks"]))
     assert 0 < ours.sum() < len(ids)
-
-
-def test_a_template_that_comes_to_no_end_stops_the_job_in_seconds(learned, monkeypatch):
-    monkeypatch.setattr(chat_module, "RENDERING_SECONDS", 0.3)
-    before = time.process_time()
-    with pytest.raises(UsageError, match=r"came to no end in 0\.3 s .* begins '1\+1\?'"):
-        learned(chat.ENDLESS, QUESTIONS)
-    assert time.process_time() - before < 10
-    assert learned(chat.SIMPLE, QUESTIONS, "last_turn") == ["<4><end>"]
 
 
 @pytest.mark.parametrize(
@@ -197,7 +175,7 @@ def test_a_template_writes_the_date_that_it_is_told(tmp_path):
     said = Data(source="jsonl", path=("r",), sequence_length=64, template="chat", date="2025-02-03")
     writes = writer(said, made)
     assert isinstance(writes, ChatTemplate)
-    text, parts = writes.draft(talk(QUESTIONS))
+    ((text, parts),) = chat.drafts(writes, talk(QUESTIONS))
     assert text.startswith("<system>03 Feb 2025<user>1+1?")
     assert [text[start:end] for start, end in parts] == ["<b>2<end>", "<4><end>"]
 

@@ -396,7 +396,7 @@ def test_a_store_that_was_begun_goes_on_with_its_images(tmp_path):
         for number in range(first, 8):
             if number == until:
                 raise KeyboardInterrupt  # as a kill, it leaves what there is
-            yield Chunk([document(number)], DataErrors("stop").dump())
+            yield Chunk([[document(number)]], DataErrors("stop").dump())
 
     whole, begun = tmp_path / "whole", tmp_path / "begun"
     write(whole, 300, chunks, DataErrors("stop"), lambda _: None)

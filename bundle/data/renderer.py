@@ -1,0 +1,82 @@
+"""The process that renders chat templates, within limits of time and memory: `rendering` run as a script."""
+
+import json
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bundle.data import rendering
+from bundle.errors import JobFailed, UsageError
+
+Reply = dict[str, Any]
+
+
+class Renderer:
+    """Renders one template; its process starts at the first request, and anew after a limit has ended it."""
+
+    def __init__(self, place: str, source: str, variables: dict[str, Any], today: str | None) -> None:
+        """`place` says where the template comes from, for messages."""
+        self._place, self._overruns = place, 0
+        self._template = json.dumps({"source": source, "variables": variables, "today": today})
+        self._process: subprocess.Popen[str] | None = None
+
+    def ask(self, requests: Sequence[str]) -> list[Reply]:
+        """Return a reply for each request, which is JSON.
+
+        Raises UsageError for a template that cannot be read, and where several rows take too long.
+        """
+        replies: list[Reply] = []
+        while len(replies) < len(requests):
+            replies += self._ask(requests[len(replies) :])
+        if replies and (reason := replies[0].get("unusable")):
+            raise UsageError(f"data.template: {self._place} cannot be read: {reason}. Correct it.")
+        return replies
+
+    def _ask(self, requests: Sequence[str]) -> list[Reply]:
+        """Return a reply for each request, up to the one that takes too long."""
+        if self._process is None:
+            self._process = self._start()
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write("\n".join([str(len(requests)), *requests, ""]))
+            process.stdin.flush()
+        except BrokenPipeError:  # its status says why it ended
+            pass
+        replies: list[Reply] = []
+        while len(replies) < len(requests) and (line := process.stdout.readline()):
+            replies.append(json.loads(line))
+        if len(replies) < len(requests):
+            self._process = None
+            replies.append(self._explain(process.wait()))
+        return replies
+
+    def _explain(self, status: int) -> Reply:
+        """Return the reply for a row at which the process has ended."""
+        if status != -signal.SIGPROF:
+            raise JobFailed(f"{self._place}: the process that renders it ended with status {status}")
+        self._overruns += 1
+        reason = f"the chat template takes more than {rendering.SECONDS} s of computing"
+        if self._overruns > 1:
+            raise UsageError(f"data.template: {reason} for several rows ({self._place}). Correct its loops.")
+        return {"corrupt": reason}
+
+    def _start(self) -> "subprocess.Popen[str]":
+        # -P: modules beside the script do not hide those of the standard library.
+        words = [sys.executable, "-P", str(Path(rendering.__file__))]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(words, stdin=pipe, stdout=pipe, encoding="ascii")
+        weakref.finalize(self, _end, process)
+        assert process.stdin is not None
+        process.stdin.write(f"{self._template}\n")
+        return process
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    """Let the process read the end of its requests."""
+    process.kill()
+    process.communicate()
