@@ -152,14 +152,15 @@ class Template:
             and (not opening or opening.strip().endswith(THOUGHT))
         ):
             return self._cut(prompt[:shared], end, shared, index + 1)
-        # This turn changes how earlier ones are written, and the model is asked before it does.
-        base, before = self._render(earlier, tools).text, self._render(earlier[:-1] or earlier, tools).text
-        if len(base) > len(before) and base.startswith(before) and prompt.startswith(base):
-            leading = prompt[len(before) :]
-            other = self._render([*earlier, {"role": "assistant", "content": PLACE}], tools).text
-            at = end.text.rfind(leading, 0, _common(end.text, other))
-            if at >= 0:
-                return self._cut(prompt, end, at + len(leading), index + 1)
+        # This turn changes how earlier ones are written, and the model is asked before it does: the answer
+        # stands behind what the prompt ends with, from the last message's content on.
+        *before, last = earlier
+        asked = self._render([*before, {**last, "content": PLACE}], tools, prompt=True).text
+        asking = prompt[_common(prompt, asked) :]
+        other = self._render([*earlier, {"role": "assistant", "content": PLACE}], tools).text
+        at = end.text.rfind(asking, 0, _common(end.text, other))
+        if at >= 0:
+            return self._cut(prompt, end, at + len(asking), index + 1)
         raise Refusal(f"message {index}: the chat template's prompt for it is not what it is written after")
 
     def _cut(self, prompt: str, end: Rendering, at: int, messages: int) -> Sample:

@@ -131,7 +131,8 @@ class _Encoder:
     def _prepared(self, row: tuple[str, Values], errors: DataErrors) -> list[Any]:
         """What the writer takes of each conversation of a row; `errors` get the row's format."""
         place, values = row
-        data, read = self._encoding.data, []
+        data = self._encoding.data
+        read: list[conversations.Conversation] = []
         if self._encoding.task == "dpo":
             read += preferences.preference(values, data)
         else:

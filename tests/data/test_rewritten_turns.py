@@ -5,6 +5,7 @@ The oracle is transformers' own apply_chat_template over beginnings of the conve
 
 import json
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,7 +55,7 @@ def expected(made, messages):
 def test_each_turn_is_learned_in_a_sample_that_ends_with_it(tmp_path, template):
     made = HuggingFace(chat.directory(tmp_path, template))
     writes, messages = ChatTemplate(made), talk(3)
-    documents = list(writes.encode(chat.drafts(writes, conversation({"messages": messages}, DATA))))
+    documents: Any = list(writes.encode(chat.drafts(writes, conversation({"messages": messages}, DATA))))
     assert len(documents) == 3
     for document, (whole, prompt) in zip(documents, expected(made, messages), strict=True):
         assert document.ids.tolist() == whole
@@ -85,6 +86,7 @@ def test_a_sample_has_the_images_of_the_messages_that_it_shows(tmp_path):
     source = chat.THOUGHTFUL.replace("{{ m.content }}", "{{ m.content | string }}")
     writes = ChatTemplate(HuggingFace(chat.directory(tmp_path, source)))
     row = conversation({"messages": messages, "images": ["a", "b", "c"]}, DATA)
+    drafts: Any
     (drafts,) = writes.draft([writes.prepare(row)])
     every = [Medium("image", name) for name in "abc"]
     assert [list(media) for _, media in drafts] == [every[:1], every[:1], every]
@@ -125,6 +127,7 @@ def test_samples_of_a_row_are_counted_and_held_out_together(recipe, tmp_path, pa
 
 
 def test_a_row_that_is_too_long_keeps_the_samples_that_still_teach_something(recipe, tmp_path):
+    whole: Any
     (whole,) = prepare(recipe("data.validation=0"), tmp_path / "whole").stores
     longest = int(whole.lengths.argmax())  # of which the cut leaves no learned token
     learned = whole.learned[whole.starts[longest] :][: whole.lengths[longest]]
@@ -164,6 +167,8 @@ def test_rows_of_several_documents_are_known_after_an_interruption(tmp_path, mon
     with pytest.raises(KeyboardInterrupt):
         make("begun", lambda first: chunks(first, 5))
     make("begun", chunks)
+    whole: Any
+    begun: Any
     whole, begun = (open_store(tmp_path / name) for name in ("whole", "begun"))
     sizes = [size for number in range(9) for size in (1, 1 + number % 3)]
     assert np.bincount(whole.rows).tolist() == np.bincount(begun.rows).tolist() == sizes

@@ -6,6 +6,7 @@ The oracle is transformers' own apply_chat_template over beginnings of the conve
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -163,7 +164,7 @@ def test_published_templates_learn_what_is_called_and_answered(tmp_path, name, l
     if (name, learn) == ("qwen3", "all_turns"):  # which writes thoughts of the last turn only
         template = ChatTemplate(made)
         row = conversation({"messages": talk, "tools": TOOLS}, data())
-        documents = list(template.encode(chat.drafts(template, row)))
+        documents: Any = list(template.encode(chat.drafts(template, row)))
         for document, turn in zip(documents, (2, 4), strict=True):
             assert document.ids.tolist() == ids(made, talk[: turn + 1])
             assert document.learned.tolist() == expected(made, talk[: turn + 1], [turn])
