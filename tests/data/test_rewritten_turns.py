@@ -18,7 +18,7 @@ from bundle.data.media import Medium
 from bundle.data.sources import DataErrors
 from bundle.data.store import Chunk, Document, open_store, write
 from bundle.data.tokenizers import HuggingFace
-from bundle.errors import JobFailed
+from bundle.errors import UsageError
 from bundle.recipe import load
 from bundle.recipe.data import Data
 from tests.data import chat
@@ -144,7 +144,7 @@ def test_an_answer_of_a_pair_is_one_sample(tmp_path, recipe):
     row = {"chosen": talk(2), "rejected": [*talk(1)[:1], {"role": "assistant", "content": "no"}]}
     pairs.write_text(json.dumps(row))
     keys = ("task=dpo", "data.validation=0")
-    with pytest.raises(JobFailed) as caught:
+    with pytest.raises(UsageError) as caught:
         prepare(recipe(*keys), tmp_path / "tokens")
     assert "last_turn" in caught.value.violations[0]
     prepare(recipe(*keys, "data.learn=last_turn"), tmp_path / "tokens")
