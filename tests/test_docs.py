@@ -12,6 +12,9 @@ ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 CONSOLE = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
+# These need weights: tests.cli.test_weights, test_generate and test_building and tests.journeys have some.
+WITH_WEIGHTS = ("weights", "generate", "sft", "dpo", "pretrain", "init")
+
 
 def commands() -> list[tuple[str, str]]:
     """(page, command) of every line after a prompt in a console block; comments are left out."""
@@ -20,9 +23,7 @@ def commands() -> list[tuple[str, str]]:
         for block in CONSOLE.findall(page.read_text(encoding="utf-8")):
             prompts = [line[2:] for line in block.splitlines() if line.startswith("$ ")]
             shown = (line.partition("#")[0].strip() for line in prompts)
-            # These need weights: tests.cli.test_weights and test_generate have some, and run what is shown.
-            without = ("mcore-bundle weights", "mcore-bundle generate")
-            found += [(page.name, line) for line in shown if not line.startswith(without)]
+            found += [(page.name, line) for line in shown if line.split()[1] not in WITH_WEIGHTS]
     return found
 
 

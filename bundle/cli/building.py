@@ -114,9 +114,10 @@ def build_recipe(wish: Wish) -> Built:
 
 
 def _final(wish: Wish, recipe: Recipe, choices: Sequence[Choice]) -> Iterator[Choice]:
-    """Yield the choices that the user left open, and the keys that the user sets."""
+    """Yield the choices that the user left open, what loading filled in, and the keys that the user sets."""
     yield from (choice for choice in choices if wish.leaves_open(choice.key))
     values = dict(flat(recipe.dump()))
+    yield from (Choice(key, values[key], reason) for key, reason in recipe.origins.items())
     for name in dict.fromkeys(wish.set_keys):
         yield from (
             Choice(key, value, "--set")
