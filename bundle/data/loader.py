@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from bundle.data import corpus
 from bundle.data.corpus import Corpus, LeftOut
-from bundle.data.samples import BLANK, Batch, Ints, Samples, dealt, permutation
+from bundle.data.samples import BLANK, Batch, Ints, Samples, Sizes, dealt, permutation
 from bundle.distributed import world
 from bundle.distributed.watchdog import PATIENCE_SECONDS, Watchdog
 from bundle.distributed.world import disagreements, on_all_ranks
@@ -147,8 +147,14 @@ class Loader:
 
     def training(self, consumed: int) -> list[Batch]:
         """The micro-batches of the step that begins after `consumed` samples of the whole run."""
-        numbers = self._corpus.order.drawn(consumed, self._recipe.train.global_batch_size)
-        return list(self._batches(self._corpus.training, numbers))
+        return list(self._batches(self._corpus.training, self._drawn(consumed)))
+
+    def sizes(self, consumed: int) -> Sizes:
+        """Return the sizes of that step's samples on all data-parallel ranks together."""
+        return self._corpus.training.sizes(self._drawn(consumed))
+
+    def _drawn(self, consumed: int) -> Ints:
+        return self._corpus.order.drawn(consumed, self._recipe.train.global_batch_size)
 
     def once(self) -> Iterator[list[Batch]]:
         """The micro-batches of every sample to train on, a global batch at a time, filled up with BLANK."""

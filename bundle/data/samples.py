@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from heapq import heappop, heappush
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -201,6 +201,13 @@ class Batch:
     seconds: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
 
 
+class Sizes(NamedTuple):
+    """What samples take to compute: the tokens of each sequence, padding aside, and each image's patches."""
+
+    lengths: Ints  # [sequences]
+    grids: Ints  # [images and videos, 3]
+
+
 class Samples(Protocol):
     """Numbered samples; `batch` takes numbers, BLANK among them, and gives tensors."""
 
@@ -212,6 +219,10 @@ class Samples(Protocol):
 
     def patches(self, numbers: Ints) -> Ints:
         """The patches [b] of the images and videos of each; all else in samples is padded to one size."""
+        ...
+
+    def sizes(self, numbers: Ints) -> Sizes:
+        """Return the sizes of the samples `numbers` [b], none of them BLANK, without reading them."""
         ...
 
 
@@ -240,6 +251,10 @@ class Windows:
     def patches(self, numbers: Ints) -> Ints:
         """None."""
         return np.zeros_like(numbers)
+
+    def sizes(self, numbers: Ints) -> Sizes:
+        """Return one length for each."""
+        return Sizes(np.full(len(numbers), self._length, np.int64), np.zeros((0, 3), np.int64))
 
 
 class Rows:
@@ -281,6 +296,10 @@ class Rows:
         patches: Ints = _patches(self._store, rows).reshape(-1, self._together).sum(1)
         return patches
 
+    def sizes(self, numbers: Ints) -> Sizes:
+        """Return those of the sequences that are a sample."""
+        return _sizes(self._store, self._spans.where(members(numbers, self._together)))
+
 
 class Packs:
     """Several whole sequences per sample; one sample is a micro-batch."""
@@ -318,6 +337,11 @@ class Packs:
         packs = [self._spans.where(self._packs[number]) for number in np.maximum(numbers, 0).tolist()]
         return np.asarray([_patches(self._store, spans).sum() for spans in packs], np.int64)
 
+    def sizes(self, numbers: Ints) -> Sizes:
+        """Return those of the sequences of each pack."""
+        sequences = np.concatenate([self._packs[number] for number in numbers.tolist()])
+        return _sizes(self._store, self._spans.where(sequences))
+
 
 class Joined:
     """Samples of several data sets, numbered one after the other."""
@@ -352,6 +376,18 @@ class Joined:
             part, here = self._parts[owner], owners == owner
             found[here] = part.patches(np.maximum(numbers[here], 0) - (int(self._ends[owner]) - len(part)))
         return found
+
+    def sizes(self, numbers: Ints) -> Sizes:
+        """Return those of each data set, one data set after the other."""
+        owners = np.searchsorted(self._ends, numbers, side="right")
+        found = [
+            self._parts[owner].sizes(
+                numbers[owners == owner] - (int(self._ends[owner]) - len(self._parts[owner]))
+            )
+            for owner in np.unique(owners).tolist()
+        ]
+        lengths, grids = map(np.concatenate, zip(*found, strict=True))
+        return Sizes(lengths, grids)
 
 
 def joined(parts: Sequence[Samples]) -> Samples:
@@ -399,6 +435,14 @@ def _patches(store: Store, spans: Spans) -> Ints:
         if store.pictures is None
         else store.pictures.patches[_owners(store, spans)]
     )
+
+
+def _sizes(store: Store, spans: Spans) -> Sizes:
+    """Return the sizes of these pieces, with the images of the documents that hold them."""
+    pictures = store.pictures
+    if pictures is None:
+        return Sizes(spans.lengths, np.zeros((0, 3), np.int64))
+    return Sizes(spans.lengths, pictures.grids[pictures.of(_owners(store, spans))])
 
 
 def learned_at(store: Store, places: Ints) -> NDArray[np.bool_]:

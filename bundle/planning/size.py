@@ -9,8 +9,8 @@ FLOPs of a forward pass are those of the model's matrix products, 2 for each mul
 - a weight matrix once for each token; of routed experts the `topk` that a token goes through; the output
   layer once for each loss, the main one and MTP's; the embedding is a look-up;
 - in every layer a query meets the keys up to its own position: n tokens make n (n + 1) / 2 pairs, each of as
-  many multiply-adds as all heads of a key and of a value are wide; in a layer with a window of w no more than
-  n w, which is w (w - 1) / 2 for each sequence more than there are;
+  many multiply-adds as all heads of a key and of a value are wide; in a layer with a window of w each query
+  meets the last w of these keys;
 - a gated delta net has a state of keys times values for each head of values, and a token reads it for its
   key, adds to it and reads it for its query, whatever came before.
 
@@ -27,7 +27,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bundle import files
 from bundle.architectures import Architecture, DeltaNet, adapters, padded_vocabulary, spellings
@@ -167,16 +167,15 @@ class ModelSize(NamedTuple):
 
     def training_flops(self, lengths: Iterable[int]) -> int:
         """FLOPs of training on sequences of these lengths, forward and backward."""
-        tokens, pairs = 0, 0
-        for length in lengths:
-            tokens, pairs = tokens + length, pairs + length * (length + 1) // 2
-        return self.step_flops(tokens, pairs)
+        each = list(lengths)
+        pairs = sum(map(count_pairs, each))
+        windowed = sum(count_pairs(length, self.window) for length in each)
+        return self.step_flops(sum(each), pairs, windowed)
 
-    def step_flops(self, tokens: int, pairs: int) -> int:
-        """The same from the sums over the sequences: their tokens, and their pairs of query and key."""
+    def step_flops(self, tokens: int, pairs: int, windowed_pairs: int) -> int:
+        """Return the same from sums over sequences: tokens, and `count_pairs` without and with the window."""
         of_weights = 2 if self.adapters else 3
-        of_attention = pairs * self.flops_per_pair
-        of_attention += min(pairs, tokens * self.window) * self.flops_per_windowed_pair
+        of_attention = pairs * self.flops_per_pair + windowed_pairs * self.flops_per_windowed_pair
         return of_weights * tokens * self.flops_per_token + 3 * of_attention
 
     def checkpoint_bytes(self, dtype: str, optimizer: Optimizer) -> int:
@@ -192,6 +191,15 @@ class ModelSize(NamedTuple):
         """Bytes of an export (checkpoint.export) of a model in `dtype`; of one in FP8 the most."""
         written = self.adapters if kind == "peft" else self.parameters + self.mtp if kind else 0
         return written * (FP32 if dtype == "fp32" else BF16)
+
+
+def count_pairs(length: Any, window: int = 0) -> Any:
+    """Return how many pairs of a query and a key a sequence has, a key being among the last `window`.
+
+    A window of 0 is none. `length` is a number, or a numpy array of them.
+    """
+    beyond = (length - window) * (length > window) if window else 0
+    return length * (length + 1) // 2 - beyond * (beyond + 1) // 2
 
 
 def model_size(architecture: Architecture, model: Model | None = None) -> ModelSize:

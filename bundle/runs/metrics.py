@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from bundle import capabilities, files
 from bundle.errors import EnvironmentUnfit
-from bundle.planning.size import model_size
+from bundle.planning.size import count_pairs, model_size
 from bundle.planning.tower import tower_size
 from bundle.recipe import Recipe, flat
 from bundle.runs.directory import RunDirectory
@@ -287,28 +287,31 @@ class Metrics:
 
 
 class Speed:
-    """Counts for one rank: what its replica was fed is shared by the ranks of the replica."""
+    """Counts for the average rank: all ranks share what all replicas were fed."""
 
-    def __init__(self, recipe: Recipe, backend: str, device: torch.device) -> None:
+    def __init__(self, recipe: Recipe, backend: str, device: torch.device, *, dp: int) -> None:
+        """`dp` is the number of replicas."""
         parallel = recipe.parallel
         self._size = model_size(recipe.architecture, recipe.model)
         self._tower = tower_size(recipe.architecture, recipe.model)
-        self._ranks = parallel.tp * parallel.cp * parallel.pp
+        self._ranks = parallel.tp * parallel.cp * parallel.pp * dp
         self._device = device
         self._peak: float | None = None  # FLOP/s of the arithmetic that is used, where it is known
         if device.type != "cpu" and recipe.model.dtype == "bf16" and recipe.model.fp8 is None:
             peak = capabilities.of(backend).peak(torch.cuda.get_device_name(device))
             self._peak = peak.bf16 if peak else None
 
-    def flops(self, lengths: Sequence[int], grids: NDArray[np.int64]) -> float:
-        """This rank's share of the model FLOPs of training on sequences of these lengths.
+    def flops(self, lengths: Sequence[int] | NDArray[np.int64], grids: NDArray[np.int64]) -> float:
+        """Return a rank's share of the model FLOPs of training on sequences of these lengths.
 
-        `grids` [images, 3] are the patches of their images in time, height and width.
+        The sequences are those of all replicas. `grids` [images, 3] are the patches of their images in time,
+        height and width.
         """
         tokens = np.asarray(lengths, np.int64)
-        pairs = int((tokens * (tokens + 1) // 2).sum())
+        pairs = int(count_pairs(tokens).sum())
+        windowed = int(count_pairs(tokens, self._size.window).sum())
         of_images = self._tower.training_flops(grids) if self._tower else 0
-        return (self._size.step_flops(int(tokens.sum()), pairs) + of_images) / self._ranks
+        return (self._size.step_flops(int(tokens.sum()), pairs, windowed) + of_images) / self._ranks
 
     def gauges(self, flops: float, seconds: float) -> Mapping[str, float]:
         """FLOP/s of a device (TFLOP/s; MFU where the peak is known) and the peak of its memory in bytes.

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bundle.data import Batch, Loader
-from bundle.data.samples import BLANK
+from bundle.data.samples import BLANK, Sizes
 from bundle.engine import Engine, Losses, MicroBatch
 from bundle.engine.engine import StepResult
 from bundle.engine.microbatch import from_packing, from_rows
@@ -46,21 +46,18 @@ class Batches:
         self._alignment, self._vision = recipe.alignment, recipe.architecture.vision
         # What a reference says of every document of the corpus, once it is known; of pairs alone.
         self.reference: NDArray[np.float64] | None = None
-        # Of this rank's last step: the lengths of its sequences, padding aside, and its images' patches.
-        self.lengths: list[int] = []
-        self.grids = np.zeros((0, 3), np.int64)
+        # Of the last step, on all replicas together.
+        self.sizes = Sizes(np.zeros(0, np.int64), np.zeros((0, 3), np.int64))
 
     def training(self, consumed: int) -> list[MicroBatch]:
         """The micro-batches of the step that begins after `consumed` samples of the whole run."""
-        batches = self._loader.training(consumed)
-        self.lengths = [length for batch in batches for length in lengths_of(batch)]
-        self.grids = np.concatenate([batch.grids for batch in batches])
-        return [self._micro_batch(batch) for batch in batches]
+        self.sizes = self._loader.sizes(consumed)
+        return [self._micro_batch(batch) for batch in self._loader.training(consumed)]
 
     @property
     def tokens_of_step(self) -> int:
-        """Tokens of the last step, learned or not, if all replicas had as many as this rank's."""
-        return sum(self.lengths) * self._groups.dp.size
+        """Tokens of the last step on all replicas, learned or not."""
+        return int(self.sizes.lengths.sum())
 
     def once(self) -> Iterator[tuple[list[Batch], list[MicroBatch]]]:
         """All that is ever trained on or evaluated with, in portions, as on the host and as on the device."""

@@ -93,7 +93,7 @@ class Trainer:
             with dog.patience("computing the reference"):
                 self.batches.reference = self._reference(weights)
         on_rank_0(lambda: self.directory.rewind_metrics(self.progress.step))
-        self.metrics, self.speed = self._metrics(), Speed(recipe, job.backend, device)
+        self.metrics, self.speed = self._metrics(), Speed(recipe, job.backend, device, dp=self.groups.dp.size)
         self.stragglers, self.spikes = Stragglers(self.groups.pp.rank, device), Spikes()
         if not goes_on and (skipped := _skipped(self.corpus)):
             self.metrics.write(0, skipped)
@@ -106,7 +106,7 @@ class Trainer:
                 should_stop=should_stop,
                 alive=self._alive,
                 profiled=profiler.step,
-                flops=lambda: self.speed.flops(self.batches.lengths, self.batches.grids),
+                flops=lambda: self.speed.flops(*self.batches.sizes),
                 gauges=self.speed.gauges,
                 export=self._export,
                 unusual=self._unusual,

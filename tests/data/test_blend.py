@@ -112,7 +112,11 @@ def test_a_step_is_the_same_at_any_number_of_ranks_and_has_the_proportions(built
         return sorted(tuple(b.ids.flatten().tolist()) for batches in ranks for b in batches)
 
     for consumed in (0, 16, 16 * 100):
-        assert step(consumed, 1) == step(consumed, 2) == step(consumed, 4)
+        one = step(consumed, 1)
+        assert one == step(consumed, 2) == step(consumed, 4)
+        for rank in range(2):  # every rank knows the sizes of all
+            sizes = Loader(made, corpus, rank, 2).sizes(consumed)
+            assert sorted(sizes.lengths.tolist()) == sorted(map(len, one)) and not sizes.grids.size
     if packed == "true":  # a window may begin in one data set's document and never in another data set
         return
     loader = Loader(made, corpus, 0, 1)

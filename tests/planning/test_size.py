@@ -46,9 +46,25 @@ def test_flops_are_those_that_torch_counts(config):
     tokens, pairs = SHORT + 2 * LONG, sum(n * (n + 1) // 2 for n in (SHORT, LONG, LONG))
     windowed = sum(window(config, layer) is not None for layer in range(config["num_hidden_layers"]))
     of_layer = pair // (config["num_hidden_layers"] + model.depths(config))
-    fewer = pairs - min(pairs, tokens * config.get("sliding_window", 0))
+    width = config.get("sliding_window", LONG)
+    fewer = pairs - sum(min(place, width) for n in (SHORT, LONG, LONG) for place in range(1, n + 1))
     wanted = token * tokens + pair * pairs - windowed * of_layer * fewer
     assert size.training_flops([SHORT, LONG, LONG]) == 3 * wanted
+
+
+@pytest.mark.parametrize("kind", [kind for kind, of in CONFIGS.items() if not of.get("tie_word_embeddings")])
+def test_frozen_weights_beside_adapters_have_no_flops_of_their_own_gradients(kind):
+    """What adapters add is not counted: the embedding stands for them, from where gradients come back."""
+    config = CONFIGS[kind]
+    lora = {"rank": 2, "alpha": 4, "targets": ["all-linear"]}
+    recipe = job(config, model={"lora": lora}, data={"tokenizer": "hf:none"})
+    size, weights = model_size(recipe.architecture, recipe.model), drawn(config, seed=5)
+    for name, weight in weights.items():
+        weight.requires_grad_(name == "model.embed_tokens.weight")
+    forward, backward = counted(config, weights, LONG)
+    tokens = LONG * size.flops_per_token
+    assert size.adapters and backward == 2 * forward - tokens
+    assert size.step_flops(LONG, 0, 0) == 2 * tokens
 
 
 def test_parameters_are_those_of_a_published_checkpoint(config):

@@ -13,6 +13,8 @@ import torch
 from bundle.planning.size import model_size
 from bundle.recipe import load
 from bundle.runs.metrics import PlainLines, Speed
+from tests.planning.jobs import job
+from tests.reference.configs import CONFIGS
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 NONE = np.zeros((0, 3), np.int64)  # no images
@@ -25,35 +27,56 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_ranks_of_a_replica_share_its_sequences(seed):
+def test_all_ranks_share_the_sequences_of_a_step(seed):
     recipe = load("demo", ["parallel={tp: 2, pp: 2, cp: 2, ep: 2, sequence_parallel: true}"])
     drawn = random.Random(seed)
     lengths = [drawn.randint(1, 99_999) for _ in range(drawn.randint(1, 50))]
     whole = model_size(recipe.architecture).training_flops(lengths)
-    assert Speed(recipe, "cpu", CPU).flops(lengths, NONE) == pytest.approx(whole / 8, rel=1e-15)
-    assert Speed(load("demo"), "cpu", CPU).flops(lengths, NONE) == pytest.approx(whole, rel=1e-15)
+    assert Speed(recipe, "cpu", CPU, dp=1).flops(lengths, NONE) == pytest.approx(whole / 8, rel=1e-15)
+    assert Speed(recipe, "cpu", CPU, dp=3).flops(lengths, NONE) == pytest.approx(whole / 24, rel=1e-15)
+    assert Speed(load("demo"), "cpu", CPU, dp=1).flops(lengths, NONE) == pytest.approx(whole, rel=1e-15)
+
+
+def test_a_window_counts_in_each_sequence_alone():
+    """Short sequences leave nothing of their windows to long ones; pairs are counted one by one."""
+    recipe = job(CONFIGS["gpt_oss"], data={"tokenizer": "hf:none"})
+    lengths, window = [1, 8, 9, 10, 31, 3], recipe.architecture.window or 0
+    pairs = {(query, key) for query in range(31) for key in range(query + 1)}
+    size = model_size(recipe.architecture)
+    wanted = size.step_flops(
+        sum(lengths),
+        sum(query < length for length in lengths for query, _ in pairs),
+        sum(query < length and query - key < window for length in lengths for query, key in pairs),
+    )
+    assert size.flops_per_windowed_pair and 0 < window < 31
+    assert Speed(recipe, "cpu", CPU, dp=1).flops(lengths, NONE) == size.training_flops(lengths) == wanted
 
 
 def test_mfu_is_of_the_peak_of_the_arithmetic_that_is_used(h200):
-    job = ["backend=cuda", "model.dtype=bf16"]
-    found = Speed(load("demo", job), "cuda", GPU).gauges(989e12, 2.0)
+    arithmetic = ["backend=cuda", "model.dtype=bf16"]
+    found = Speed(load("demo", arithmetic), "cuda", GPU, dp=1).gauges(989e12, 2.0)
     assert found["train/tflops_per_device"] == pytest.approx(494.5) and found["train/mfu"] == pytest.approx(
         0.5
     )
     assert found["memory/peak_bytes"] == 7 << 30
     for other in ("model.fp8.scaling=delayed", "model.dtype=fp32"):
-        assert "train/mfu" not in Speed(load("demo", [*job, other]), "cuda", GPU).gauges(1e12, 1.0)
+        assert "train/mfu" not in Speed(load("demo", [*arithmetic, other]), "cuda", GPU, dp=1).gauges(
+            1e12, 1.0
+        )
 
 
 def test_a_device_whose_peak_nobody_read_has_no_mfu(h200, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H0")
-    job = load("demo", ["backend=cuda", "model.dtype=bf16"])
-    assert set(Speed(job, "cuda", GPU).gauges(1e12, 1.0)) == {"train/tflops_per_device", "memory/peak_bytes"}
+    recipe = load("demo", ["backend=cuda", "model.dtype=bf16"])
+    assert set(Speed(recipe, "cuda", GPU, dp=1).gauges(1e12, 1.0)) == {
+        "train/tflops_per_device",
+        "memory/peak_bytes",
+    }
 
 
 def test_on_the_cpu_memory_is_the_process_s():
     held = torch.ones(64 << 20)
-    found = Speed(load("demo"), "cpu", CPU).gauges(1e12, 4.0)
+    found = Speed(load("demo"), "cpu", CPU, dp=1).gauges(1e12, 4.0)
     assert found["train/tflops_per_device"] == 0.25 and "train/mfu" not in found
     assert found["memory/peak_bytes"] > held.nbytes
 

@@ -64,7 +64,7 @@ def main(directory: Path) -> None:
                 alone.append(from_rows(*of, cp=1, rank=0, mtp_layers=1))
         seen, wanted = (after(job.trained, runtime, made, given) for given in (rows, alone))
     found = {name: float((seen[name] - wanted[name]).abs().max()) for name in seen}
-    told = batches.lengths == lengths and batches.tokens_of_step == sum(lengths)
+    told = batches.sizes.lengths.tolist() == lengths and batches.tokens_of_step == sum(lengths)
     print(json.dumps(found | {"lengths": told, "tokens": sum(lengths)}))
 
 

@@ -9,6 +9,7 @@ from bundle.data import prepare
 from bundle.data.loader import Loader
 from bundle.data.samples import BLANK, dealt
 from bundle.recipe import load
+from bundle.training.loop import lengths_of
 from tests.vision import rows
 from tests.vision.rows import asking, content, image
 
@@ -39,9 +40,17 @@ def steps(directory, how, dp):
     job = load(str(rows.RECIPE), rows.overrides(directory, longest, *sizes, *length))
     corpus = prepare(job, directory / "cache")
     for consumed in range(0, 4 * BATCH, BATCH):
+        loaders = [Loader(job, corpus, rank, dp) for rank in range(dp)]
+        shares = [loader.training(consumed) for loader in loaders]
+        batches = [batch for share in shares for batch in share]
+        for step in (loader.sizes(consumed) for loader in loaders):
+            lengths = [length for batch in batches for length in lengths_of(batch)]
+            assert sorted(step.lengths.tolist()) == sorted(lengths)
+            grids = np.concatenate([batch.grids for batch in batches]).tolist()
+            assert sorted(step.grids.tolist()) == sorted(grids)
         yield [
             [(frozenset(batch.documents.tolist()), int(batch.grids.prod(1).sum())) for batch in share]
-            for share in (Loader(job, corpus, rank, dp).training(consumed) for rank in range(dp))
+            for share in shares
         ]
 
 

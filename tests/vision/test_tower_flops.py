@@ -80,7 +80,7 @@ def test_a_rank_counts_its_share_of_text_and_images(case, grids):
     tower = tower_size(recipe.architecture, recipe.model)
     assert tower is not None
     whole += tower.training_flops(grids)
-    assert Speed(recipe, "cpu", CPU).flops([40, 7], grids) == whole / 2
+    assert Speed(recipe, "cpu", CPU, dp=1).flops([40, 7], grids) == whole / 2
 
 
 def test_a_model_without_a_tower_has_none():

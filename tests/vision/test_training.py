@@ -77,8 +77,8 @@ def test_rates_count_what_the_tower_computes(alone):
     assert tower is not None
     tokens = round(first["train/tokens_per_second"] * seconds)
     of_images = tower.training_flops(np.asarray([[1, 4, 4]] * 7 + [[3, 4, 4]]))
-    least = of_images + size.step_flops(tokens, 0)
-    most = of_images + size.step_flops(tokens, tokens * recipe.data.sequence_length // 2)
+    least = of_images + size.step_flops(tokens, 0, 0)
+    most = of_images + size.step_flops(tokens, tokens * recipe.data.sequence_length // 2, 0)
     assert most - least < of_images / 2
     assert least < first["train/tflops_per_device"] * seconds * 1e12 < most
 
