@@ -114,10 +114,9 @@ def build_recipe(wish: Wish) -> Built:
 
 
 def _final(wish: Wish, recipe: Recipe, choices: Sequence[Choice]) -> Iterator[Choice]:
-    """Yield the choices that the user left open, what loading filled in, and the keys that the user sets."""
+    """Yield the choices that the user left open, and the keys that the user sets."""
     yield from (choice for choice in choices if wish.leaves_open(choice.key))
     values = dict(flat(recipe.dump()))
-    yield from (Choice(key, values[key], reason) for key, reason in recipe.origins.items())
     for name in dict.fromkeys(wish.set_keys):
         yield from (
             Choice(key, value, "--set")
@@ -134,8 +133,11 @@ def _named(wish: Wish) -> list[Choice]:
         Choice("task", wish.task, "what is learned"),
         Choice("model.path", wish.model, "--model"),
         Choice("data.path", list(wish.data), "--data"),
+        Choice("data.tokenizer", f"hf:{wish.model}", "the model's own"),
+        Choice("checkpoint.export", "hf", "the result opens in transformers"),
     ]
     if wish.task != "pretrain":
+        choices.append(Choice("data.template", "chat", "the tokenizer's chat template"))
         choices.append(Choice("model.weights", "load", "fine-tuning needs trained weights"))
     if wish.lora:
         choices.append(Choice("model.lora", {}, "--lora"))
