@@ -140,6 +140,7 @@ class Variable(NamedTuple):
     when: frozenset[str] = frozenset()  # features of the recipe, all of them
     alone: bool = False  # only where the job has one node
     yields: bool = False  # to a value that is set where the ranks are started
+    runs_on: Callable[[str], bool] | None = None  # generations that need it; None: every one
 
 
 class Conflict(NamedTuple):
@@ -211,6 +212,7 @@ class Capabilities(NamedTuple):
     peaks: tuple[Peak, ...] = ()  # of the devices whose rate somebody read
     operators: tuple[Operator, ...] = ()
     conflicts: tuple[Conflict, ...] = ()
+    thread_limit: int = 8  # threads of one rank's own work on the host
     delta_nets: bool = True  # gated delta nets, and around them norms whose weights are zero-centred
     without_fp8: str = ""  # why no scaling is offered, where there is none
     emulated: Emulated | None = None  # where it was tested on what stands in for the device
@@ -295,20 +297,43 @@ class Capabilities(NamedTuple):
         return next(named, next((each for each in self.resources if not each.generations), None))
 
     def variables(
-        self, features: frozenset[str], nodes: int = 1, said: Mapping[str, str | None] | None = None
+        self,
+        features: frozenset[str],
+        nodes: int = 1,
+        said: Mapping[str, str | None] | None = None,
+        *,
+        generation: str | None = None,
+        cores_per_rank: float | None = None,
     ) -> tuple[Variable, ...]:
-        """The environment of a rank of a job with these features.
+        """Return the environment of a rank of a job with these features.
 
-        `said` are the values of the recipe's `environment`, which are taken instead; None leaves one out.
+        Of two values of one variable that the job needs, the later one in the table counts. `generation` and
+        `cores_per_rank` are None where nobody knows the device or the node. `said` are the values of the
+        recipe's `environment`, which are taken instead; None leaves one out.
         """
-        own = {v.name: v for v in (*self.environment, *COMMON) if v.when <= features}
-        own = {name: v for name, v in own.items() if nodes == 1 or not v.alone}
+        table = (*self.environment, self._threads(cores_per_rank), *COMMON)
+        needed = [v for v in table if v.when <= features and (nodes == 1 or not v.alone)]
+        own = {v.name: v for v in needed if not (v.runs_on and generation) or v.runs_on(generation)}
         for name, value in (said or {}).items():
             before = own.pop(name, None)
             if value is not None:
                 instead = f"; else {before.value!r}: {before.why}" if before else ""
                 own[name] = Variable(name, value, f"the recipe says so{instead}")
         return tuple(own.values())
+
+    def _threads(self, cores_per_rank: float | None) -> Variable:
+        """Return the threads of a rank's own work on the host."""
+        limit = self.thread_limit
+        if limit == 1:
+            why = "ranks share the cores of the node, and a sum is the same on a machine with more of them"
+            return Variable("OMP_NUM_THREADS", "1", why, yields=True)
+        known = "not known" if cores_per_rank is None else f"{cores_per_rank:.4g}"
+        threads = limit if cores_per_rank is None else max(1, min(limit, int(cores_per_rank)))
+        why = (
+            f"cores per rank ({known}), at most {limit}; with 1 a step of the experts' benchmark took 456 ms"
+            " on an H200, with the machine's own number 421"
+        )
+        return Variable("OMP_NUM_THREADS", str(threads), why, yields=True)
 
     def conflicts_of(self, environment: Mapping[str, str]) -> list[str]:
         """What does not go together in such an environment."""
@@ -317,12 +342,6 @@ class Capabilities(NamedTuple):
 
 # Of ranks on every backend.
 COMMON = (
-    Variable(
-        "OMP_NUM_THREADS",
-        "1",
-        "the ranks of a node share its cores: torch would give all of them to each",
-        yields=True,
-    ),
     Variable(
         "GLOO_SOCKET_IFNAME",
         "lo",
@@ -333,9 +352,7 @@ COMMON = (
 )
 
 
-def connections(why: str) -> Variable:
-    """CUDA_DEVICE_MAX_CONNECTIONS=1, which megatron asks for on every device."""
-    return Variable("CUDA_DEVICE_MAX_CONNECTIONS", "1", why)
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # megatron reads it on every device
 
 
 def of(backend: str, features: frozenset[str] = frozenset()) -> Capabilities:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from bundle.capabilities import (
+    CONNECTIONS,
     AttentionKernel,
     Capabilities,
     Choice,
@@ -14,7 +15,6 @@ from bundle.capabilities import (
     Operator,
     Resource,
     Variable,
-    connections,
 )
 from bundle.fp8 import FORMATS, SCALINGS
 
@@ -122,7 +122,7 @@ ASCEND = Capabilities(
         Resource("huawei.com/npu", "gres=npu:{}", "NPU", _PLUGIN, frozenset({"a5"})),
     ),
     environment=(
-        connections("megatron's own check, which MindSpeed keeps"),
+        Variable(CONNECTIONS, "1", "megatron's own check, which MindSpeed keeps"),
         Variable(
             "HCCL_CONNECT_TIMEOUT",
             "1800",

@@ -1,12 +1,12 @@
 """What the cpu backend offers: every layout over gloo, with the refusals of Transformer Engine's kernels."""
 
 from bundle.capabilities import (
+    CONNECTIONS,
     Capabilities,
     Choice,
     Fp8Scaling,
     LayerTraits,
     Variable,
-    connections,
 )
 from bundle.capabilities.cuda import CUDA, FLASH, FUSED, UNFUSED
 from bundle.fp8 import FORMATS, SCALINGS
@@ -29,6 +29,7 @@ CPU = Capabilities(
     backend="cpu",
     device="cpu",
     collectives="gloo",
+    thread_limit=1,
     layers=LOCAL,
     kernels=tuple(
         kernel._replace(
@@ -48,7 +49,7 @@ CPU = Capabilities(
             "0",
             "an installed torch-npu must not be loaded: without CANN it makes `import torch` itself fail",
         ),
-        connections("megatron warns at every layer without it when sequence parallelism is on"),
+        Variable(CONNECTIONS, "1", "without it megatron warns at every layer under sequence parallelism"),
     ),
 )
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from bundle.capabilities import (
+    CONNECTIONS,
     AttentionKernel,
     Capabilities,
     Choice,
@@ -14,7 +15,6 @@ from bundle.capabilities import (
     Preference,
     Resource,
     Variable,
-    connections,
 )
 from bundle.fp8 import FORMATS
 
@@ -94,6 +94,16 @@ def _at_least(major: int, minor: int) -> Callable[[str], bool]:
     return lambda generation: _capability(generation) >= (major, minor)
 
 
+def _before(major: int, minor: int) -> Callable[[str], bool]:
+    return lambda generation: _capability(generation) < (major, minor)
+
+
+_ONE_QUEUE = (
+    "one hardware queue keeps communication launched first in front of the kernels it overlaps; Megatron-LM's"
+    " arguments.py demands it for tp and cp before compute capability 10.0"
+)
+
+
 def _packs_narrow_values(recipe: "Recipe", generation: str | None) -> bool:
     """Whether packed values are narrower than their keys, on Hopper and on no more than one rank."""
     hopper = generation is not None and generation.startswith("9.")
@@ -162,8 +172,15 @@ CUDA = Capabilities(
         Peak("NVIDIA B200", 2.25e15, _RATES),
     ),
     environment=(
-        connections(
-            "one hardware queue keeps communication launched first in front of the kernels it overlaps"
+        Variable(
+            CONNECTIONS,
+            "8",
+            "CUDA's own default: with 1, which Megatron-LM demands for tp and cp, a step of the experts'"
+            " benchmark took 421 ms on an H200 instead of 377",
+        ),
+        *(
+            Variable(CONNECTIONS, "1", _ONE_QUEUE, frozenset({axis}), runs_on=_before(10, 0))
+            for axis in ("tp", "cp")
         ),
         Variable(
             "NCCL_CUMEM_ENABLE",

@@ -13,7 +13,7 @@ from bundle.errors import EnvironmentUnfit, ExitCode
 from bundle.patches import hook
 from bundle.patches.audit import Audit, Defect, Standing
 from bundle.patches.audit import audit as examine
-from bundle.patches.entry import NOTHING, Patch, known_features, shown_features
+from bundle.patches.entry import NOTHING, Kind, Patch, known_features, shown_features
 from bundle.patches.hook import Hook, Words
 from bundle.patches.subject import Subject, Table, installed, load, named
 
@@ -47,7 +47,7 @@ def _subject(mcore: str, stack: Stack, table: Table, env: str) -> Subject:
 
 def _document(found: Audit, env: str, used: frozenset[str] | None) -> dict[str, Any]:
     return {
-        "schema": 1,
+        "schema": 2,
         "environment": env or None,
         "mcore": found.subject.as_json(),
         "frameworks": [
@@ -75,7 +75,7 @@ def _row(defect: Defect) -> dict[str, Any]:
     return {
         "id": entry.id,
         "standing": defect.standing.value,
-        "silent": entry.silent,
+        "kind": entry.kind.value,
         "proven": defect.proven,
         "reason": defect.reason,
         "features": sorted(entry.when),
@@ -97,7 +97,7 @@ def _lines(found: Audit, used: frozenset[str] | None, hooks: Iterable[Hook]) -> 
     for finding in hook.findings(hooks):
         then = finding.fix or "what follows is so without them"
         lines.append(f"{finding.subject}: {finding.cause}; {then}")
-    silent = [defect for defect in found.defects if defect.entry.silent]
+    silent, errors, slow = ([d for d in found.defects if d.entry.kind is kind] for kind in Kind)
     counts = [
         f"{count} {what}"
         for standing, what in _COUNTED.items()
@@ -105,18 +105,23 @@ def _lines(found: Audit, used: frozenset[str] | None, hooks: Iterable[Hook]) -> 
     ]
     of = f"a job with {shown_features(used)}" if used else "whatever is used"
     lines += [f"silent defects that reach {of}: {', '.join(counts)}", ""]
-    for standing in Standing:
-        for defect in silent:
-            if defect.standing is standing:
-                lines += [*_said(defect, used), ""]
+    lines += _listed(silent, used)
+    if slow:
+        lines += ["defects that cost time or memory:", "", *_listed(slow, used)]
     for upgrade in found.upgrades:
         new = f", and brings {', '.join(upgrade.new)}" if upgrade.new else ""
         left = f"{len(upgrade.left)} of the {len(found.reaching)}"
         lines.append(f"megatron-core {upgrade.release} still has {left}{new}")
-    others = [defect.entry.id for defect in found.defects if not defect.entry.silent]
-    if others:
-        lines.append(f"not silent, as they end in errors or cost time: {', '.join(others)}")
+    if errors:
+        lines.append(f"defects that end in an error: {', '.join(defect.entry.id for defect in errors)}")
     return lines
+
+
+def _listed(defects: Iterable[Defect], used: frozenset[str] | None) -> list[str]:
+    """Return the paragraphs of the defects, those that are present first."""
+    order = list(Standing)
+    ordered = sorted(defects, key=lambda defect: order.index(defect.standing))
+    return [line for defect in ordered for line in (*_said(defect, used), "")]
 
 
 _COUNTED = {

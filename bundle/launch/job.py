@@ -96,13 +96,21 @@ class Job:
             "recipe": json_digest(self.recipe.dump()),
             "backend": self.backend,
             "layout": f"{self.nodes} x {self.per_node}",
-            "environment": json_digest(dict(self.environment)),
+            "environment": json_digest({k: v for k, v in self.environment.items() if k not in self.yielding}),
             "attention": self.attention,
             "image": _image(self.image),
             "start": json_digest(self.start.model_dump(mode="json")),
             "planned for megatron-core": self.megatron,
             **(self.patches.fields() if self.patches else {"patches": UNDECIDED}),
         }
+
+    @cached_property
+    def yielding(self) -> frozenset[str]:
+        """Return the variables of `environment` that each node may have other values of."""
+        table = capabilities.of(self.backend).variables(self.recipe.features, self.nodes)
+        return frozenset(variable.name for variable in table if variable.yields) - set(
+            self.recipe.environment
+        )
 
     @property
     def digest(self) -> str:
@@ -172,15 +180,13 @@ def launch(job: Job, where: Rendezvous, wait: int = WAIT_SECONDS, python: str = 
     A copy of their own: the next launch, or that of another node, may be of another job.
     """
     logs = outcomes.next_logs(job.directory, where.node_rank)
-    table = capabilities.of(job.backend).variables(job.recipe.features, job.nodes)
-    yields = {variable.name for variable in table if variable.yields} - set(job.recipe.environment)
     return Launch(
         arguments=("train", f"--job={logs / NAME}"),
         rendezvous=where,
         per_node=job.per_node,
         logs=logs,
         environment=job.environment,
-        yields=frozenset(yields),
+        yields=job.yielding,
         files={NAME: job.text()},
         wait=wait,
         python=python,

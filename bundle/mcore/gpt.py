@@ -265,6 +265,8 @@ def model(
     )
     built.model_type = ModelType.encoder_or_decoder
     drop_unread_head(built)
+    if hasattr(built, "embedding"):
+        built.embedding.register_forward_hook(_give_usual_strides)
     _mark_sinks(built)
     if architecture.linear_bias:
         _own_results(built)
@@ -276,6 +278,15 @@ def model(
     if architecture.mla is not None:
         _set_norm_epsilon(built, architecture.mla.norm_epsilon)
     return built
+
+
+def _give_usual_strides(_module: torch.nn.Module, _inputs: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Return the embeddings [s, b, h] with the strides of a new tensor.
+
+    megatron transposes them: with b = 1 the stride of that dimension is unusual, norms hand it on, and torch
+    multiplies such rows one by one where no weight is trained.
+    """
+    return hidden.reshape(hidden.shape)
 
 
 def _mark_sinks(built: torch.nn.Module) -> None:

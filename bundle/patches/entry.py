@@ -43,6 +43,7 @@ FEATURES: dict[str, str] = {
     "gqa": "fewer groups of keys than heads",
     "label-smoothing": "label smoothing",
     "llava": "megatron's LLaVAModel",
+    "lora": "low-rank adapters (LoRA), or other training beside frozen weights",
     "megatron-balancing": "megatron's own balancing losses",
     "megatron-fsdp": "Megatron-FSDP",
     "megatron-mtp-loss": "megatron's own loss of multi-token prediction",
@@ -116,6 +117,14 @@ class Presence(StrEnum):
     def told(cls, present: object = False, absent: object = False) -> "Presence":
         """PRESENT where the wrong code was recognised, else ABSENT where the right one was, else UNKNOWN."""
         return cls.PRESENT if present else cls.ABSENT if absent else cls.UNKNOWN
+
+
+class Kind(StrEnum):
+    """How a user meets a defect."""
+
+    SILENT = "silent"  # other numbers, or code of others that runs: no error and no hang
+    ERROR = "error"  # an error or a hang
+    SLOW = "slow"  # time or memory, with the right numbers
 
 
 class Defect(NamedTuple):
@@ -201,7 +210,7 @@ class Patch(NamedTuple):
     upstream: str  # where upstream knows of it, or how it was found
     range: str  # PEP 508 on the base version of megatron-core; "" is every release
     defect: Defect  # read where the defect is, which need not be in the targets
-    silent: bool  # nothing tells of it: no error and no hang, but other numbers, or code of others that runs
+    kind: Kind
     # of its caller: what the loss function returns, how labels are given, what is summed over which ranks
     assumes: str = ""
     when: frozenset[str] = frozenset()  # features of the recipe, all of them
@@ -236,7 +245,7 @@ class Trap(NamedTuple):
     when: frozenset[str]  # features of the recipe, all of them
     why: str  # what goes wrong
     cause: str  # the upstream line, or how it was bisected
-    silent: bool  # as a patch's
+    kind: Kind
     instead: str  # what to change
     backends: tuple[str, ...] = BACKENDS
     unless: frozenset[str] = frozenset()  # features of which any one avoids it

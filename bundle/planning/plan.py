@@ -212,7 +212,14 @@ def plan_on(
         _delta_nets(recipe, can),
         _ignored_keys(recipe),
     )
-    environment = can.variables(recipe.features, nodes, recipe.environment)
+    processors = hardware.host.processors.value
+    environment = can.variables(
+        recipe.features,
+        nodes,
+        recipe.environment,
+        generation=hardware.generation.value,
+        cores_per_rank=None if processors is None else processors / per_node,
+    )
     problems = (
         *beside,
         *map(recipe_problem, recipe.layout_violations(world)),

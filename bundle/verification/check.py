@@ -257,6 +257,7 @@ CHECKS: dict[str, Check] = {  # by the patch's id
     ),
     "padding-mask-own-count": measured("experts:own_count", Gap(0.5), world=2),  # twice as large
     "global-aux-loss-tokens": measured("experts:global_loss", Gap(1e-2)),
+    "frozen-weight-product": measured("gradients:frozen_product", Gap(1.0)),
     "label-smoothing-over-ranks": measured("gradients:label_smoothing", Gap(1e-2), world=2),
     "loss-of-gathered-logits": measured("gradients:gathered_logits", Gap(1e-2), world=2),
 }

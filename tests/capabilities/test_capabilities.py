@@ -135,7 +135,7 @@ def test_tables_are_complete(backend):
     # The engine gives text models no mask, on every backend.
     assert {backend.mask("text", layout).form for layout in ("thd", "bshd")} == {"none"}
     names = [variable.name for variable in backend.environment]
-    assert len(names) == len(set(names)) and "CUDA_DEVICE_MAX_CONNECTIONS" in names
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" in names
     assert all(variable.why and isinstance(variable.value, str) for variable in backend.environment)
     kernels = {kernel.name for kernel in backend.kernels}
     assert backend.auto_attention.value in ({"auto"} if backend is CUDA else kernels)
@@ -164,6 +164,42 @@ def test_schedulers_have_a_name_for_a_device(backend, generation, kubernetes, sl
     assert found is not None and found[:3] == (kubernetes, slurm, ray)
 
 
+@pytest.mark.parametrize(
+    ("features", "generation", "value"),
+    [
+        ((), "9.0", "8"),
+        (("sp",), "9.0", "8"),
+        (("tp", "sp"), "9.0", "1"),
+        (("cp",), "8.0", "1"),
+        (("tp",), "10.0", "8"),
+        (("cp",), None, "1"),  # a device that nobody knows
+    ],
+)
+def test_one_hardware_queue_is_for_tp_and_cp_before_blackwell(features, generation, value):
+    made = {v.name: v.value for v in CUDA.variables(frozenset(features), generation=generation)}
+    assert made["CUDA_DEVICE_MAX_CONNECTIONS"] == value
+
+
+@pytest.mark.parametrize(
+    ("backend", "cores_per_rank", "threads"),
+    [
+        (CUDA, 16.0, "8"),
+        (CUDA, 5.9, "5"),
+        (CUDA, 0.5, "1"),
+        (CUDA, None, "8"),
+        (ASCEND, 3.0, "3"),
+        (CPU, 16.0, "1"),
+    ],
+)
+def test_threads_are_cores_by_ranks_on_accelerators(backend, cores_per_rank, threads):
+    (found,) = (
+        v
+        for v in backend.variables(frozenset(), cores_per_rank=cores_per_rank)
+        if v.name == "OMP_NUM_THREADS"
+    )
+    assert found.value == threads and found.yields
+
+
 def test_no_scheduler_counts_cpus_as_devices():
     assert capabilities.of("cpu").resource("") is None
 
@@ -174,13 +210,13 @@ def test_variables_follow_the_nodes_and_what_the_recipe_says():
 
     one, two = values(1), values(2)
     assert one["GLOO_SOCKET_IFNAME"] == "lo" and "GLOO_SOCKET_IFNAME" not in two
-    assert one | two == one and two["OMP_NUM_THREADS"] == "1"
+    assert one | two == one and two["OMP_NUM_THREADS"] == "8"
     changed = values(2, HCCL_BUFFSIZE="300", OMP_NUM_THREADS="4", CPU_AFFINITY_CONF=None)
     assert changed == {
         name: value for name, value in two.items() if name not in ("OMP_NUM_THREADS", "CPU_AFFINITY_CONF")
     } | {"HCCL_BUFFSIZE": "300", "OMP_NUM_THREADS": "4"}
     (why,) = (v.why for v in ASCEND.variables(frozenset(), 2, {"OMP_NUM_THREADS": "4"}) if v.value == "4")
-    assert why.startswith("the recipe says so; else '1': the ranks of a node share its cores")
+    assert why.startswith("the recipe says so; else '8': cores per rank (not known)")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tests.patches.trees import Release, copied
 
 ROOT = Path(__file__).parents[2]
 FIELDS = {
-    "id", "standing", "silent", "proven", "reason", "features", "unless", "why", "replaced_by", "mended_in",
+    "id", "standing", "kind", "proven", "reason", "features", "unless", "why", "replaced_by", "mended_in",
     "instead", "patch", "assumes",
 }  # fmt: skip
 
@@ -40,7 +40,7 @@ def document(*args: str, code: int = 4, **environ: str) -> dict[str, Any]:
         "schema", "environment", "mcore", "frameworks", "features", "reaching", "defects", "upgrades",
         "hooks",
     }  # fmt: skip
-    assert found["schema"] == 1 and all(set(row) == FIELDS for row in found["defects"])
+    assert found["schema"] == 2 and all(set(row) == FIELDS for row in found["defects"])
     assert bool(found["reaching"]) == (code == 4)
     return found
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bundle.capabilities import COMMON
+from bundle.capabilities.cpu import CPU
 from bundle.launch import outcomes
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +70,7 @@ class Terminal:
 
 def common(nodes: int) -> dict[str, Any]:
     """What of a job's environment every backend has, as its launch is told of it."""
-    table = [variable for variable in COMMON if nodes == 1 or not variable.alone]
+    table = [variable for variable in CPU.variables(frozenset(), nodes) if variable.yields]
     values = {variable.name: variable.value for variable in table}
     return {"environment": values, "yields": frozenset(values)}
 

@@ -8,7 +8,7 @@ from packaging.version import Version
 from bundle.environment import BACKENDS
 from bundle.patches import mindspeed
 from bundle.patches.catalogue import PATCHES, SEAMS, TRAPS
-from bundle.patches.entry import Patch, Presence, Replacement, Trap
+from bundle.patches.entry import Kind, Patch, Presence, Replacement, Trap
 from bundle.patches.subject import load
 from tools.markdown import table
 
@@ -82,6 +82,13 @@ _NOT_SO = """\
 """
 
 
+_KINDS = {
+    Kind.SILENT: "silent: other numbers, or code of others that runs; nothing tells of it",
+    Kind.ERROR: "error: an error or a hang",
+    Kind.SLOW: "slow: it costs time or memory; the numbers are right",
+}
+
+
 def markdown() -> str:
     """The text of docs/patches.md."""
     parts = [
@@ -91,9 +98,7 @@ def markdown() -> str:
         "`yes`: applied where the job uses the features. `-`: not needed. A version: that release only.\n",
         *(_section(patch) for patch in PATCHES),
         "## Known traps\n",
-        table(
-            ("trap", "releases", "met by", "silent", "what happens, and why", "instead"), map(_trap, TRAPS)
-        ),
+        table(("trap", "releases", "met by", "kind", "what happens, and why", "instead"), map(_trap, TRAPS)),
         _NOT_SO,
         _SENDING,
         "## Seams\n\nPrivate names that the bundle relies on without replacing them.\n",
@@ -148,7 +153,7 @@ def _section(patch: Patch) -> str:
     facts = [
         ("releases", f"`{patch.range}`" if patch.range else "all"),
         ("fixed in", fixed_in(patch) or "not yet"),
-        ("silent", "yes: nothing tells of it" if patch.silent else "no: an error, a hang, or lost time"),
+        ("kind", _KINDS[patch.kind]),
         ("features", ", ".join(sorted(patch.when)) or "any job"),
         ("assumes", patch.assumes),
         ("backends", ", ".join(patch.backends) if patch.backends != BACKENDS else "all"),
@@ -181,8 +186,8 @@ def _trap(trap: Trap) -> tuple[str, ...]:
     if trap.unless:
         met += f", without {' or '.join(sorted(trap.unless))}"
     shown = f" Not shown by a test: {trap.unshown}." if trap.unshown else ""
-    silent = "yes" if trap.silent else "no"
-    return trap.id, trap.range or "all", met, silent, f"{trap.why} Cause: {trap.cause}.{shown}", trap.instead
+    what = f"{trap.why} Cause: {trap.cause}.{shown}"
+    return trap.id, trap.range or "all", met, trap.kind, what, trap.instead
 
 
 def _code(names: Iterable[str]) -> str:

@@ -4,7 +4,8 @@ import torch
 
 from bundle.mcore import optimization
 from bundle.mcore.gpt import smoothed_cross_entropy
-from bundle.verification.numbers import DENSE, EXPERTS, LATENT, Bench, Layout, Numbers, gap, run
+from bundle.verification.numbers import DENSE, EXPERTS, LATENT, Bench, Layout, Numbers, gap, run, worst
+from bundle.verification.products import RepeatedProducts
 
 
 def per_token(bench: Bench) -> float:
@@ -104,6 +105,23 @@ def loaded_state(bench: Bench) -> float:
 
 
 _SMOOTHING = 0.3
+
+
+def frozen_product(bench: Bench) -> float:
+    """Return the error of a frozen output layer's input gradient, or how many products of it repeat a matrix.
+
+    The gradient is that of one row of logits, seen batch first: its size-1 dimension has the row's stride.
+    """
+    with bench.layout() as layout:
+        head = layout.chunk(DENSE).output_layer
+        head.weight.requires_grad_(False)
+        rows = torch.randn(16, 1, head.weight.shape[1], device=bench.device, requires_grad=True)
+        output, _ = head(rows)
+        gradient = torch.randn(1, 16, head.weight.shape[0], device=bench.device).transpose(0, 1)
+        with RepeatedProducts() as repeated:
+            output.backward(gradient)
+        exact = (gradient.double() @ head.weight.double()).float()
+        return worst([gap({"gradient": rows.grad}, {"gradient": exact}), len(repeated.shapes)])
 
 
 def label_smoothing(bench: Bench) -> float:
