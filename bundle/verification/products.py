@@ -28,4 +28,4 @@ class RepeatedProducts(TorchDispatchMode):
 
 
 def _is_repeated(operand: Tensor) -> bool:
-    return operand.shape[0] > 1 and operand.stride(0) == 0
+    return bool(operand.shape[0] > 1 and operand.stride(0) == 0)

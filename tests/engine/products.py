@@ -4,6 +4,7 @@ python -m tests.engine.products prints the shapes of those that there are, by ca
 """
 
 import json
+from typing import Any
 
 import torch
 
@@ -72,7 +73,7 @@ def recipe(config: dict, targets: list[str], *, packed: bool) -> Recipe:
     )
 
 
-def repeated_shapes(engine: Engine) -> list:
+def repeated_shapes(engine: Engine) -> Any:
     """The shapes of repeated products in training, with an objective, in evaluation and in scoring."""
     batches = [micro_batch(engine.recipe)]
 
