@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bundle import files, hub, pretrained
+from bundle.architectures.contents import has_tokenizer
 from bundle.errors import UsageError
 from bundle.planning.datafiles import STDLIB, expand, find_index, needs_pyarrow
 from bundle.planning.problems import Problem, hardware_problem, recipe_problem
-from bundle.pretrained.directory import has_tokenizer, unread_tokenizer
+from bundle.pretrained.directory import unread_tokenizer
 from bundle.recipe import Recipe
 from bundle.recipe.data import Data
 from bundle.recipe.rules import unfit_source

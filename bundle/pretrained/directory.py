@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bundle import files
+from bundle.architectures.contents import INDEX, SINGLE
 from bundle.errors import UsageError, shown
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LARGEST_INDEX = 2**28
 # Bytes of a header, as safetensors itself has it.
 LARGEST_HEADER = 100_000_000
@@ -27,8 +27,6 @@ FP8, SCALE = "F8_E4M3", "_scale_inv"
 # formats, v1.0). A stack [n, columns, rows] lies in files as [n, rows, columns / 32, 16] bytes and as many
 # scales.
 MXFP4, MX_BLOCKS, MX_SCALES, MX_SIZE = "MXFP4", "_blocks", "_scales", 32
-# What a directory of a tokenizer has at least one of.
-TOKENIZER = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 _TIKTOKEN = ("tiktoken.model", "*.tiktoken")
 _OTHERS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf")
 
@@ -111,11 +109,6 @@ def weights_in(directory: Path) -> Pretrained | None:
     if violations:
         raise UsageError(f"{directory}: the weights cannot be read", summarized(violations))
     return Pretrained(directory, found)
-
-
-def has_tokenizer(directory: Path) -> bool:
-    """Whether there is one in a directory; its files are not looked at."""
-    return any(files.is_file(path) for pattern in TOKENIZER for path in directory.glob(pattern))
 
 
 def unread_tokenizer(directory: Path) -> str | None:

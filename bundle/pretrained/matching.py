@@ -9,19 +9,18 @@ from typing import Any
 
 from bundle import files, hub
 from bundle.architectures import Architecture, adapters, from_config, read_config
+from bundle.architectures.contents import has_weights
 from bundle.architectures.identity import changes, noted
 from bundle.architectures.published import NAMES
 from bundle.architectures.tensors import Tensors
 from bundle.errors import UsageError, shown
 from bundle.pretrained.directory import (
     FP8,
-    INDEX,
     MX_BLOCKS,
     MX_SCALES,
     MX_SIZE,
     MXFP4,
     SCALE,
-    SINGLE,
     Entry,
     Pretrained,
     blocks,
@@ -119,7 +118,7 @@ def opened(directory: Path) -> Pretrained | None:
 
     Raises UsageError with everything that cannot be read.
     """
-    if not any(files.is_file(directory / name) for name in (SINGLE, INDEX)):
+    if not has_weights(directory):
         return None
     found = weights_in(directory)
     assert found is not None

@@ -15,9 +15,10 @@ from typing import Any, Literal, get_args
 
 from bundle import files, hub
 from bundle.architectures import Architecture
+from bundle.architectures.contents import INDEX, SINGLE, TOKENIZER, has_tokenizer
 from bundle.architectures.published import NAMES
 from bundle.architectures.tensors import TOWER, Tensor, Tensors
-from bundle.pretrained.directory import BYTES, INDEX, SINGLE, TOKENIZER, has_tokenizer
+from bundle.pretrained.directory import BYTES
 from bundle.pretrained.matching import published_names
 from bundle.recipe import Recipe
 

@@ -166,7 +166,7 @@ class Data(Section):
         pattern=r"^(bytes|hf:.+)$",
         default="bytes",
         description="`bytes` (256 and two specials), or `hf:DIR`, a Hugging Face tokenizer: a directory,"
-        " or ORG/NAME of the Hub.",
+        " or ORG/NAME of the Hub. Left out: that of model.path, if there is one.",
     )
     sequence_length: Count = Field(
         description="Tokens of a sample; packed: tokens of a pack, which may be more than the model has"
@@ -205,7 +205,9 @@ class Data(Section):
     images: Images = optional("How images of rows are read.")
     videos: Videos = optional("How videos of rows are read.")
     template: Literal["plain", "chat"] = Field(
-        default="plain", description="SFT: roles as plain headings, or the tokenizer's own chat template."
+        default="plain",
+        description="SFT, DPO: roles as plain headings, or the tokenizer's own chat template. Left out: chat,"
+        " if the tokenizer has a template.",
     )
     date: str | None = Field(
         default=None,

@@ -13,6 +13,7 @@ from bundle.architectures import adapters, from_config, read_config
 from bundle.architectures.tensors import Tensors
 from bundle.errors import EnvironmentUnfit, UsageError, did_you_mean, nearest, shown
 from bundle.recipe import rules
+from bundle.recipe.completion import complete
 from bundle.recipe.document import LARGEST_TEXT, Document, Path, parse, parse_value
 from bundle.recipe.recipe import Recipe
 
@@ -130,6 +131,7 @@ def _checked(document: Document, origin: str) -> Recipe:
     _with_commits(document, violations)
     _with_config_file(document, violations)
     _with_adapter(document, violations)
+    origins = complete(document.values)
     recipe = _validated(document, violations)
     readable = _check_architecture(document, violations)
     if recipe is not None and readable:
@@ -138,6 +140,7 @@ def _checked(document: Document, origin: str) -> Recipe:
             violations.append(_located(document, tuple(key.split(".")), reason))
     if recipe is None or violations:
         raise UsageError(f"{origin} cannot be used", violations)
+    vars(recipe)["origins"] = origins
     return recipe
 
 

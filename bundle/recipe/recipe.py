@@ -8,7 +8,10 @@ from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
+from bundle import hub
 from bundle.architectures import Architecture, from_config
+from bundle.architectures.adapters import ALL
+from bundle.architectures.contents import has_weights
 from bundle.architectures.tensors import TOWER, is_projector
 from bundle.environment import MOST_RANKS
 from bundle.fp8 import SCALINGS, Format, Scaling
@@ -138,15 +141,16 @@ class Experts(Section):
 
 
 class LoRA(Section):
-    """Low-rank adapters, trained in the place of the weights."""
+    """Low-rank adapters, trained in the place of the weights. `{}` or true: all keys at their defaults."""
 
     path: str | None = Field(
         default=None,
         description="Directory of PEFT to begin with, which says all other keys; null: new adapters.",
     )
-    rank: Count = Field(description="Rows of A and columns of B.")
-    alpha: Positive = Field(description="B A counts alpha / rank times.")
+    rank: Count = Field(default=16, description="Rows of A and columns of B.")
+    alpha: Positive = Field(default=32.0, description="B A counts alpha / rank times.")
     targets: Names = Field(
+        default=(ALL,),
         min_length=1,
         description="Published names of the projections that get one, or their last parts: q_proj, v_proj,"
         " mlp.down_proj; all-linear: all of them.",
@@ -229,6 +233,15 @@ class Model(Section):
         moe = given.get("moe") or {}
         return given | {"moe": {"bias_update_rate": 0.0} | moe} if isinstance(moe, dict) else given
 
+    @property
+    def is_pretrained(self) -> bool:
+        """Whether training begins with weights that `path` holds."""
+        return (
+            self.path is not None
+            and self.weights != "random"
+            and has_weights(Path(hub.local_path(self.path)))
+        )
+
     @model_validator(mode="after")
     def _described(self) -> Self:
         if self.path is None and not self.config:
@@ -308,6 +321,11 @@ class Recipe(Completed):
     def followers(cls, given: dict[str, Any]) -> dict[str, Any]:
         """The loss that a task is trained with."""
         return {"dpo": {}} if given.get("task") == "dpo" else {}
+
+    @cached_property
+    def origins(self) -> Mapping[str, str]:
+        """Where the values of keys come from that loading filled in; not a part of the recipe."""
+        return {}
 
     @cached_property
     def architecture(self) -> Architecture:

@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator
 from datetime import date
+from pathlib import Path
 
+from bundle import hub
 from bundle.architectures import from_config
 from bundle.architectures.adapters import projections, unmatched
+from bundle.architectures.contents import has_tokenizer
 from bundle.architectures.published import NAMES
 from bundle.architectures.tensors import Tensors
 from bundle.recipe.data import BYTE_VOCABULARY, Kind
@@ -353,6 +356,12 @@ def _data(recipe: Recipe) -> Iterator[Violation]:
             "data.tokenizer",
             f"bytes needs a vocab_size of at least {BYTE_VOCABULARY}, the model's is {vocabulary}",
         )
+    elif data.tokenizer == "bytes" and recipe.model.is_pretrained and not _reads_bytes(recipe):
+        yield (
+            "data.tokenizer",
+            f"the weights in {recipe.model.path} were trained with another tokenizer than bytes. Leave"
+            " this key out, name hf:DIR, or set model.weights: random",
+        )
     for key, source in _sources(recipe):
         if reason := unfit_source(recipe.task, source):
             yield key, reason
@@ -367,6 +376,12 @@ def _data(recipe: Recipe) -> Iterator[Violation]:
             date.fromisoformat(data.date)
         except ValueError as error:
             yield "data.date", f"{data.date}: {error}"
+
+
+def _reads_bytes(recipe: Recipe) -> bool:
+    """Return whether a pretrained model reads bytes: it has as many tokens, and no other tokenizer."""
+    path = Path(hub.local_path(recipe.model.path or ""))
+    return recipe.architecture.vocab_size == BYTE_VOCABULARY and not has_tokenizer(path)
 
 
 def unfit_source(task: str, kind: Kind) -> str | None:

@@ -1,0 +1,31 @@
+"""What a Hugging Face directory holds, told by the names of its files."""
+
+from pathlib import Path
+
+from bundle import files
+from bundle.errors import UsageError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# A directory with a tokenizer has at least one of these.
+TOKENIZER = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+_SETTINGS, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+
+
+def has_weights(directory: Path) -> bool:
+    """Return whether a directory holds weights; nothing of them is read."""
+    return any(files.is_file(directory / name) for name in (SINGLE, INDEX))
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Return whether a directory holds a tokenizer; its files are not looked at."""
+    return any(files.is_file(path) for pattern in TOKENIZER for path in directory.glob(pattern))
+
+
+def has_chat_template(directory: Path) -> bool:
+    """Return whether the tokenizer of a directory has a chat template, where transformers looks for one."""
+    if files.is_file(directory / _TEMPLATE):
+        return True
+    try:
+        return bool(files.json_object(directory / _SETTINGS).get("chat_template"))
+    except UsageError:
+        return False
