@@ -14,7 +14,7 @@ from bundle.cli import options
 from bundle.errors import UsageError
 from bundle.launch import Start
 from bundle.planning.inputs import input_problems
-from bundle.planning.output import disk_shown
+from bundle.planning.output import disk_shown, settings_json, settings_lines
 from bundle.recipe import Recipe, from_mapping, load, with_steps
 from bundle.runs.directory import RunDirectory
 
@@ -54,12 +54,14 @@ def check(
     counts, shown = count_data(job, corpus), first_samples(job, corpus, samples)
     room = run.room(with_steps(job, len(corpus.training)))
     if as_json:
-        said = {"weights": begins.described, **counts, "disk": room._asdict(), "samples": shown}
+        said = {"weights": begins.described, "settings": settings_json(job), **counts}
+        said |= {"disk": room._asdict(), "samples": shown}
         print(json.dumps({"schema": 1, **said}, indent=2))
         _refuse_other_data(run, corpus)
         return
     lines = (
         f"weights    {begins.described}",
+        *(f"{'' if at else 'settings':<10} {line}" for at, line in enumerate(settings_lines(job))),
         *data_lines(job, counts),
         f"disk       {disk_shown(room, directory)}",
     )

@@ -222,10 +222,11 @@ def schedule(recipe: Recipe, of: MegatronOptimizer) -> OptimizerParamScheduler:
     lr * sqrt(w / (n - 1)), where n - 1 steps were taken.
     """
     options = recipe.optimizer
-    before_highest = max(0, options.warmup_steps - 1)
+    warmup = options.count_warmup(recipe.train.steps)
+    before_highest = max(0, warmup - 1)
     return _Schedule(
         of,
-        init_lr=options.lr / max(1, options.warmup_steps),
+        init_lr=options.lr / max(1, warmup),
         max_lr=options.lr,
         min_lr=options.min_lr,
         lr_warmup_steps=before_highest,

@@ -1,5 +1,6 @@
 """A plan as it is shown: JSON values for programs, text for people."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from bundle.planning.memory import MemoryEstimate
 from bundle.planning.plan import Plan
 from bundle.planning.size import Disk, ModelSize
 from bundle.recipe import Recipe
+from bundle.recipe.completion import describe
 
 SCHEMA = 1
 _WIDTH = 13
@@ -37,6 +39,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "mtp_parameters": plan.size.mtp,
         },
         "weights": plan.weights or None,
+        "settings": settings_json(plan.recipe),
         "step": {"tokens": plan.step_tokens, "flops": plan.step_flops, "peak": plain(plan.peak)},
         "checkpoint": {"bytes": plan.checkpoint_bytes},
         "export": {"bytes": plan.export_bytes} if plan.export_bytes else None,
@@ -109,6 +112,7 @@ def to_text(plan: Plan, run: str, starts: str) -> str:
         ("operators", list(_operators(plan))),
         ("layout", list(_layout(plan))),
         ("length", [_length(plan)]),
+        ("settings", settings_lines(plan.recipe)),
         ("validation", [_validation(plan.recipe)]),
         ("step", [_step(plan), *_bubble(plan.layout)]),
         ("experts", list(_experts(plan.recipe))),
@@ -191,6 +195,23 @@ def _checkpoint(plan: Plan) -> str:
     size, keep = plan.checkpoint_bytes, plan.recipe.checkpoint.keep
     whole = bytes_shown(size * plan.recipe.checkpoint.most)
     return f"{bytes_shown(size)}, of which {keep} stay and one more is written: {whole} of disk"
+
+
+def settings_json(recipe: Recipe) -> list[dict[str, Any]]:
+    """Return the settings that decide how a recipe trains, and where each comes from."""
+    return [plain(setting) for setting in describe(recipe.dump(), recipe.origins)]
+
+
+def settings_lines(recipe: Recipe) -> list[str]:
+    """Return the same for people, a line for each."""
+    settings = list(describe(recipe.dump(), recipe.origins))
+    width = max(len(setting.key) for setting in settings)
+    return [f"{each.key:<{width}}  {_plain_value(each.value)}  ({each.origin})" for each in settings]
+
+
+def _plain_value(value: Any) -> str:
+    """Return a value as a recipe has it."""
+    return json.dumps(value, ensure_ascii=False) if not isinstance(value, str) else value
 
 
 def _export(plan: Plan) -> Iterator[str]:

@@ -1,11 +1,37 @@
 """The keys that a recipe leaves out, filled in by its model's directory and its task before validation."""
 
+import math
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bundle import hub
+from bundle.architectures import Architecture, from_config
 from bundle.architectures.contents import has_chat_template, has_tokenizer, has_weights
+from bundle.architectures.tensors import Tensors
+from bundle.errors import UsageError
+from bundle.recipe import defaults
 from bundle.recipe.data import BYTE_VOCABULARY
+from bundle.recipe.defaults import Default
+
+# The settings that `plan` and `check` print; those of adapters only where there are any.
+SHOWN = (
+    *("data.tokenizer", "data.template", "data.packed", "model.dtype"),
+    *("optimizer.lr", "optimizer.min_lr", "optimizer.schedule"),
+    *("optimizer.warmup_steps", "optimizer.warmup_ratio"),
+    *("optimizer.weight_decay", "optimizer.betas", "optimizer.clip_grad"),
+    *("checkpoint.export", "model.lora.rank", "model.lora.alpha", "model.lora.targets"),
+)
+_WARMUP = ("optimizer.warmup_steps", "optimizer.warmup_ratio")
+
+
+class Setting(NamedTuple):
+    """A key of a recipe, its value, and where that comes from."""
+
+    key: str
+    value: Any
+    origin: str
 
 
 def complete(values: dict[str, Any]) -> dict[str, str]:
@@ -13,45 +39,129 @@ def complete(values: dict[str, Any]) -> dict[str, str]:
 
     Values are whatever somebody wrote: sections and keys of the wrong type are left to the schema.
     """
-    origins: dict[str, str] = {}
-    model, data = (_section(values, name) for name in ("model", "data"))
-    if model is None or data is None:
-        return origins
-    if model.get("lora") is True:
-        model["lora"] = {}
-    path = model.get("path")
-    if (
-        "tokenizer" not in data
-        and isinstance(path, str)
-        and _names_tokenizer(Path(hub.local_path(path)), model)
-    ):
-        data["tokenizer"] = f"hf:{path}"
-        origins["data.tokenizer"] = "model.path"
-    kind, _, tokenizer = str(data.get("tokenizer")).partition(":")
-    is_answering = values.get("task") in ("sft", "dpo")
-    if (
-        "template" not in data
-        and kind == "hf"
-        and is_answering
-        and has_chat_template(Path(hub.local_path(tokenizer)))
-    ):
-        data["template"] = "chat"
-        origins["data.template"] = "the tokenizer has a chat template"
-    return origins
+    draft = _Draft(values)
+    if draft.get("model.lora") is True:
+        draft.set("model.lora", {}, "")
+    path = draft.get("model.path")
+    if isinstance(path, str) and draft.names_tokenizer(Path(hub.local_path(path))):
+        draft.fill("data.tokenizer", f"hf:{path}", "model.path")
+    kind, _, tokenizer = str(draft.get("data.tokenizer")).partition(":")
+    is_answering = draft.get("task") in ("sft", "dpo")
+    if kind == "hf" and is_answering and has_chat_template(Path(hub.local_path(tokenizer))):
+        draft.fill("data.template", "chat", f"{tokenizer} has a chat template")
+    if isinstance(draft.get("model.lora"), dict):
+        for default in defaults.LORA:
+            draft.fill(default.key, default.value, f"default of LoRA: {default.source}")
+    kind = draft.kind
+    for default in defaults.DEFAULTS.get(kind, ()):
+        draft.fill_default(default, kind)
+    return draft.origins
 
 
-def _section(values: dict[str, Any], name: str) -> dict[str, Any] | None:
-    """Return a copy of a section, put in its place; None where the section is none."""
-    section = values.get(name)
-    if not isinstance(section, dict):
-        return None
-    copied = values[name] = dict(section)
-    return copied
+def describe(recipe: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[Setting]:
+    """Yield the settings of a dumped recipe that decide how it trains."""
+    for key in SHOWN:
+        value: Any = recipe
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is not None or key == "checkpoint.export":
+            yield Setting(key, value, origins.get(key, "default"))
 
 
-def _names_tokenizer(path: Path, model: dict[str, Any]) -> bool:
-    """Return whether the tokenizer of a model is that of its directory, or must be named."""
-    config = model.get("config")
-    reads_bytes = isinstance(config, dict) and config.get("vocab_size") == BYTE_VOCABULARY
-    loads = model.get("weights") != "random" and has_weights(path)
-    return has_tokenizer(path) or (loads and not reads_bytes)
+class _Draft:
+    """The values of a recipe before they are validated, read and set by dotted keys."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+        self.origins: dict[str, str] = {}
+
+    def get(self, key: str) -> Any:
+        """Return the value of a key; None where it has none."""
+        value: Any = self._values
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
+
+    def has(self, key: str) -> bool:
+        """Return whether somebody gives the key a value, be it null."""
+        *sections, last = key.split(".")
+        section = self.get(".".join(sections))
+        return isinstance(section, dict) and last in section
+
+    def set(self, key: str, value: Any, origin: str) -> None:
+        """Give a key a value, in copies of the sections that it stands in."""
+        *sections, last = key.split(".")
+        section = self._values
+        for name in sections:
+            inner = section.get(name)
+            if inner is not None and not isinstance(inner, dict):
+                return
+            section[name] = dict(inner or {})
+            section = section[name]
+        section[last] = value
+        if origin:
+            self.origins[key] = origin
+
+    def fill(self, key: str, value: Any, origin: str) -> None:
+        """Give a key a value where it has none."""
+        if not self.has(key):
+            self.set(key, value, origin)
+
+    def fill_default(self, default: Default, kind: str) -> None:
+        """Fill in one default of a kind of training."""
+        key, origin = default.key, f"default of {kind}: {default.source}"
+        if key == defaults.MIN_LR_SHARE:
+            lr = self.get("optimizer.lr")
+            if isinstance(lr, float):
+                self.fill("optimizer.min_lr", float(f"{lr * default.value:.6g}"), origin)
+        elif key == "data.packed" and (reason := self.unpacked_reason):
+            self.fill(key, False, reason)
+        elif not self.has(key) and not (key in _WARMUP and any(map(self.has, _WARMUP))):
+            value = default.choose(self.parameters) if default.by_size else default.value
+            self.set(key, value, origin)
+
+    def names_tokenizer(self, path: Path) -> bool:
+        """Return whether the tokenizer is that of the model's directory, or must be named."""
+        reads_bytes = self.get("model.config.vocab_size") == BYTE_VOCABULARY
+        return has_tokenizer(path) or (self.loads_weights and not reads_bytes)
+
+    @property
+    def loads_weights(self) -> bool:
+        """Whether training begins with published weights."""
+        path, weights = self.get("model.path"), self.get("model.weights")
+        return isinstance(path, str) and weights != "random" and has_weights(Path(hub.local_path(path)))
+
+    @property
+    def kind(self) -> str:
+        """The kind of training, as the table of defaults has it; empty where it has none."""
+        task, adapted = self.get("task") or "pretrain", isinstance(self.get("model.lora"), dict)
+        if not self.loads_weights:
+            large = task == "pretrain" and self.parameters >= defaults.LEAST_PRETRAINED
+            return defaults.PRETRAINING if large else ""
+        return defaults.KINDS.get((task, adapted), "") if isinstance(task, str) else ""
+
+    @property
+    def unpacked_reason(self) -> str:
+        """Why samples are not packed, where packs are the default; empty where nothing is against it."""
+        rows = self.get("train.micro_batch_size")
+        if isinstance(rows, int) and rows > 1:
+            return "train.micro_batch_size is above 1"
+        model = self.architecture
+        if model is not None and (model.delta_net is not None or model.sinks):
+            return f"{model.model_type} takes unpacked rows"
+        return ""
+
+    @cached_property
+    def architecture(self) -> Architecture | None:
+        """The model's architecture; None where its config describes none."""
+        try:
+            config = self.get("model.config")
+            return from_config(config) if isinstance(config, dict) else None
+        except UsageError:
+            return None
+
+    @cached_property
+    def parameters(self) -> int:
+        """How many parameters the model has; 0 where its config describes none."""
+        tensors = Tensors(self.architecture) if self.architecture else ()
+        return sum(math.prod(tensor.shape) for tensor in tensors)

@@ -13,9 +13,9 @@ from bundle.architectures import adapters, from_config, read_config
 from bundle.architectures.tensors import Tensors
 from bundle.errors import EnvironmentUnfit, UsageError, did_you_mean, nearest, shown
 from bundle.recipe import rules
-from bundle.recipe.completion import complete
+from bundle.recipe.completion import SHOWN, complete
 from bundle.recipe.document import LARGEST_TEXT, Document, Path, parse, parse_value
-from bundle.recipe.recipe import Recipe
+from bundle.recipe.recipe import Recipe, flat
 
 # pydantic's words in a recipe's: the key of a mapping that is no such name, and what its messages say.
 _OF_KEY = "[key]"
@@ -131,6 +131,7 @@ def _checked(document: Document, origin: str) -> Recipe:
     _with_commits(document, violations)
     _with_config_file(document, violations)
     _with_adapter(document, violations)
+    given = {key for key, _ in flat(document.values)}
     origins = complete(document.values)
     recipe = _validated(document, violations)
     readable = _check_architecture(document, violations)
@@ -140,7 +141,8 @@ def _checked(document: Document, origin: str) -> Recipe:
             violations.append(_located(document, tuple(key.split(".")), reason))
     if recipe is None or violations:
         raise UsageError(f"{origin} cannot be used", violations)
-    vars(recipe)["origins"] = origins
+    written = {key: document.place(tuple(key.split("."))) or "the recipe" for key in SHOWN if key in given}
+    vars(recipe)["origins"] = written | origins
     return recipe
 
 

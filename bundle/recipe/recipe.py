@@ -10,13 +10,13 @@ from pydantic import Field, model_validator
 
 from bundle import hub
 from bundle.architectures import Architecture, from_config
-from bundle.architectures.adapters import ALL
 from bundle.architectures.contents import has_weights
 from bundle.architectures.tensors import TOWER, is_projector
 from bundle.environment import MOST_RANKS
 from bundle.fp8 import SCALINGS, Format, Scaling
 from bundle.recipe.alignment import Alignment
 from bundle.recipe.data import Data
+from bundle.recipe.defaults import LORA
 from bundle.recipe.section import (
     Completed,
     Count,
@@ -140,6 +140,9 @@ class Experts(Section):
     )
 
 
+_LORA = {default.key.rpartition(".")[2]: default.value for default in LORA}
+
+
 class LoRA(Section):
     """Low-rank adapters, trained in the place of the weights. `{}` or true: all keys at their defaults."""
 
@@ -147,10 +150,10 @@ class LoRA(Section):
         default=None,
         description="Directory of PEFT to begin with, which says all other keys; null: new adapters.",
     )
-    rank: Count = Field(default=16, description="Rows of A and columns of B.")
-    alpha: Positive = Field(default=32.0, description="B A counts alpha / rank times.")
+    rank: Count = Field(default=_LORA["rank"], description="Rows of A and columns of B.")
+    alpha: Positive = Field(default=_LORA["alpha"], description="B A counts alpha / rank times.")
     targets: Names = Field(
-        default=(ALL,),
+        default=_LORA["targets"],
         min_length=1,
         description="Published names of the projections that get one, or their last parts: q_proj, v_proj,"
         " mlp.down_proj; all-linear: all of them.",

@@ -407,7 +407,12 @@ def _training(recipe: Recipe) -> Iterator[Violation]:
         yield "dpo", f"belongs to task dpo, and this is {recipe.task}"
     if optimizer.min_lr > optimizer.lr:
         yield "optimizer.min_lr", f"{optimizer.min_lr:g} exceeds lr {optimizer.lr:g}"
-    if train.steps is not None and optimizer.warmup_steps >= train.steps:
+    if optimizer.warmup_ratio is not None and optimizer.warmup_steps:
+        yield (
+            "optimizer.warmup_ratio",
+            f"{optimizer.warmup_ratio:g} beside warmup_steps {optimizer.warmup_steps}: give one of them",
+        )
+    elif train.steps is not None and optimizer.count_warmup(train.steps) >= train.steps:
         yield (
             "optimizer.warmup_steps",
             f"{optimizer.warmup_steps} leaves nothing of {train.steps} steps: shorten the warm-up as well, "
@@ -487,6 +492,5 @@ def _wsd(recipe: Recipe) -> Iterator[Violation]:
                 yield f"optimizer.{key}", "belongs to schedule WSD"
     elif decay is None:
         yield "optimizer.wsd_decay_steps", "WSD falls in its last steps: say in how many"
-    elif steps is not None and optimizer.warmup_steps + decay > steps:
-        warm = optimizer.warmup_steps
+    elif steps is not None and (warm := optimizer.count_warmup(steps)) + decay > steps:
         yield "optimizer.wsd_decay_steps", f"{decay} and {warm} of the warm-up are more than {steps} steps"

@@ -281,6 +281,12 @@ class Optimizer(Completed):
     warmup_steps: CountOrZero = Field(
         default=0, description="Steps until the highest learning rate, in equal parts."
     )
+    warmup_ratio: float | None = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="Instead of warmup_steps: their share of all steps, rounded up, but the last.",
+    )
     schedule: Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"] = Field(
         default="cosine",
         description="How the learning rate falls after the warm-up, by megatron-core's names; WSD: it stays,"
@@ -303,6 +309,12 @@ class Optimizer(Completed):
     def followers(cls, given: dict[str, Any]) -> dict[str, Any]:
         """Divided where megatron-core can."""
         return {"use_distributed_optimizer": given.get("name", "adam") == "adam"}
+
+    def count_warmup(self, steps: int) -> int:
+        """Return the steps of the warm-up in a run of so many."""
+        if self.warmup_ratio is None:
+            return self.warmup_steps
+        return min(math.ceil(Fraction(str(self.warmup_ratio)) * steps), steps - 1)
 
     @property
     def types(self) -> dict[str, str]:

@@ -5,7 +5,10 @@ import json
 import pytest
 
 from bundle.errors import UsageError
-from bundle.recipe import differences, from_mapping, load
+from bundle.recipe import differences, flat, from_mapping, load, with_steps
+from bundle.recipe.completion import describe
+from bundle.recipe.defaults import DEFAULTS
+from bundle.recipe.defaults import KINDS as KINDS_BY
 from tests.data import chat
 from tests.journeys.checkpoints import CONFIGS
 
@@ -45,7 +48,8 @@ def test_tokenizer_and_template_are_those_of_the_models_directory(model, task, t
     assert (found.data.tokenizer, found.data.template) == (f"hf:{model}", template)
     assert found.origins["data.tokenizer"] == "model.path"
     again = from_mapping(found.dump())
-    assert again == found and not differences(found, again) and not again.origins
+    assert again == found and not differences(found, again)
+    assert again.origins["data.tokenizer"] == "the recipe"
 
 
 def test_a_template_is_found_where_transformers_looks_for_one(model, tmp_path):
@@ -63,7 +67,10 @@ def test_a_template_is_found_where_transformers_looks_for_one(model, tmp_path):
 def test_what_is_written_wins(model, tmp_path):
     written = recipe(model, f"data.tokenizer=hf:{tmp_path}", "data.template=plain")
     assert (written.data.tokenizer, written.data.template) == (f"hf:{tmp_path}", "plain")
-    assert not {"data.tokenizer", "data.template"} & set(written.origins)
+    assert {written.origins[key] for key in ("data.tokenizer", "data.template")} == {
+        f"--set data.tokenizer=hf:{tmp_path}",
+        "--set data.template=plain",
+    }
 
 
 def test_bytes_are_refused_with_the_weights_of_another_tokenizer(model):
@@ -103,3 +110,92 @@ def test_the_demo_keeps_its_keys():
     assert demo.optimizer.dump() | {"lr": 1, "min_lr": 1, "warmup_steps": 1} == type(
         demo.optimizer
     )().dump() | {"lr": 1, "min_lr": 1, "warmup_steps": 1}
+
+
+# packed, lr, min_lr, warm-up, weight decay, second beta, export
+KINDS = [
+    ("sft", False, (True, 1e-5, 1e-6, 0.05, 0.1, 0.95, "hf")),
+    ("sft", True, (True, 1e-4, 1e-5, 0.05, 0.1, 0.95, "peft")),
+    ("dpo", False, (True, 5e-7, 0.0, 0.1, 0.0, 0.999, "hf")),
+    ("dpo", True, (True, 5e-6, 0.0, 0.1, 0.0, 0.999, "peft")),
+    ("pretrain", False, (False, 1e-5, 1e-6, 0.03, 0.1, 0.95, "hf")),
+    ("pretrain", True, (False, 1e-4, 1e-5, 0.05, 0.1, 0.95, "peft")),
+]
+
+
+@pytest.mark.parametrize(("task", "lora", "expected"), KINDS)
+def test_each_kind_of_training_has_its_defaults(model, task, lora, expected):
+    found = recipe(model, *(["model.lora={}"] if lora else []), task=task)
+    optimizer = found.optimizer
+    assert (
+        found.data.packed,
+        *(optimizer.lr, optimizer.min_lr, optimizer.warmup_ratio),
+        *(optimizer.weight_decay, optimizer.betas[1], found.checkpoint.export),
+    ) == expected
+    assert (found.model.dtype, optimizer.schedule, optimizer.clip_grad) == ("bf16", "cosine", 1.0)
+    assert optimizer.warmup_steps == 0 and optimizer.count_warmup(100) == 100 * optimizer.warmup_ratio
+    assert all(default.source in found.origins[default.key] for default in DEFAULTS[KINDS_BY[task, lora]][:3])
+    assert from_mapping(found.dump()) == found
+
+
+def test_written_keys_win_over_the_defaults_of_the_kind(model):
+    keys = {
+        "model.dtype": "fp32",
+        "data.packed": False,
+        "optimizer.lr": 2e-4,
+        "optimizer.warmup_steps": 7,
+        "optimizer.weight_decay": 0.5,
+        "optimizer.betas": (0.8, 0.9),
+        "optimizer.clip_grad": 0.0,
+        "optimizer.schedule": "linear",
+        "checkpoint.export": None,
+    }
+    found = recipe(model, *(f"{key}={json.dumps(value)}" for key, value in keys.items()))
+    values = dict(flat(found.dump()))
+    assert {key: values[key] for key in keys} == keys | {"optimizer.betas": [0.8, 0.9]}
+    assert found.optimizer.warmup_ratio is None and found.optimizer.count_warmup(100) == 7
+    assert found.optimizer.min_lr == 2e-5, "a tenth of the rate that is written"
+    assert all(found.origins[key].startswith("--set ") for key in keys)
+
+
+def test_rows_stay_unpacked_where_packs_would_be_refused(model):
+    assert not recipe(model, "train.micro_batch_size=2").data.packed
+    assert recipe(model, "train.micro_batch_size=1").data.packed
+
+
+def test_a_warm_up_is_a_share_of_the_steps_once_they_are_known(model):
+    asked = recipe(model, "train.steps=null", "train.epochs=3")
+    assert asked.train.steps is None
+    known = with_steps(asked, 100)
+    assert known.optimizer.warmup_ratio == 0.05 and known.optimizer.count_warmup(known.train.steps) == 8
+    longer = recipe(model, "train.steps=2000")
+    assert {change.key for change in differences(recipe(model), longer)} == {"train.steps"}
+    assert recipe(model, "train.steps=1").optimizer.count_warmup(1) == 0
+    with pytest.raises(UsageError, match=r"optimizer\.warmup_ratio"):
+        recipe(model, "optimizer.warmup_steps=3", "optimizer.warmup_ratio=0.1")
+
+
+def test_larger_models_have_lower_rates():
+    (rate,) = (default for default in DEFAULTS["full DPO"] if default.key == "optimizer.lr")
+    assert (rate.choose(8e9), rate.choose(7e10), rate.choose(4e11)) == (5e-7, 2e-7, 2e-7)
+    (rate,) = (default for default in DEFAULTS["pre-training"] if default.key == "optimizer.lr")
+    assert [rate.choose(size) for size in (1.3e8, 1.3e9, 8e9, 1e12)] == [6e-4, 2e-4, 1.2e-4, 6e-5]
+
+
+def test_a_large_model_that_begins_with_random_weights_has_the_rate_of_its_size(model):
+    large = {"hidden_size": 2048, "num_hidden_layers": 24, "intermediate_size": 8192, "vocab_size": 50304}
+    found = recipe(model, task="pretrain", model={"config": QWEN3 | large})
+    assert (found.optimizer.lr, found.optimizer.min_lr) == (2e-4, 2e-5)
+    assert (found.optimizer.warmup_ratio, found.checkpoint.export) == (0.00125, None)
+    assert "pre-training" in found.origins["optimizer.lr"]
+
+
+def test_the_settings_of_a_recipe_are_told_with_their_origins(model):
+    found = recipe(model, "optimizer.lr=1e-4")
+    told = {setting.key: setting for setting in describe(found.dump(), found.origins)}
+    assert told["data.tokenizer"].origin == "model.path"
+    assert told["optimizer.lr"][1:] == (1e-4, "--set optimizer.lr=1e-4")
+    assert "full SFT" in told["data.packed"].origin and "model.lora.rank" not in told
+    adapted = recipe(model, "model.lora.rank=8")
+    told = {setting.key: setting for setting in describe(adapted.dump(), adapted.origins)}
+    assert told["model.lora.rank"].value == 8 and "TRL" in told["model.lora.alpha"].origin

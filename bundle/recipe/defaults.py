@@ -1,0 +1,156 @@
+"""What a recipe leaves out, by the kind of training: values of published recipes, each with its source.
+
+Most kinds train published weights. What else begins with random weights, such as SFT of them, keeps the
+defaults of the schema. Reinforcement learning becomes one more kind.
+"""
+
+from typing import Any, NamedTuple
+
+SFT, LORA_SFT = "full SFT", "LoRA SFT"
+DPO, LORA_DPO = "full DPO", "LoRA DPO"
+CONTINUED, LORA_CONTINUED = "continued pre-training", "LoRA continued pre-training"
+PRETRAINING = "pre-training"
+# By task, and whether adapters are trained.
+KINDS = {
+    ("sft", False): SFT,
+    ("sft", True): LORA_SFT,
+    ("dpo", False): DPO,
+    ("dpo", True): LORA_DPO,
+    ("pretrain", False): CONTINUED,
+    ("pretrain", True): LORA_CONTINUED,
+}
+# Smaller models that begin with random weights keep the defaults of the schema, such as lr 1e-3.
+LEAST_PRETRAINED = 1e8  # parameters
+
+
+class Default(NamedTuple):
+    """The value of a key, where a recipe has none, and whoever published it.
+
+    `by_size` has values for larger models: the least number of parameters, and the value from there on.
+    """
+
+    key: str
+    value: Any
+    source: str
+    by_size: tuple[tuple[float, Any], ...] = ()
+
+    def choose(self, parameters: float) -> Any:
+        """Return the value for a model of this size."""
+        reached = [value for least, value in self.by_size if parameters >= least]
+        return reached[-1] if reached else self.value
+
+
+# Of the learning rate: its lowest value, as the name of a share.
+MIN_LR_SHARE = "optimizer.min_lr / optimizer.lr"
+
+_SWIFT_ARGUMENTS = "ms-swift swift/megatron/arguments/megatron_args.py"
+_SWIFT_SFT = "ms-swift examples/megatron/sft.sh"
+_SWIFT_PACKED = "ms-swift examples/megatron/dense/qwen3_32b.sh"
+_SWIFT_LORA = "ms-swift examples/megatron/lora/dense.sh"
+_SWIFT_DPO = "ms-swift examples/megatron/rlhf/dpo/packing.sh"
+_SWIFT_PRETRAIN = "ms-swift examples/megatron/pretrain.sh"
+_TULU = "open-instruct docs/tulu3.md"
+_ZEPHYR = "alignment-handbook recipes/zephyr-7b-beta/dpo/config_full.yaml"
+_ZEPHYR_LORA = "alignment-handbook recipes/zephyr-7b-beta/dpo/config_qlora.yaml"
+_ARGUMENTS = "transformers TrainingArguments"
+_GPT3 = "Megatron-DeepSpeed examples/MoE/ds_pretrain_gpt_1.3B_dense.sh (GPT-3's values)"
+_LLAMA = "Megatron-LM examples/llama/train_llama3_8b_h100_fp8.sh"
+_TRL_MODEL = "TRL trl/trainer/model_config.py"
+# By the number of parameters.
+_GPT3_LR = (
+    (3.5e8, 3e-4),
+    (7.6e8, 2.5e-4),
+    (1.3e9, 2e-4),
+    (2.7e9, 1.6e-4),
+    (6.7e9, 1.2e-4),
+    (1.3e10, 1e-4),
+    (1.75e11, 6e-5),
+)
+
+# Of every adapter, whatever the task.
+LORA = (
+    Default("model.lora.rank", 16, _TRL_MODEL),
+    Default("model.lora.alpha", 32.0, _TRL_MODEL),
+    Default("model.lora.targets", ("all-linear",), _SWIFT_LORA),
+)
+
+_SWIFT_OPTIMIZER = (
+    Default("optimizer.weight_decay", 0.1, _SWIFT_ARGUMENTS),
+    Default("optimizer.betas", (0.9, 0.95), _SWIFT_ARGUMENTS),
+    Default("optimizer.clip_grad", 1.0, _SWIFT_ARGUMENTS),
+    Default("optimizer.schedule", "cosine", _SWIFT_ARGUMENTS),
+)
+_DPO_OPTIMIZER = (
+    Default("optimizer.warmup_ratio", 0.1, _ZEPHYR),
+    Default(MIN_LR_SHARE, 0.0, _ZEPHYR),
+    Default("optimizer.weight_decay", 0.0, _TULU),
+    Default("optimizer.betas", (0.9, 0.999), _ARGUMENTS),
+    Default("optimizer.clip_grad", 1.0, _ARGUMENTS),
+    Default("optimizer.schedule", "cosine", _ZEPHYR),
+)
+_MERGED = Default("checkpoint.export", "hf", _SWIFT_SFT)
+_ADAPTER = Default("checkpoint.export", "peft", _SWIFT_LORA)
+
+DEFAULTS: dict[str, tuple[Default, ...]] = {
+    SFT: (
+        Default("model.dtype", "bf16", _TULU),
+        Default("data.packed", True, _SWIFT_PACKED),
+        Default("optimizer.lr", 1e-5, _SWIFT_ARGUMENTS),
+        Default(MIN_LR_SHARE, 0.1, _SWIFT_SFT),
+        Default("optimizer.warmup_ratio", 0.05, _SWIFT_SFT),
+        *_SWIFT_OPTIMIZER,
+        _MERGED,
+    ),
+    LORA_SFT: (
+        Default("model.dtype", "bf16", _TULU),
+        Default("data.packed", True, _SWIFT_PACKED),
+        Default("optimizer.lr", 1e-4, _SWIFT_ARGUMENTS),
+        Default(MIN_LR_SHARE, 0.1, _SWIFT_LORA),
+        Default("optimizer.warmup_ratio", 0.05, _SWIFT_LORA),
+        *_SWIFT_OPTIMIZER,
+        _ADAPTER,
+    ),
+    DPO: (
+        Default("model.dtype", "bf16", _ZEPHYR),
+        Default("data.packed", True, _SWIFT_DPO),
+        Default("optimizer.lr", 5e-7, f"{_ZEPHYR}; {_TULU} from 70B on", ((60e9, 2e-7),)),
+        *_DPO_OPTIMIZER,
+        _MERGED,
+    ),
+    LORA_DPO: (
+        Default("model.dtype", "bf16", _ZEPHYR_LORA),
+        Default("data.packed", True, _SWIFT_DPO),
+        Default("optimizer.lr", 5e-6, _ZEPHYR_LORA),
+        *_DPO_OPTIMIZER,
+        _ADAPTER,
+    ),
+    CONTINUED: (
+        Default("model.dtype", "bf16", _LLAMA),
+        Default("data.packed", False, _LLAMA),
+        Default("optimizer.lr", 1e-5, _SWIFT_PRETRAIN),
+        Default(MIN_LR_SHARE, 0.1, _SWIFT_PRETRAIN),
+        Default("optimizer.warmup_ratio", 0.03, _SWIFT_PRETRAIN),
+        *_SWIFT_OPTIMIZER,
+        Default("checkpoint.export", "hf", _SWIFT_PRETRAIN),
+    ),
+    LORA_CONTINUED: (
+        Default("model.dtype", "bf16", _LLAMA),
+        Default("data.packed", False, _LLAMA),
+        Default("optimizer.lr", 1e-4, _SWIFT_ARGUMENTS),
+        Default(MIN_LR_SHARE, 0.1, _SWIFT_LORA),
+        Default("optimizer.warmup_ratio", 0.05, _SWIFT_LORA),
+        *_SWIFT_OPTIMIZER,
+        _ADAPTER,
+    ),
+    PRETRAINING: (
+        Default("model.dtype", "bf16", _LLAMA),
+        Default("data.packed", False, _LLAMA),
+        Default("optimizer.lr", 6e-4, _GPT3, _GPT3_LR),
+        Default(MIN_LR_SHARE, 0.1, _GPT3),
+        Default("optimizer.warmup_ratio", 0.00125, _GPT3),
+        Default("optimizer.weight_decay", 0.1, _GPT3),
+        Default("optimizer.betas", (0.9, 0.95), _GPT3),
+        Default("optimizer.clip_grad", 1.0, _GPT3),
+        Default("optimizer.schedule", "cosine", _GPT3),
+    ),
+}
