@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from bundle.recipe import Recipe
+from bundle.recipe.defaults import DEFAULTS, LORA
 
 ABOUT = """# The recipe
 
@@ -17,6 +18,16 @@ line. `mcore-bundle recipes schema` prints a recipe's JSON schema, with which ed
 what they mean; this page is made from it (`python -m tools.recipe`).
 """
 
+KINDS = """## What a recipe leaves out
+
+The tokenizer is that of `model.path`, and SFT and DPO write rows with its chat template. Other keys follow
+from the kind of training: the task, whether `model.path` holds weights, and whether adapters are trained. A
+key that is written wins. `mcore-bundle plan` and `check` print each value with where it comes from.
+
+Where packs are the default, samples stay unpacked with `train.micro_batch_size` above 1 and for models that
+take no packs. Models with random weights keep the defaults of the tables above, except in pre-training
+from 0.1 B parameters on.
+"""
 _KINDS = {
     "boolean": "boolean",
     "integer": "integer",
@@ -31,7 +42,19 @@ _BOUNDS = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "exc
 def markdown() -> str:
     """The whole page."""
     schema = Recipe.model_json_schema()
-    return "\n".join([ABOUT, *_section("", schema, schema["$defs"])])
+    return "\n".join([ABOUT, *_section("", schema, schema["$defs"]), *_defaults()])
+
+
+def _defaults() -> Iterator[str]:
+    """Yield the table of what is filled in by the kind of training."""
+    yield KINDS
+    yield "| kind | key | default | source |\n|---|---|---|---|"
+    for kind, chosen in {"LoRA": LORA, **DEFAULTS}.items():
+        for default in chosen:
+            sizes = [f"from {least / 1e9:g} B parameters `{value:g}`" for least, value in default.by_size]
+            value = ", ".join([f"`{json.dumps(default.value)}`", *sizes])
+            yield f"| {kind} | `{default.key}` | {value} | {default.source} |"
+    yield ""
 
 
 def _section(path: str, section: Mapping[str, Any], sections: Mapping[str, Any]) -> Iterator[str]:

@@ -53,7 +53,9 @@ _TULU = "open-instruct docs/tulu3.md"
 _ZEPHYR = "alignment-handbook recipes/zephyr-7b-beta/dpo/config_full.yaml"
 _ZEPHYR_LORA = "alignment-handbook recipes/zephyr-7b-beta/dpo/config_qlora.yaml"
 _ARGUMENTS = "transformers TrainingArguments"
-_GPT3 = "Megatron-DeepSpeed examples/MoE/ds_pretrain_gpt_1.3B_dense.sh (GPT-3's values)"
+_GPT3 = (
+    "Megatron-DeepSpeed (a fork of Megatron-LM) examples/MoE/ds_pretrain_gpt_1.3B_dense.sh (GPT-3's values)"
+)
 _LLAMA = "Megatron-LM examples/llama/train_llama3_8b_h100_fp8.sh"
 _TRL_MODEL = "TRL trl/trainer/model_config.py"
 # By the number of parameters.

@@ -1,0 +1,38 @@
+"""A model's directory and rows, and no other key that decides how it trains: the loss is transformers'."""
+
+import json
+
+import pytest
+
+from tests.journeys import checkpoints, oracle
+from tests.launch.handed import bundle, sets
+
+pytestmark = pytest.mark.world
+RECIPE = """\
+name: mine
+task: sft
+model: {path: model}
+data: {source: jsonl, path: [rows.jsonl], sequence_length: 512, validation: 0}
+train: {steps: 3, global_batch_size: 1, log_interval: 1, eval_interval: 0}
+"""
+
+
+def test_the_first_loss_is_that_of_the_models_own_tokenizer_and_template(tmp_path):
+    model = checkpoints.write_checkpoint("qwen3", tmp_path / "model")
+    rows = checkpoints.chats(8)
+    checkpoints.write_lines(tmp_path / "rows.jsonl", rows)
+    (tmp_path / "mine.yaml").write_text(RECIPE)
+    told = json.loads(bundle("plan", "mine.yaml", "--json", cwd=tmp_path))["settings"]
+    origins = {setting["key"]: setting["origin"] for setting in told}
+    assert origins["data.tokenizer"] == "model.path" and "full SFT" in origins["optimizer.lr"]
+    fp32 = sets("model.dtype=fp32")
+    checked = json.loads(bundle("check", "mine.yaml", "--json", *fp32, cwd=tmp_path))
+    assert checked["training"] == 1, "all rows are one pack"
+    assert {each["key"]: each["origin"] for each in checked["settings"]}["model.dtype"].startswith("--set")
+    bundle("train", "mine.yaml", *fp32, cwd=tmp_path)
+    metrics = [json.loads(line) for line in (tmp_path / "runs/mine/metrics.jsonl").read_text().splitlines()]
+    first = next(line["train/loss"] for line in metrics if "train/loss" in line)
+    assert first == pytest.approx(oracle.sft_loss(model, rows, tmp_path), abs=1e-4)
+    written = (tmp_path / "runs/mine/recipe.yaml").read_text()
+    assert "tokenizer: hf:model" in written and "lr: 1.0e-05" in written.replace("1e-05", "1.0e-05")
+    assert (tmp_path / "runs/mine/hf/tokenizer.json").is_file()
