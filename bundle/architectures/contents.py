@@ -18,7 +18,8 @@ def has_weights(directory: Path) -> bool:
 
 def has_tokenizer(directory: Path) -> bool:
     """Return whether a directory holds a tokenizer; its files are not looked at."""
-    return any(files.is_file(path) for pattern in TOKENIZER for path in directory.glob(pattern))
+    paths = (path for pattern in TOKENIZER for path in directory.glob(pattern))
+    return files.is_directory(directory) and any(map(files.is_file, paths))
 
 
 def has_chat_template(directory: Path) -> bool:

@@ -47,7 +47,7 @@ def test_everything_that_is_missing_is_said_at_once_and_nothing_is_made(verb, tm
     ):
         assert part in said
     assert "Traceback" not in said and sorted(os.listdir(tmp_path)) == ["empty", "runs"]  # noqa: PTH208
-    assert "hf: takes a local directory" in run(
+    assert "data.tokenizer: gone" in run(
         verb[0], "demo", *verb[1:], *sets("data.tokenizer=hf:gone"), cwd=tmp_path, code=2
     )
 
