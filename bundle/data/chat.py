@@ -1,7 +1,8 @@
 """Conversations as token ids and their loss mask, by plain headings or a chat template."""
 
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from bundle.data.tokenizers import HuggingFace, Tokenizer
 from bundle.errors import UsageError
 from bundle.recipe.data import Data
 
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt")  # what a conversation gives
 Pieces = list[tuple[str, bool, bool]]  # text, whether the end of text follows, whether it is learned
 Marked = tuple[str, list[Part]]  # a text and its learned parts
 
@@ -30,7 +32,7 @@ def writer(data: Data, tokenizer: Tokenizer) -> "Headings | ChatTemplate":
         return Headings(tokenizer)
     if not isinstance(tokenizer, HuggingFace):
         raise UsageError(f"data.template: {data.tokenizer} has no chat template; use data.template: plain")
-    return ChatTemplate(tokenizer, data.date)
+    return ChatTemplate(tokenizer, data.date, data.template_arguments)
 
 
 class Headings:
@@ -84,11 +86,15 @@ def _heading(role: str) -> str:
 class ChatTemplate:
     """A tokenizer's chat template. What a template raises about a conversation becomes that row's problem."""
 
-    def __init__(self, tokenizer: HuggingFace, today: str | None = None) -> None:
-        """`today` (YYYY-MM-DD) is the date that it writes where it asks for it.
+    def __init__(
+        self, tokenizer: HuggingFace, today: str | None = None, arguments: Mapping[str, Any] | None = None
+    ) -> None:
+        """`today` (YYYY-MM-DD) is the date that it writes where it asks for it, `arguments` its variables.
 
-        Raises UsageError where there is no template, or no date for one that asks.
+        Raises UsageError where there is no template, or no date for one that asks, and for an argument that
+        the template does not read.
         """
+        arguments = arguments or {}
         self._tokenizer, source = tokenizer, tokenizer.chat_template()
         place = f"the chat template of {tokenizer.directory}"
         if today is None and "strftime_now(" in source:
@@ -96,7 +102,10 @@ class ChatTemplate:
                 f"data.template: {place} writes today's date (strftime_now), by which tokens would change"
                 " from day to day: say which one it is to write, data.date: YYYY-MM-DD"
             )
-        self._renderer = Renderer(place, source, tokenizer.template_variables, today)
+        words = set(re.findall(r"\w+", source)) - set(RESERVED)
+        if unread := sorted(set(arguments) - words):
+            raise UsageError(f"data.template_arguments.{unread[0]}: {place} does not read it. Leave it out.")
+        self._renderer = Renderer(place, source, {**tokenizer.template_variables, **arguments}, today)
         self._is_marked = rendering.is_marked(source)
 
     def prepare(self, conversation: Conversation) -> tuple[str, Conversation]:

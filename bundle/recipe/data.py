@@ -214,6 +214,10 @@ class Data(Section):
         pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$",
         description="What a chat template that writes today's date is told (YYYY-MM-DD), on whatever day.",
     )
+    template_arguments: dict[str, bool | int | float | str] = Field(
+        default_factory=dict,
+        description="Variables for the chat template, such as enable_thinking: false.",
+    )
     learn: Literal["all_turns", "last_turn"] = Field(
         default="all_turns",
         description="SFT: learn what the assistant says in every turn, or in the last one only. Where a chat"

@@ -369,6 +369,8 @@ def _data(recipe: Recipe) -> Iterator[Violation]:
         yield "data.weights", f"{len(data.weights)} weights for {len(data.path)} paths: give one for each"
     if data.template == "chat" and data.tokenizer == "bytes":
         yield "data.template", "bytes has no chat template: use plain, or a tokenizer hf:DIR"
+    if data.template_arguments and data.template != "chat":
+        yield "data.template_arguments", "a chat template alone reads them. Set data.template: chat"
     if data.date is not None:
         if data.template != "chat":
             yield "data.date", "a chat template alone writes it: data.template: chat"

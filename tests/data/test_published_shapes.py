@@ -10,10 +10,12 @@ import json
 import numpy as np
 import pytest
 
-from bundle.data.chat import ChatTemplate
+from bundle.data.chat import ChatTemplate, writer
 from bundle.data.conversations import conversation
 from bundle.data.sources import Corrupt
 from bundle.data.tokenizers import HuggingFace
+from bundle.errors import UsageError
+from bundle.recipe import load
 from bundle.recipe.data import Data
 from tests.data import chat
 from tests.data.published import SHAPES
@@ -100,3 +102,29 @@ def test_each_turn_is_learned_behind_the_prompt_for_it(writes, length, tools, sy
         for index, said in zip(asked, says, strict=True)
     ]
     assert list(learned(made, documents)) == expected
+
+
+def test_arguments_are_given_to_the_template_and_change_the_prompt(tmp_path):
+    made = HuggingFace(chat.directory(tmp_path, SHAPES["glm-4.5"].template))
+    chosen = Data(**(data("all_turns").dump() | {"path": ("r",), "template": "chat"}))
+    asked = {"template_arguments": {"enable_thinking": False}}
+    arguments = Data.model_validate(chosen.model_dump() | asked)
+    messages = talk(1, False, False, None)
+    template = writer(arguments, made)
+    ((before, said),) = learned(
+        made, template.encode(chat.drafts(template, conversation({"messages": messages}, chosen)))
+    )
+    theirs = made._tokenizer.apply_chat_template(
+        messages[:1], tokenize=False, add_generation_prompt=True, enable_thinking=False
+    )
+    assert (before, said) == (theirs, "\nAnswer 0.") and "/nothink" in theirs
+    for name in ("enable_thinkin", "messages"):
+        with pytest.raises(UsageError, match=name):
+            ChatTemplate(made, None, {name: False})
+
+
+def test_plain_takes_no_arguments():
+    keys = ["task=sft", "data.source=jsonl", "data.template_arguments.enable_thinking=false"]
+    with pytest.raises(UsageError) as caught:
+        load("demo", keys)
+    assert any("data.template_arguments" in line for line in caught.value.violations)
