@@ -64,7 +64,7 @@ def own_columns(original: Function, self: Any, labels: torch.Tensor, logits: tor
 
 @around
 def fold_gradient_of_frozen_weight(original: Function, ctx: Any, grad_output: torch.Tensor) -> Any:
-    """Return what `LinearWithFrozenWeight.backward` returns, by one matrix product (to 0.18).
+    """Returns `LinearWithFrozenWeight.backward` whose gradient is one matrix product (to 0.18).
 
     torch multiplies [s, 1, vocabulary] row by row where the stride of the size-1 dimension is unusual.
     A contiguous gradient reshaped to its own shape is a view with the usual strides.

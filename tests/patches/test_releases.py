@@ -55,6 +55,7 @@ PRESENT = {
     "router-replay-by-layer": [("0.16.0", "0.19.2")],
     "native-replay-recompute": [("0.16.0", "0.19.2")],
     "per-token-loss-context-parallel": [("0.12.0", "0.12.3")],
+    "frozen-weight-product": [("0.12.0", "0.18.2")],
     "shared-embedding-bucket": [("0.12.0", "0.12.3")],
     "cuda-norm-of-whole-weights": [("0.12.0", "0.16.1")],
     "cuda-norm-of-expert-weights": [("0.12.0", "0.18.2")],
