@@ -85,7 +85,7 @@ UNDIVIDED: dict[str, dict[str, Any]] = {
     )
 }
 
-STILL = {"lr": 1e-12, "min_lr": 0.0}
+STILL = {"lr": 1e-20, "min_lr": 0.0}  # less than the last digit of any weight
 ALONE: dict[str, dict[str, Any]] = {
     f"{dtype} {name}": stretch | {"arithmetic": {"dtype": dtype}}
     for dtype in ("fp32", "bf16")
