@@ -266,7 +266,7 @@ class Tensors:
     def copies(self) -> dict[str, str]:
         """Tensors that a directory may hold once more: the copy's published name -> the original's."""
         a = self.architecture
-        embedding, head = (self._published(name) for name in (EMBEDDING, HEAD))
+        embedding, head = (self._build_published_name(name) for name in (EMBEDDING, HEAD))
         found = {head: embedding} if a.tied_embeddings else {}
         originals = {EMBEDDING: embedding, HEAD: found.get(head, head)}
         for depth in range(a.mtp_layers if self.names.mtp else 0):
@@ -289,13 +289,13 @@ class Tensors:
         return self.names.mtp.at.format(depth=depth, layer=layer) if self.names.mtp else None
 
     def _of_vocabulary(self, name: str) -> Tensor:
-        a, published = self.architecture, self._published(name)
+        a, published = self.architecture, self._build_published_name(name)
         rule = Rule("vocabulary", (a.vocab_size,))
         originals = self.copies() if self._written_copies else {}
         copies = tuple(copy for copy in self._written_copies if originals.get(copy) == published)
         return Tensor(name, (self._rows, a.hidden_size), (published,), rule, copies=copies)
 
-    def _published(self, name: str) -> str:
+    def _build_published_name(self, name: str) -> str:
         return f"{self.names.of_model(name.removesuffix('.weight'))}.weight"
 
 

@@ -94,7 +94,7 @@ def _at_least(major: int, minor: int) -> Callable[[str], bool]:
     return lambda generation: _capability(generation) >= (major, minor)
 
 
-def _before(major: int, minor: int) -> Callable[[str], bool]:
+def _is_before(major: int, minor: int) -> Callable[[str], bool]:
     return lambda generation: _capability(generation) < (major, minor)
 
 
@@ -179,7 +179,7 @@ CUDA = Capabilities(
             " benchmark took 421 ms on an H200 instead of 377",
         ),
         *(
-            Variable(CONNECTIONS, "1", _ONE_QUEUE, frozenset({axis}), runs_on=_before(10, 0))
+            Variable(CONNECTIONS, "1", _ONE_QUEUE, frozenset({axis}), runs_on=_is_before(10, 0))
             for axis in ("tp", "cp")
         ),
         Variable(

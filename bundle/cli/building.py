@@ -29,7 +29,7 @@ STEPS = 32  # of an epoch at least, where the data has as many samples
 ENOUGH = 16  # samples of such a step, from which on samples may be longer
 
 
-class Choice(NamedTuple):
+class KeyChoice(NamedTuple):
     """One key of a recipe, its value, and the reason for it."""
 
     key: str
@@ -70,7 +70,7 @@ class Built(NamedTuple):
     """A recipe, the choices that it is made of beside its defaults, and its data."""
 
     recipe: Recipe
-    choices: tuple[Choice, ...]
+    choices: tuple[KeyChoice, ...]
     corpus: "Corpus"
 
 
@@ -80,7 +80,7 @@ def build_recipe(wish: Wish) -> Built:
     Where no layout fits, the recipe has the last one, whose plan says what is against it. Raise UsageError
     for inputs that are not there, JobFailed for corrupt rows and rows longer than the model's positions.
     """
-    named = _named(wish)
+    named = _choose_from_wish(wish)
     draft = _recipe(wish, named, _draft(SHORTEST))
     if wish.task != "pretrain":
         positions = draft.architecture.max_position_embeddings
@@ -113,46 +113,46 @@ def build_recipe(wish: Wish) -> Built:
     return Built(recipe, tuple(_final(wish, recipe, choices)), corpus)
 
 
-def _final(wish: Wish, recipe: Recipe, choices: Sequence[Choice]) -> Iterator[Choice]:
+def _final(wish: Wish, recipe: Recipe, choices: Sequence[KeyChoice]) -> Iterator[KeyChoice]:
     """Yield the choices that the user left open, and the keys that the user sets."""
     yield from (choice for choice in choices if wish.leaves_open(choice.key))
     values = dict(flat(recipe.dump()))
     for name in dict.fromkeys(wish.set_keys):
         yield from (
-            Choice(key, value, "--set")
+            KeyChoice(key, value, "--set")
             for key, value in values.items()
             if key == name or key.startswith(f"{name}.")
         )
 
 
-def _named(wish: Wish) -> list[Choice]:
+def _choose_from_wish(wish: Wish) -> list[KeyChoice]:
     """Return what the wish says, and the defaults that follow from its task alone."""
     epochs = EPOCHS[wish.task] if wish.epochs is None else wish.epochs
     choices = [
-        Choice("name", wish.name, "names the run directory"),
-        Choice("task", wish.task, "what is learned"),
-        Choice("model.path", wish.model, "--model"),
-        Choice("data.path", list(wish.data), "--data"),
-        Choice("data.tokenizer", f"hf:{wish.model}", "the model's own"),
-        Choice("checkpoint.export", "hf", "the result opens in transformers"),
+        KeyChoice("name", wish.name, "names the run directory"),
+        KeyChoice("task", wish.task, "what is learned"),
+        KeyChoice("model.path", wish.model, "--model"),
+        KeyChoice("data.path", list(wish.data), "--data"),
+        KeyChoice("data.tokenizer", f"hf:{wish.model}", "the model's own"),
+        KeyChoice("checkpoint.export", "hf", "the result opens in transformers"),
     ]
     if wish.task != "pretrain":
-        choices.append(Choice("data.template", "chat", "the tokenizer's chat template"))
-        choices.append(Choice("model.weights", "load", "fine-tuning needs trained weights"))
+        choices.append(KeyChoice("data.template", "chat", "the tokenizer's chat template"))
+        choices.append(KeyChoice("model.weights", "load", "fine-tuning needs trained weights"))
     if wish.lora:
-        choices.append(Choice("model.lora", {}, "--lora"))
+        choices.append(KeyChoice("model.lora", {}, "--lora"))
     if wish.leaves_open("train.steps") and wish.leaves_open("train.samples"):
         reason = f"the default of {wish.task}" if wish.epochs is None else "--epochs"
-        choices.append(Choice("train.epochs", epochs, reason))
+        choices.append(KeyChoice("train.epochs", epochs, reason))
     return choices
 
 
-def _draft(length: int) -> list[Choice]:
+def _draft(length: int) -> list[KeyChoice]:
     """Return stand-ins for what the data decides: enough to read it with."""
-    return [Choice("data.sequence_length", length, ""), Choice("train.global_batch_size", 1, "")]
+    return [KeyChoice("data.sequence_length", length, ""), KeyChoice("train.global_batch_size", 1, "")]
 
 
-def _recipe(wish: Wish, *choices: Sequence[Choice]) -> Recipe:
+def _recipe(wish: Wish, *choices: Sequence[KeyChoice]) -> Recipe:
     """Return the recipe of these choices, of which the first one counts and what the user sets before all."""
     values: dict[str, Any] = {}
     for choice in (choice for group in choices for choice in group if wish.leaves_open(choice.key)):
@@ -187,7 +187,7 @@ def _sample(longest: int, recipe: Recipe) -> int:
     return -(-longest // multiple) * multiple * recipe.documents_per_sample
 
 
-def _length(recipe: Recipe, corpus: "Corpus") -> Choice:
+def _length(recipe: Recipe, corpus: "Corpus") -> KeyChoice:
     """Return the length of samples: of rows the longest, of running text as the data gives enough of them.
 
     Packs are longer where the data fills enough of them: a device then has more to do at once.
@@ -203,10 +203,10 @@ def _length(recipe: Recipe, corpus: "Corpus") -> Choice:
     if is_text or recipe.data.packed:
         while 2 * length <= most and corpus.tokens >= 2 * length * STEPS * ENOUGH:
             length *= 2
-    return Choice(key, length if recipe.data.packed else min(length, positions), reason)
+    return KeyChoice(key, length if recipe.data.packed else min(length, positions), reason)
 
 
-def _batch(recipe: Recipe, samples: int, devices: int) -> Choice:
+def _batch(recipe: Recipe, samples: int, devices: int) -> KeyChoice:
     """Return the samples of a step: a power of two that leaves an epoch enough steps, for every replica."""
     batch = 1
     while 2 * batch <= LARGEST_BATCH and samples >= 2 * batch * STEPS:
@@ -215,23 +215,23 @@ def _batch(recipe: Recipe, samples: int, devices: int) -> Choice:
     portion *= recipe.parallel.dp(devices) if recipe.parallel.fits(devices) else 1
     batch = -(-batch // portion) * portion
     reason = f"{samples:,} samples are {-(-samples // batch):,} steps an epoch"
-    return Choice("train.global_batch_size", batch, reason)
+    return KeyChoice("train.global_batch_size", batch, reason)
 
 
-def _layouts(wish: Wish, architecture: Architecture, devices: int) -> Iterator[tuple[Choice, ...]]:
+def _layouts(wish: Wish, architecture: Architecture, devices: int) -> Iterator[tuple[KeyChoice, ...]]:
     """Yield ways to lay the model out, those that need the least exchange between devices first."""
     yield ()
     why = "memory: the model does not fit otherwise"
     if any(key.partition(".")[0] in ("parallel", "devices") for key in wish.set_keys):
         return
-    full = Choice("model.recompute", {"granularity": "full"}, why)
+    full = KeyChoice("model.recompute", {"granularity": "full"}, why)
     yield (full,)
     for size in range(2, devices + 1):
         if devices % size:
             continue
-        tp, ep = Choice("parallel.tp", size, why), Choice("parallel.ep", size, why)
+        tp, ep = KeyChoice("parallel.tp", size, why), KeyChoice("parallel.ep", size, why)
         if architecture.moe is None:
             yield (tp, full)
         else:
             yield (ep, full)
-            yield (tp, ep, Choice("parallel.etp", 1, "experts are divided by ep"), full)
+            yield (tp, ep, KeyChoice("parallel.etp", 1, "experts are divided by ep"), full)

@@ -10,7 +10,7 @@ import typer
 
 from bundle import files
 from bundle.cli import options
-from bundle.cli.building import EPOCHS, Choice, Wish, build_recipe
+from bundle.cli.building import EPOCHS, KeyChoice, Wish, build_recipe
 from bundle.cli.request import Request
 from bundle.errors import UsageError
 from bundle.recipe.document import written
@@ -43,13 +43,13 @@ def init(
         )
     request = Request(overrides=overrides)
     built = build_recipe(Wish(task, model, data, lora, epochs, hardware or None, request))
-    files.write_text(output, _HEAD + "".join(_commented(_tree(built.choices))))
+    files.write_text(output, _HEAD + "".join(_write_comments(_tree(built.choices))))
     named = shlex.quote(str(output if output.suffix in (".yaml", ".yml") else output.absolute()))
     print(f"written: {output}")
     print("\n".join(f"next: mcore-bundle {verb} {named}" for verb in ("plan", "check", "train")))
 
 
-def _tree(choices: Iterable[Choice]) -> dict[str, Any]:
+def _tree(choices: Iterable[KeyChoice]) -> dict[str, Any]:
     """Return the choices as the sections of a recipe, each choice under its last name."""
     tree: dict[str, Any] = {}
     for choice in choices:
@@ -61,10 +61,10 @@ def _tree(choices: Iterable[Choice]) -> dict[str, Any]:
     return tree
 
 
-def _commented(tree: Mapping[str, Any]) -> Iterator[str]:
+def _write_comments(tree: Mapping[str, Any]) -> Iterator[str]:
     """Yield YAML, a comment with the reason before each key."""
     for name, node in tree.items():
-        if isinstance(node, Choice):
+        if isinstance(node, KeyChoice):
             yield f"# {node.reason}\n{written({name: node.value})}"
         else:
-            yield f"{name}:\n{indent(''.join(_commented(node)), '  ')}"
+            yield f"{name}:\n{indent(''.join(_write_comments(node)), '  ')}"

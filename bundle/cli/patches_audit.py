@@ -13,7 +13,7 @@ from bundle.errors import EnvironmentUnfit, ExitCode
 from bundle.patches import hook
 from bundle.patches.audit import Audit, Defect, Standing
 from bundle.patches.audit import audit as examine
-from bundle.patches.entry import NOTHING, Kind, Patch, known_features, shown_features
+from bundle.patches.entry import NOTHING, DefectKind, Patch, known_features, shown_features
 from bundle.patches.hook import Hook, Words
 from bundle.patches.subject import Subject, Table, installed, load, named
 
@@ -97,7 +97,7 @@ def _lines(found: Audit, used: frozenset[str] | None, hooks: Iterable[Hook]) -> 
     for finding in hook.findings(hooks):
         then = finding.fix or "what follows is so without them"
         lines.append(f"{finding.subject}: {finding.cause}; {then}")
-    silent, errors, slow = ([d for d in found.defects if d.entry.kind is kind] for kind in Kind)
+    silent, errors, slow = ([d for d in found.defects if d.entry.kind is kind] for kind in DefectKind)
     counts = [
         f"{count} {what}"
         for standing, what in _COUNTED.items()
@@ -105,9 +105,9 @@ def _lines(found: Audit, used: frozenset[str] | None, hooks: Iterable[Hook]) -> 
     ]
     of = f"a job with {shown_features(used)}" if used else "whatever is used"
     lines += [f"silent defects that reach {of}: {', '.join(counts)}", ""]
-    lines += _listed(silent, used)
+    lines += _describe_defects(silent, used)
     if slow:
-        lines += ["defects that cost time or memory:", "", *_listed(slow, used)]
+        lines += ["defects that cost time or memory:", "", *_describe_defects(slow, used)]
     for upgrade in found.upgrades:
         new = f", and brings {', '.join(upgrade.new)}" if upgrade.new else ""
         left = f"{len(upgrade.left)} of the {len(found.reaching)}"
@@ -117,7 +117,7 @@ def _lines(found: Audit, used: frozenset[str] | None, hooks: Iterable[Hook]) -> 
     return lines
 
 
-def _listed(defects: Iterable[Defect], used: frozenset[str] | None) -> list[str]:
+def _describe_defects(defects: Iterable[Defect], used: frozenset[str] | None) -> list[str]:
     """Return the paragraphs of the defects, those that are present first."""
     order = list(Standing)
     ordered = sorted(defects, key=lambda defect: order.index(defect.standing))

@@ -48,13 +48,13 @@ def run_wish(wish: Wish, *, fresh: bool) -> None:
         )
     built = build_recipe(wish)
     job = decide_job(built.recipe, wish.request, where, fresh=fresh)
-    print("\n".join(_chosen(built, job)), flush=True)
+    print("\n".join(_describe_choices(built, job)), flush=True)
     say_left_out(built.corpus)
     run_job(job, where)
     print("\n".join(_result(job)))
 
 
-def _chosen(built: Built, job: Job) -> list[str]:
+def _describe_choices(built: Built, job: Job) -> list[str]:
     """Return lines about the run and what was chosen for it."""
     width = max(len(choice.key) for choice in built.choices)
     lines = [f"  {choice.key:<{width}}  {choice.value}  ({choice.reason})" for choice in built.choices]

@@ -56,7 +56,7 @@ def texts(message: Message) -> list[str]:
     return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
 
 
-class Reading(NamedTuple):
+class RowReading(NamedTuple):
     """What a row says: its messages, of which the first `given` are not learned."""
 
     messages: list[Message]
@@ -67,10 +67,10 @@ def columns(fields: Fields) -> tuple[str, ...]:
     """All fields of a row that `conversation` reads."""
     read = [name for each in _formats(fields) for name in (*each.fields, *each.optional)]
     pair = (fields.chosen, fields.rejected)  # by which rows for DPO are known
-    return tuple(dict.fromkeys((*read, *shared_fields(fields), *tag_fields(fields), *pair, *UNREAD)))
+    return tuple(dict.fromkeys((*read, *list_shared_fields(fields), *tag_fields(fields), *pair, *UNREAD)))
 
 
-def shared_fields(fields: Fields) -> tuple[str, ...]:
+def list_shared_fields(fields: Fields) -> tuple[str, ...]:
     """Return the fields that are read in every format, where a row has them."""
     return (*filter(None, (fields.system, fields.tools)), *media.keys_of(fields))
 
@@ -83,7 +83,7 @@ def conversation(values: Values, data: Data) -> Conversation:
             f"fields {fields.chosen} and {fields.rejected}: two answers to compare. Set task: dpo, or learn"
             f" one: data.fields.response: {fields.chosen} (data.fields.messages for a whole conversation)"
         )
-    shared = (*shared_fields(fields), *tag_fields(fields))
+    shared = (*list_shared_fields(fields), *tag_fields(fields))
     format_, (messages, given) = read_row(values, formats, fields.format, shared)
     for name in tag_fields(fields):
         if values.get(name) is False:
@@ -125,37 +125,40 @@ def of_messages(messages: list[Message], values: Values, data: Data, prompt: int
     return Conversation(messages, turns, _tools(values, data.fields.tools), found)
 
 
-def _formats(fields: Fields) -> list[Format[Reading]]:
+def _formats(fields: Fields) -> list[Format[RowReading]]:
     """Return the formats of rows that have one conversation."""
 
-    def of_list(name: str) -> Callable[[Values], Reading]:
-        return lambda values: Reading(answered(values[name], name))
+    def read_list(name: str) -> Callable[[Values], RowReading]:
+        return lambda values: RowReading(answered(values[name], name))
 
-    def of_answer(name: str) -> Callable[[Values], Reading]:
+    def read_pair_with(name: str) -> Callable[[Values], RowReading]:
         return lambda values: _answer_to(read_prompt(values, fields.prompt), read_answer(values, name))
 
-    def of_prompt(name: str, *keys: str) -> Format[Reading]:
+    def build_format(name: str, *keys: str) -> Format[RowReading]:
         format_: RowFormat = "trl" if name == COMPLETION else "prompt-response"
         return Format(
-            format_, (fields.prompt, name), of_answer(name), is_renamed=is_renamed(fields, "prompt", *keys)
+            format_,
+            (fields.prompt, name),
+            read_pair_with(name),
+            is_renamed=is_renamed(fields, "prompt", *keys),
         )
 
     messages = fields.messages
-    prompts = {fields.response: of_prompt(fields.response, "response")}
-    prompts.setdefault(COMPLETION, of_prompt(COMPLETION))
+    prompts = {fields.response: build_format(fields.response, "response")}
+    prompts.setdefault(COMPLETION, build_format(COMPLETION))
     return [
-        Format("openai", (messages,), of_list(messages), is_renamed=is_renamed(fields, "messages")),
+        Format("openai", (messages,), read_list(messages), is_renamed=is_renamed(fields, "messages")),
         *prompts.values(),
         Format("ms-swift", (QUERY, RESPONSE), _query_response, (HISTORY,)),
-        Format("sharegpt", (SHAREGPT,), of_list(SHAREGPT)),
+        Format("sharegpt", (SHAREGPT,), read_list(SHAREGPT)),
         Format("alpaca", (INSTRUCTION, OUTPUT), _alpaca, (INPUT, HISTORY)),
     ]
 
 
-def _answer_to(prompt: list[Message], answer: list[Message]) -> Reading:
+def _answer_to(prompt: list[Message], answer: list[Message]) -> RowReading:
     """Return a prompt and its answer; the prompt need not be marked where it has nothing to learn."""
     has_answers = any(message["role"] == "assistant" for message in prompt)
-    return Reading([*prompt, *answer], len(prompt) if has_answers else 0)
+    return RowReading([*prompt, *answer], len(prompt) if has_answers else 0)
 
 
 def read_prompt(values: Values, name: str) -> list[Message]:
@@ -203,14 +206,14 @@ def read_instruction(values: Values) -> list[Message]:
     return [*read_history(values), {"role": "user", "content": question}]
 
 
-def _query_response(values: Values) -> Reading:
+def _query_response(values: Values) -> RowReading:
     answer = {"role": "assistant", "content": text_of(values, RESPONSE)}
-    return Reading([*read_query(values), answer])
+    return RowReading([*read_query(values), answer])
 
 
-def _alpaca(values: Values) -> Reading:
+def _alpaca(values: Values) -> RowReading:
     answer = {"role": "assistant", "content": text_of(values, OUTPUT)}
-    return Reading([*read_instruction(values), answer])
+    return RowReading([*read_instruction(values), answer])
 
 
 def _dialogue(turns: Sequence[Sequence[str]]) -> list[Message]:
@@ -239,7 +242,7 @@ def _with_system(messages: list[Message], values: Values, name: str | None) -> l
 def _tools(values: Values, name: str | None) -> Tools:
     if name is None or values.get(name) in (None, ""):
         return None
-    tools = _parsed(values[name], f"field {name}")
+    tools = _parse_json(values[name], f"field {name}")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Corrupt(f"field {name}: must be a list of objects, or JSON of one, is {shown(tools)}")
     return tools or None
@@ -309,12 +312,12 @@ def _content(given: Any, where: str) -> str | list[dict[str, Any]]:
 
 def _calls(given: Any, where: str) -> list[dict[str, Any]]:
     """Calls of functions as {type, function: {name, arguments}}, the arguments as an object."""
-    given = _parsed(given, where)
+    given = _parse_json(given, where)
     calls = []
     for call in given if isinstance(given, list) else [given]:
         function = call.get("function", call) if isinstance(call, dict) else None
         arguments = function.get("arguments") if isinstance(function, dict) else None
-        arguments = {} if arguments in (None, "") else _parsed(arguments, f"{where}: arguments")
+        arguments = {} if arguments in (None, "") else _parse_json(arguments, f"{where}: arguments")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise Corrupt(f"{where}: must be the name and arguments of a function, is {shown(call)}")
         if not isinstance(arguments, dict):
@@ -325,7 +328,7 @@ def _calls(given: Any, where: str) -> list[dict[str, Any]]:
     return calls
 
 
-def _parsed(given: Any, where: str) -> Any:
+def _parse_json(given: Any, where: str) -> Any:
     """What a text of JSON means; anything else is meant as it is."""
     if not isinstance(given, str):
         return given

@@ -147,13 +147,13 @@ class Loader:
 
     def training(self, consumed: int) -> list[Batch]:
         """The micro-batches of the step that begins after `consumed` samples of the whole run."""
-        return list(self._batches(self._corpus.training, self._drawn(consumed)))
+        return list(self._batches(self._corpus.training, self._draw_samples(consumed)))
 
     def sizes(self, consumed: int) -> Sizes:
         """Return the sizes of that step's samples on all data-parallel ranks together."""
-        return self._corpus.training.sizes(self._drawn(consumed))
+        return self._corpus.training.sizes(self._draw_samples(consumed))
 
-    def _drawn(self, consumed: int) -> Ints:
+    def _draw_samples(self, consumed: int) -> Ints:
         return self._corpus.order.drawn(consumed, self._recipe.train.global_batch_size)
 
     def once(self) -> Iterator[list[Batch]]:

@@ -19,13 +19,13 @@ from bundle.data.conversations import (
     Message,
     answered,
     is_tagged,
+    list_shared_fields,
     listed,
     of_messages,
     read_answer,
     read_instruction,
     read_prompt,
     read_query,
-    shared_fields,
     tag_fields,
 )
 from bundle.data.formats import Format, is_renamed, read_row
@@ -36,7 +36,7 @@ from bundle.recipe.data import Data, Fields
 REJECTED_RESPONSE, REJECTED_MESSAGES = "rejected_response", "rejected_messages"
 
 
-class Pair(NamedTuple):
+class AnswerPair(NamedTuple):
     """A prompt and two answers to it."""
 
     prompt: list[Message]
@@ -47,7 +47,7 @@ class Pair(NamedTuple):
 def columns(fields: Fields) -> tuple[str, ...]:
     """All fields of a row that `preference` reads."""
     read = [name for each in _formats(fields) for name in (*each.fields, *each.optional)]
-    return tuple(dict.fromkeys((*read, *shared_fields(fields), *tag_fields(fields), *UNREAD)))
+    return tuple(dict.fromkeys((*read, *list_shared_fields(fields), *tag_fields(fields), *UNREAD)))
 
 
 def preference(values: Values, data: Data) -> tuple[Conversation, Conversation]:
@@ -61,7 +61,7 @@ def preference(values: Values, data: Data) -> tuple[Conversation, Conversation]:
             "has one answer and whether it is good (KTO), and DPO compares two answers. Make rows with"
             f" {fields.chosen} and {fields.rejected}, or set task: sft, which learns the good ones"
         )
-    format_, (prompt, chosen, rejected) = read_row(values, formats, fields.format, shared_fields(fields))
+    format_, (prompt, chosen, rejected) = read_row(values, formats, fields.format, list_shared_fields(fields))
     better, worse = (
         of_messages([dict(message) for message in (*prompt, *answer)], values, data, len(prompt))
         for answer in (chosen, rejected)
@@ -69,12 +69,12 @@ def preference(values: Values, data: Data) -> tuple[Conversation, Conversation]:
     return replace(better, format=format_), replace(worse, format=format_)
 
 
-def _formats(fields: Fields) -> list[Format[Pair]]:
+def _formats(fields: Fields) -> list[Format[AnswerPair]]:
     """Return the formats of rows that have two answers."""
     chosen, rejected, messages = fields.chosen, fields.rejected, fields.messages
     answers = is_renamed(fields, "chosen", "rejected")
 
-    def after(read: Callable[[Values], list[Message]]) -> Callable[[Values], Pair]:
+    def read_pair_after(read: Callable[[Values], list[Message]]) -> Callable[[Values], AnswerPair]:
         return lambda values: _pair(
             read(values), read_answer(values, chosen), read_answer(values, rejected), (chosen, rejected)
         )
@@ -89,28 +89,28 @@ def _formats(fields: Fields) -> list[Format[Pair]]:
         Format(
             "trl",
             (fields.prompt, chosen, rejected),
-            after(with_prompt(fields.prompt)),
+            read_pair_after(with_prompt(fields.prompt)),
             is_renamed=answers or is_renamed(fields, "prompt"),
             fits=are_answers,
         ),
         Format(
             "openai",
             (messages, chosen, rejected),
-            after(with_prompt(messages)),
+            read_pair_after(with_prompt(messages)),
             is_renamed=answers or is_renamed(fields, "messages"),
             fits=are_answers,
         ),
         Format(
             "sharegpt",
             (SHAREGPT, chosen, rejected),
-            after(with_prompt(SHAREGPT)),
+            read_pair_after(with_prompt(SHAREGPT)),
             is_renamed=answers,
             fits=are_answers,
         ),
         Format(
             "alpaca",
             (INSTRUCTION, chosen, rejected),
-            after(read_instruction),
+            read_pair_after(read_instruction),
             (INPUT, HISTORY),
             is_renamed=answers,
             fits=are_answers,
@@ -148,13 +148,13 @@ def _formats(fields: Fields) -> list[Format[Pair]]:
 
 def _pair(
     prompt: list[Message], chosen: list[Message], rejected: list[Message], names: tuple[str, str]
-) -> Pair:
+) -> AnswerPair:
     """Return the answers with their prompt. Raises Corrupt where there is nothing to prefer."""
     if chosen == rejected:
         raise Corrupt(f"fields {' and '.join(names)}: the same, so that neither is better")
     if not chosen or not rejected:
         raise Corrupt(f"fields {' and '.join(names)}: one is how the other begins")
-    return Pair(prompt, chosen, rejected)
+    return AnswerPair(prompt, chosen, rejected)
 
 
 def _has_prompt(answer: Any) -> bool:
@@ -164,7 +164,7 @@ def _has_prompt(answer: Any) -> bool:
     return isinstance(role, str) and role not in CALLS and ALIASES.get(role, role) != "assistant"
 
 
-def _whole_pair(values: Values, fields: Fields) -> Pair:
+def _whole_pair(values: Values, fields: Fields) -> AnswerPair:
     """Return the pair of two conversations that begin with their prompt."""
     chosen, rejected = fields.chosen, fields.rejected
     has_prompt = [_has_prompt(values[name]) for name in (chosen, rejected)]
@@ -186,7 +186,7 @@ def _whole_pair(values: Values, fields: Fields) -> Pair:
     return pair
 
 
-def _split(values: Values, chosen: str, rejected: str) -> Pair:
+def _split(values: Values, chosen: str, rejected: str) -> AnswerPair:
     """Return two conversations as answers to the turns that they begin with alike."""
     better, worse = (answered(values[name], name) for name in (chosen, rejected))
     pairs = takewhile(lambda pair: pair[0] == pair[1], zip(better, worse, strict=False))
@@ -196,7 +196,7 @@ def _split(values: Values, chosen: str, rejected: str) -> Pair:
     return _pair(prompt, better[len(prompt) :], worse[len(prompt) :], (chosen, rejected))
 
 
-def _other_ending(better: list[Message], values: Values, name: str) -> Pair:
+def _other_ending(better: list[Message], values: Values, name: str) -> AnswerPair:
     """Return the pair of a conversation and another last answer to it."""
     *prompt, chosen = better
     rejected: Message = {"role": "assistant", "content": text_of(values, REJECTED_RESPONSE)}

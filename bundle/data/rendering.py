@@ -98,7 +98,7 @@ class Template:
         )
         _add_functions(environment, today)
         self._source, self._variables = source, variables
-        with _limited_time():  # constants are computed here
+        with _limit_time():  # constants are computed here
             self._template = environment.from_string(source)
         self._is_marked = is_marked(source)
 
@@ -176,7 +176,7 @@ class Template:
         if self._joins_arguments:
             messages = [_with_text(message) for message in messages]
         return (
-            _unmarked(self._generate(messages, tools, prompt))
+            _split_marks(self._generate(messages, tools, prompt))
             if self._is_marked
             else Rendering(self._generate(messages, tools, prompt), [])
         )
@@ -184,8 +184,8 @@ class Template:
     def _generate(self, messages: list[Message], tools: Tools, prompt: bool) -> str:
         """Return the text."""
         given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
-        with _limited_time():
-            return _limited(self._template.generate(**{**self._variables, **given}))
+        with _limit_time():
+            return _join_pieces(self._template.generate(**{**self._variables, **given}))
 
     @cached_property
     def _joins_arguments(self) -> bool:
@@ -204,7 +204,7 @@ class Template:
 
 
 @contextmanager
-def _limited_time() -> Iterator[None]:
+def _limit_time() -> Iterator[None]:
     """Let the system end this process where the body computes longer than `SECONDS`, in whatever code."""
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
@@ -237,7 +237,7 @@ def _add_functions(environment: Environment, today: str | None) -> None:
         environment.globals["strftime_now"] = datetime.combine(date.fromisoformat(today), time()).strftime
 
 
-def _limited(pieces: Iterator[str]) -> str:
+def _join_pieces(pieces: Iterator[str]) -> str:
     """Return the pieces as one text. Raises Refusal beyond `OUTPUT_BYTES`."""
     text, size = [], 0
     for piece in pieces:
@@ -248,7 +248,7 @@ def _limited(pieces: Iterator[str]) -> str:
     return "".join(text)
 
 
-def _unmarked(text: str) -> Rendering:
+def _split_marks(text: str) -> Rendering:
     """Return the text without marks, and the parts between them."""
     pieces = re.split(f"[{BEGIN}{END}]", text)  # every other piece stood between two marks
     ends = list(accumulate(map(len, pieces)))

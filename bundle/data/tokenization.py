@@ -119,7 +119,9 @@ class _Encoder:
         self, given: list[tuple[str, Values]], errors: DataErrors
     ) -> Iterator[tuple[str, list[Document]]]:
         """The documents of each row, after its place: those of its conversation, or two of a pair."""
-        read = list(errors.passed(((row[0], row) for row in given), lambda row: self._prepared(row, errors)))
+        read = list(
+            errors.passed(((row[0], row) for row in given), lambda row: self._prepare_row(row, errors))
+        )
         drafts = iter(self._writer.draft([prepared for _, each in read for prepared in each]))
         drafted = ((place, (place, [next(drafts) for _ in each])) for place, each in read)
         rows = list(errors.passed(drafted, self._seen))
@@ -128,7 +130,7 @@ class _Encoder:
         for place, each in rows:
             yield place, [replace(next(documents), pictures=pictures) for _, pictures in each]
 
-    def _prepared(self, row: tuple[str, Values], errors: DataErrors) -> list[Any]:
+    def _prepare_row(self, row: tuple[str, Values], errors: DataErrors) -> list[Any]:
         """What the writer takes of each conversation of a row; `errors` get the row's format."""
         place, values = row
         data = self._encoding.data

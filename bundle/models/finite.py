@@ -49,7 +49,7 @@ class FiniteCheck:
 
     def _describe(self, name: str) -> str:
         entry = self._weights.entries[name].as_stored
-        stored = _stored(self._weights, name, Files()).flatten()
+        stored = _read_stored(self._weights, name, Files()).flatten()
         count, first = 0, -1
         for start in range(0, len(stored), _AT_ONCE):
             part = stored[start : start + _AT_ONCE]
@@ -88,11 +88,11 @@ def refuse_damaged(weights: Pretrained) -> None:
     ordered = sorted(weights.entries.items(), key=lambda item: (item[1].file, item[1].start))
     for name, entry in ordered:
         if entry.dtype in DTYPES or name.endswith(MX_SCALES):
-            check.add(name, _stored(weights, name, files))
+            check.add(name, _read_stored(weights, name, files))
     check.conclude()
 
 
-def _stored(weights: Pretrained, name: str, files: Files) -> Tensor:
+def _read_stored(weights: Pretrained, name: str, files: Files) -> Tensor:
     """A tensor as its file has it."""
     entry = weights.entries[name]
     kind = DTYPES.get(entry.dtype, torch.uint8)

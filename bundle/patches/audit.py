@@ -9,7 +9,7 @@ from bundle.patches import deciding, frameworks, plan
 from bundle.patches.catalogue import PATCHES, TRAPS
 from bundle.patches.deciding import PatchContext
 from bundle.patches.definitions import Definitions
-from bundle.patches.entry import LOCAL_LAYERS, Action, Decision, Kind, Patch, Presence, Trap
+from bundle.patches.entry import LOCAL_LAYERS, Action, Decision, DefectKind, Patch, Presence, Trap
 from bundle.patches.monkey_patches import MonkeyPatch
 from bundle.patches.source import SourceTree
 from bundle.patches.subject import Reader, Subject, Table
@@ -43,7 +43,7 @@ class Defect:
     @property
     def reaches(self) -> bool:
         """Whether it is there, in what is used, and nothing tells of it."""
-        return self.entry.kind is Kind.SILENT and self.standing is Standing.PRESENT
+        return self.entry.kind is DefectKind.SILENT and self.standing is Standing.PRESENT
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ def _upgrades(
         there = [
             entry.id
             for entry in entries
-            if entry.kind is Kind.SILENT and table.defect(entry.id, release) is Presence.PRESENT
+            if entry.kind is DefectKind.SILENT and table.defect(entry.id, release) is Presence.PRESENT
         ]
         yield Upgrade(
             release,

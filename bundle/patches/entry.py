@@ -119,7 +119,7 @@ class Presence(StrEnum):
         return cls.PRESENT if present else cls.ABSENT if absent else cls.UNKNOWN
 
 
-class Kind(StrEnum):
+class DefectKind(StrEnum):
     """How a user meets a defect."""
 
     SILENT = "silent"  # other numbers, or code of others that runs: no error and no hang
@@ -210,7 +210,7 @@ class Patch(NamedTuple):
     upstream: str  # where upstream knows of it, or how it was found
     range: str  # PEP 508 on the base version of megatron-core; "" is every release
     defect: Defect  # read where the defect is, which need not be in the targets
-    kind: Kind
+    kind: DefectKind
     # of its caller: what the loss function returns, how labels are given, what is summed over which ranks
     assumes: str = ""
     when: frozenset[str] = frozenset()  # features of the recipe, all of them
@@ -245,7 +245,7 @@ class Trap(NamedTuple):
     when: frozenset[str]  # features of the recipe, all of them
     why: str  # what goes wrong
     cause: str  # the upstream line, or how it was bisected
-    kind: Kind
+    kind: DefectKind
     instead: str  # what to change
     backends: tuple[str, ...] = BACKENDS
     unless: frozenset[str] = frozenset()  # features of which any one avoids it

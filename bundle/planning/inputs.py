@@ -59,9 +59,9 @@ def input_problems(recipe: Recipe, directory: Path, begins: Weights | None = Non
     """
     yield from missing_files(recipe)
     yield from (begins or weights(recipe)).problems
-    yield from _written_to("run directory", directory, "--run-directory")
+    yield from _find_write_problems("run directory", directory, "--run-directory")
     if recipe.data.cache is not None:
-        yield from _written_to("data.cache", Path(recipe.data.cache), "data.cache")
+        yield from _find_write_problems("data.cache", Path(recipe.data.cache), "data.cache")
 
 
 def missing_files(recipe: Recipe) -> Iterator[Problem]:
@@ -162,7 +162,7 @@ def _package(name: str, what: str) -> Iterator[Problem]:
         yield hardware_problem(f"{what} needs {name}: pip install 'mcore-bundle[data]'")
 
 
-def _written_to(what: str, directory: Path, key: str) -> Iterator[Problem]:
+def _find_write_problems(what: str, directory: Path, key: str) -> Iterator[Problem]:
     """Why a directory, which need not be there yet, cannot be written to."""
     try:
         there = next(path for path in (directory, *directory.parents) if _exists(path))

@@ -210,7 +210,7 @@ def plan_on(
         _triton(can, target, decided),
         _mindspeed(recipe, can, target),
         _delta_nets(recipe, can),
-        _ignored_keys(recipe),
+        _note_ignored_keys(recipe),
     )
     processors = hardware.host.processors.value
     environment = can.variables(
@@ -248,7 +248,7 @@ def plan_on(
     )
 
 
-def _ignored_keys(recipe: Recipe) -> str:
+def _note_ignored_keys(recipe: Recipe) -> str:
     """Which keys of the model's config a user may take for settings, and the recipe has its own for."""
     names = sorted(name for name in IGNORED if recipe.model.config.get(name))
     if not names:

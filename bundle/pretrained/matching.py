@@ -163,7 +163,7 @@ def _matched(
     return found
 
 
-def published_names(directory: Path) -> Iterator[str]:
+def read_published_names(directory: Path) -> Iterator[str]:
     """Yield the names of a directory's weights; of quantised ones once, whatever lies beside their numbers.
 
     There are none where the directory holds no weights that can be read.

@@ -19,7 +19,7 @@ from bundle.architectures.contents import INDEX, SINGLE, TOKENIZER, has_tokenize
 from bundle.architectures.published import NAMES
 from bundle.architectures.tensors import TOWER, Tensor, Tensors
 from bundle.pretrained.directory import BYTES
-from bundle.pretrained.matching import published_names
+from bundle.pretrained.matching import read_published_names
 from bundle.recipe import Recipe
 
 _log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Published:
 
     def find_source_names(self) -> list[str]:
         """Return the names of the tensors in `source`; none where it holds none that can be read."""
-        return list(published_names(self.source)) if self.source else []
+        return list(read_published_names(self.source)) if self.source else []
 
     @property
     def sources(self) -> list[Path]:

@@ -138,6 +138,15 @@ def test_what_is_of_one_machine_is_not_in_the_digest(anywhere):
     assert elsewhere.digest == anywhere.digest
 
 
+def test_nodes_may_differ_in_variables_that_yield_and_in_no_others(anywhere):
+    def digest(**changes):
+        return replace(anywhere, environment=anywhere.environment | changes).digest
+
+    assert "OMP_NUM_THREADS" in anywhere.environment
+    assert digest(OMP_NUM_THREADS="3") == digest(OMP_NUM_THREADS="8") == anywhere.digest
+    assert digest(CUDA_DEVICE_MAX_CONNECTIONS="32") != anywhere.digest
+
+
 def test_another_version_is_refused_by_name(anywhere):
     for version in (0, 2, "1", None, [1]):
         with pytest.raises(

@@ -10,7 +10,7 @@ from bundle.environment.search import search_path
 from bundle.patches import mindspeed
 from bundle.patches.catalogue import PATCHES
 from bundle.patches.deciding import PatchContext, decide
-from bundle.patches.entry import LOCAL_LAYERS, Action, Kind, Patch, Presence, Replacement, reads
+from bundle.patches.entry import LOCAL_LAYERS, Action, DefectKind, Patch, Presence, Replacement, reads
 from bundle.patches.plan import Survey, survey
 from bundle.patches.subject import Reading, load, named
 from tests.environment.trees import install, stack_of
@@ -29,7 +29,7 @@ def patch_of(target: str, **more) -> tuple[Patch, Reading]:
         id="p",
         replacements=(Replacement(target, "a:w"),),
         why="why",
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         upstream="upstream",
         range="",
         defect=reads(target)(lambda code: Presence.PRESENT),

@@ -12,7 +12,7 @@ from bundle.environment.search import search_path
 from bundle.errors import PatchError, UsageError
 from bundle.patches import plan as planning
 from bundle.patches.catalogue import PATCHES, TRAPS
-from bundle.patches.entry import LEFT_TO_MEGATRON, Action, Kind, Patch, Presence, Replacement, asks
+from bundle.patches.entry import LEFT_TO_MEGATRON, Action, DefectKind, Patch, Presence, Replacement, asks
 from bundle.patches.plan import PatchPlan, Survey, load, make, survey
 from bundle.patches.subject import load as load_table
 from bundle.patches.subject import named
@@ -145,7 +145,7 @@ def test_a_patch_whose_wrapper_is_missing_is_an_error(release: Release, monkeypa
         id="mtp-without-labels",
         replacements=(Replacement(target, "nowhere:f"),),
         why="",
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         upstream="",
         range="",
         defect=asks()(lambda source: Presence.PRESENT),

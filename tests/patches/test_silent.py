@@ -5,7 +5,7 @@ import re
 import pytest
 
 from bundle.patches.catalogue import PATCHES, TRAPS
-from bundle.patches.entry import Kind, Patch, Trap
+from bundle.patches.entry import DefectKind, Patch, Trap
 
 _UNNOTICED = re.compile(r"silently|wrong gradient|drift apart|too (small|large|weak|little)|wrong way")
 _SEEN = re.compile(r"\b(fails?|refuses|is refused|a hang|\w+Error|NaN|the host waits)\b")
@@ -18,6 +18,6 @@ _BOTH = {
 @pytest.mark.parametrize("entry", [*PATCHES, *TRAPS], ids=lambda entry: entry.id)
 def test_what_a_user_sees_is_not_silent_and_what_only_the_numbers_show_is(entry: Patch | Trap):
     if _UNNOTICED.search(entry.why):
-        assert entry.kind is Kind.SILENT
+        assert entry.kind is DefectKind.SILENT
     elif _SEEN.search(entry.why) and entry.id not in _BOTH:
-        assert entry.kind is not Kind.SILENT
+        assert entry.kind is not DefectKind.SILENT

@@ -8,7 +8,7 @@ from packaging.version import Version
 from bundle.environment import BACKENDS
 from bundle.patches import mindspeed
 from bundle.patches.catalogue import PATCHES, SEAMS, TRAPS
-from bundle.patches.entry import Kind, Patch, Presence, Replacement, Trap
+from bundle.patches.entry import DefectKind, Patch, Presence, Replacement, Trap
 from bundle.patches.subject import load
 from tools.markdown import table
 
@@ -83,9 +83,9 @@ _NOT_SO = """\
 
 
 _KINDS = {
-    Kind.SILENT: "silent: other numbers, or code of others that runs; nothing tells of it",
-    Kind.ERROR: "error: an error or a hang",
-    Kind.SLOW: "slow: it costs time or memory; the numbers are right",
+    DefectKind.SILENT: "silent: other numbers, or code of others that runs; nothing tells of it",
+    DefectKind.ERROR: "error: an error or a hang",
+    DefectKind.SLOW: "slow: it costs time or memory; the numbers are right",
 }
 
 

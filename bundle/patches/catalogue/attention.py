@@ -6,7 +6,7 @@ With the gated delta net, the linear attention of Qwen3-Next and Qwen3.5.
 import ast
 
 from bundle.patches.definitions import Definition
-from bundle.patches.entry import NOTHING, Kind, Patch, Presence, Replacement, Trap, called, reads
+from bundle.patches.entry import NOTHING, DefectKind, Patch, Presence, Replacement, Trap, called, reads
 
 _CORE = "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__"
 _HEADS = "megatron.core.transformer.attention:SelfAttention.get_query_key_value_tensors"
@@ -148,7 +148,7 @@ PATCHES = (
             "The gradient norm is too small, clipping too weak: learned attention sinks, one for each head, "
             "are not marked as split, and only those of the first tensor-parallel rank are counted."
         ),
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#7452 (finding 8), #7530 (open)",
         range=">=0.15",
         when=frozenset({"attention-sinks", "tp"}),
@@ -162,7 +162,7 @@ PATCHES = (
             "Attention with an output gate (Qwen3-Next, Qwen3.5) fails where tensor-parallel ranks share a "
             "group of heads: the query is cut to a rank's heads, the gate is not."
         ),
-        kind=Kind.ERROR,
+        kind=DefectKind.ERROR,
         upstream="NVIDIA/Megatron-LM#3528, fixed by #3575 in 0.17; slime#2221, radixark/miles#972",
         range=">=0.16,<0.17",
         when=frozenset({"output-gate", "gqa", "tp"}),
@@ -176,7 +176,7 @@ PATCHES = (
             "Cross attention that is given its process groups shares out its heads over them, but its "
             "projections over those of the layout."
         ),
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#7452 (finding 6), #7190 (open)",
         range=">=0.13",
         when=frozenset({"cross-attention", "explicit-groups", "tp"}),
@@ -190,7 +190,7 @@ PATCHES = (
             "Copies of one weight drift apart: under tensor without sequence parallelism the gradient of the "
             "gated delta net's output norm, which all heads share, is that of each rank's own heads."
         ),
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#7452 (finding 11)",
         range=">=0.16",
         when=frozenset({"gated-delta-net", "tp"}),
@@ -205,7 +205,7 @@ PATCHES = (
             "the lengths of packed sequences back from the device, twice, and handles them one by one: the "
             "host waits, and falls behind with many short sequences."
         ),
-        kind=Kind.SLOW,
+        kind=DefectKind.SLOW,
         upstream="not reported; seen in a profile of one H200 (40 waits in a step of ten attention layers)",
         range="",
         when=frozenset({"packed"}),
@@ -219,7 +219,7 @@ PATCHES = (
             "In every layer Transformer Engine compares the boundaries of packed sequences with the padded "
             "ones on the device, and the host waits for the answer, which it knows."
         ),
-        kind=Kind.SLOW,
+        kind=DefectKind.SLOW,
         upstream="fixed upstream in 0.19; seen in a profile of one H200 (20 waits in a step of ten layers)",
         range="<0.19",
         backends=("cuda",),
@@ -238,7 +238,7 @@ PATCHES = (
             "Packs with multimodal positions (mrope) get wrong ones: under context parallel their table is "
             "cut as if the pack were one sequence, and to 0.15 each sequence takes the first rows of it."
         ),
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#1612, NVIDIA-NeMo/Megatron-Bridge#1776; slime and miles carry a change",
         range="",
         when=frozenset({"mrope", "packed"}),
@@ -257,7 +257,7 @@ TRAPS = (
         when=frozenset({"gated-delta-net", "packed"}),
         why="The gated delta net (Qwen3-Next, Qwen3.5) refuses packed sequences.",
         cause="GatedDeltaNet.forward raises NotImplementedError for any packed_seq_params; #2645 in 0.18.0",
-        kind=Kind.ERROR,
+        kind=DefectKind.ERROR,
         instead="Set data.packed to false, or use megatron-core 0.18 or later.",
     ),
     Trap(
@@ -267,7 +267,7 @@ TRAPS = (
         when=frozenset({"llava", "explicit-groups", "tp", "sp"}),
         why="LLaVA gives ranks the embeddings of others: they are shared out over the layout's ranks.",
         cause="scatter_to_sequence_parallel_region is given no group; #7452 (finding 7)",
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         instead="Take the groups of the layout.",
         unshown="read only: needs megatron's LLaVAModel with a vision model",
     ),

@@ -7,7 +7,7 @@ from bundle.patches.definitions import Definition, Evidence
 from bundle.patches.entry import (
     MEGATRONS_BALANCING,
     NOTHING,
-    Kind,
+    DefectKind,
     Patch,
     Presence,
     Replacement,
@@ -198,7 +198,7 @@ PATCHES = (
             "Under a loss per token the gradients of the experts' balancing loss and z-loss are divided by "
             "tensor and context parallel ranks: half of the coefficient at TP2 or CP2, silently."
         ),
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#1652, #3672; fixed by #5047 in 0.19",
         range="<0.19",
         when=_LOSSES,
@@ -216,7 +216,7 @@ PATCHES = (
             "Under a mean loss the gradients of the experts' balancing loss and z-loss are divided by "
             "context parallel ranks: half of the coefficient at CP2, silently."
         ),
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         upstream="fixed by NVIDIA/Megatron-LM#2217 in 0.16",
         range="<0.16",
         when=_LOSSES | {"cp"},
@@ -230,7 +230,7 @@ PATCHES = (
             "Under a loss per token the balancing loss over sequences (seq_aux_loss) is divided by the rows "
             "of a micro-batch, silently."
         ),
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         upstream="fixed by NVIDIA/Megatron-LM#5798 in 0.19",
         range=">=0.16,<0.19",
         when=_LOSSES,
@@ -244,7 +244,7 @@ PATCHES = (
             "In bf16 the tokens of each expert are counted in bf16, which has no 257: the bias that steers "
             "the choice moves the wrong way."
         ),
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#7081",
         range="",
         when=frozenset({"expert-bias", "bf16"}),
@@ -258,7 +258,7 @@ PATCHES = (
             "A padding mask ends in a RuntimeError where routers have an expert bias, and leaves out experts "
             "instead of tokens if there are as many of one as of the other: [t, e] meets a mask [t]."
         ),
-        kind=Kind.ERROR,
+        kind=DefectKind.ERROR,
         upstream="NVIDIA/Megatron-LM#6111, fixed by #6114 on main",
         range=">=0.16",
         when=frozenset({"moe", "expert-bias", "padding-mask"}),
@@ -272,7 +272,7 @@ PATCHES = (
             "With a padding mask the balancing gradient under a loss per token is tp x cp times what it is "
             "without: the sum over those ranks is taken in place, and read as the rank's own count of tokens."
         ),
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#7452 (finding 10), #7481 (open)",
         range=">=0.16",
         when=frozenset({"moe", "padding-mask"}),
@@ -292,7 +292,7 @@ PATCHES = (
             "The global balancing loss depends on how tokens are shared out among micro-batches, so on "
             "padding: the experts' counts of all micro-batches so far are divided by the tokens of the last."
         ),
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#7213, #7214 (open)",
         range=">=0.15",
         when=frozenset({"moe", "global-aux-loss"}),
@@ -314,7 +314,7 @@ TRAPS = (
             "the router multiplies by the tokens that it sees (transformer/moe/router.py), "
             "finalize_model_grads divides by those that the loss counts; #5047 takes both for the same"
         ),
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         instead="Take a mean loss, or bring the coefficients to the share of tokens that is learned.",
     ),
     Trap(
@@ -327,7 +327,7 @@ TRAPS = (
             "TopKRouter.routing takes rows of the logits for sequences, and a pack is one; #6108, #6115 "
             "(open); tokens_per_sample of 0.19 helps where all sequences of a pack are equally long"
         ),
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         instead="Do not pack, or take aux_loss.",
     ),
     Trap(
@@ -337,7 +337,7 @@ TRAPS = (
         when=_LOSSES | {"padding"},
         why="Rows of padding are balanced like tokens: the emptier a pack, the less its tokens are balanced.",
         cause="TopKRouter.routing takes no padding mask; #1984, one since #2142 in 0.16.0",
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         instead="Leave padding out of micro-batches, or use megatron-core 0.16 or later, with the mask.",
     ),
     Trap(
@@ -350,7 +350,7 @@ TRAPS = (
             "GPTModel._preprocess shares the mask out where the embedding is, over the layout's ranks; #7452 "
             "(finding 5), #5563, #5088"
         ),
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         instead="Share the mask out before the model is called, or set parallel.pp to 1.",
         unshown="read only: no engine of ours gives a model this mask",
     ),

@@ -6,7 +6,7 @@ from bundle.patches.definitions import Definition, Evidence
 from bundle.patches.entry import (
     MEGATRONS_TIED_HEAD,
     NOTHING,
-    Kind,
+    DefectKind,
     Patch,
     Presence,
     Replacement,
@@ -146,7 +146,7 @@ PATCHES = (
         id="dist-checkpoint-serialization",
         replacements=(called(_WRITE, "checkpoints:name_the_format"),),
         why="Saving fails with torch 2.8 and later, whose _write_item has one more argument.",
-        kind=Kind.ERROR,
+        kind=DefectKind.ERROR,
         upstream="verl-project/verl#6322",
         range="<0.13",
         requires=(("torch", ">=2.8"),),
@@ -160,7 +160,7 @@ PATCHES = (
             Replacement(f"{_CHECKPOINTING}.{module}:np", "checkpoints:with_product") for module in _COUNTING
         ),
         why="The first checkpoint fails with numpy 2: module 'numpy' has no attribute 'product'.",
-        kind=Kind.ERROR,
+        kind=DefectKind.ERROR,
         upstream="fixed upstream in 0.16; numpy 2.0's release notes list the name as removed",
         range="<0.16",
         requires=(("numpy", ">=2"),),
@@ -172,7 +172,7 @@ PATCHES = (
         id="restricted-unpickle",
         replacements=tuple(called(load, "checkpoints:data_only", optional=True) for load in _LOADS),
         why="Loading a checkpoint runs whatever code its common state holds.",
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         upstream=(
             "fixed upstream in 0.14, back in 0.17.0, fixed again in 0.17.1: by torch's own default, "
             "so that with torch below 2.6 no release is mended"
@@ -192,7 +192,7 @@ PATCHES = (
             "Saving the optimizer fails where its form is not asked for: the default, "
             "fully_sharded_model_space, makes shards of flat ranges, which are refused."
         ),
-        kind=Kind.ERROR,
+        kind=DefectKind.ERROR,
         upstream="areal-project/AReaL#1468; refused since NVIDIA/Megatron-LM#2126",
         range=">=0.16",
         when=frozenset({"optimizer-default-sharding"}),
@@ -207,7 +207,7 @@ PATCHES = (
             "steps from the start again, without Transformer Engine's or with the optimizer on the host: the "
             "bias of its moments is corrected as if they were young."
         ),
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         upstream="NovaSky-AI/SkyRL#1403",
         range=">=0.16",
         when=frozenset({"dp-reshardable"}),
@@ -227,7 +227,7 @@ TRAPS = (
             "the embedding there, and GPTModel allocates it wherever the first stage is another; found by "
             "saving a tied Qwen3 with MTP at PP2"
         ),
-        kind=Kind.ERROR,
+        kind=DefectKind.ERROR,
         instead="Untie the head, or set parallel.pp to 1.",
     ),
     Trap(
@@ -237,7 +237,7 @@ TRAPS = (
         when=frozenset({"megatron-fsdp", "pp", "resume-other-layout"}),
         why="Megatron-FSDP's checkpoints give later stages the layers of the first if stages change.",
         cause="the adapter saves layers by their number in the stage; #7452 (finding 12)",
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         instead="Resume with the stages that it was saved with.",
         unshown="needs Megatron-FSDP, which needs CUDA",
     ),

@@ -7,7 +7,7 @@ from bundle.patches.entry import (
     LOCAL_LAYERS,
     MEGATRONS_TIED_HEAD,
     NOTHING,
-    Kind,
+    DefectKind,
     Patch,
     Presence,
     Replacement,
@@ -231,7 +231,7 @@ PATCHES = (
         id="per-token-loss-context-parallel",
         replacements=(Replacement(_FINALIZE, "gradients:count_tokens_of_all_ranks"),),
         why="Gradients of a per-token loss are twice too large at CP2: only data ranks' tokens are counted.",
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         upstream="fixed upstream in 0.13; found by comparing CP2 with CP1",
         range="<0.13",
         when=frozenset({"cp"}),
@@ -249,7 +249,7 @@ PATCHES = (
             "The optimizer refuses an embedding that stages share (tied, or read by MTP): its bucket starts "
             "behind padding, and it in front of that, if what is before it ends at 64 modulo 128."
         ),
-        kind=Kind.ERROR,
+        kind=DefectKind.ERROR,
         upstream="fixed upstream in 0.13",
         range="<0.13",
         when=frozenset({"pp"}),
@@ -264,7 +264,7 @@ PATCHES = (
             "whole on every tensor-parallel rank, keep Transformer Engine's mark of a split weight and are "
             "counted on each."
         ),
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         upstream="fixed upstream in 0.17; found by comparing TP2 with one H200 (norm off by 2e-2)",
         range="<0.17",
         backends=("cuda",),
@@ -280,7 +280,7 @@ PATCHES = (
             "of grouped experts are not marked as split, and only those of the first tensor-parallel rank "
             "are counted."
         ),
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         upstream="fixed upstream in 0.19; found by comparing TP2 ETP1 EP2 with one H200 (norm off by 3e-2)",
         range="<0.19",
         backends=("cuda",),
@@ -297,7 +297,7 @@ PATCHES = (
             " micro-batch has one row or pack: torch does not fold a gradient whose size-1 dimension has an"
             " unusual stride. LoRA of Qwen3-8B ran at 3,000 tokens/s on an H200, of 4,419 ms a step 4,245."
         ),
-        kind=Kind.SLOW,
+        kind=DefectKind.SLOW,
         upstream="fixed upstream in 0.19; found by a profile of a LoRA run",
         range="<0.19",
         when=frozenset({"lora"}),
@@ -311,7 +311,7 @@ PATCHES = (
             "Label smoothing over tensor-parallel ranks gives each rank another loss, and a wrong gradient: "
             "the evenly shared part is the mean over the columns of one rank, as if it had all of them."
         ),
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#737, #7464, #7452 (finding 1), #7466 (open)",
         range="",
         when=frozenset({"tp", "label-smoothing"}),
@@ -326,7 +326,7 @@ PATCHES = (
             "labels returns another loss, by log(tp) and more, whose gradient lacks labels on some ranks: "
             "its whole rows are taken for the columns of one rank."
         ),
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#7452 (finding 2)",
         range="",
         when=frozenset({"tp", "gathered-logits"}),
@@ -337,7 +337,7 @@ PATCHES = (
         id="optimizer-without-fp8-quantize",
         replacements=(called(f"{_FP8}:quantize_param_shard", "gradients:quantize_only_what_there_is"),),
         why="Every step ends in an error without Transformer Engine, although no parameter is FP8.",
-        kind=Kind.ERROR,
+        kind=DefectKind.ERROR,
         upstream="fixed upstream in 0.13",
         range="<0.13",
         backends=LOCAL_LAYERS,
@@ -351,7 +351,7 @@ PATCHES = (
             "With the optimizer on the host, weights that were loaded without its state are overwritten by "
             "the first step with the random ones of the start: nobody fills the copies that it steps."
         ),
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         upstream=(
             "NVIDIA/Megatron-LM#1842, #5071 (open); NVIDIA-NeMo/RL#2371, NVIDIA-NeMo/Megatron-Bridge#4082"
         ),
@@ -367,7 +367,7 @@ PATCHES = (
             "Loading the state of an optimizer on the host ends in a KeyError as soon as one of its "
             "parameters is fp32, as the shards of the distributed optimizer are."
         ),
-        kind=Kind.ERROR,
+        kind=DefectKind.ERROR,
         upstream="NovaSky-AI/SkyRL#1401, #1403; fixed on main by NVIDIA/Megatron-LM#5929",
         range="",
         when=_OFFLOADED,
@@ -390,7 +390,7 @@ TRAPS = (
             "tensor_parallel/layers.py marks expert weights `allreduce = not (is_expert and EP > 1)`, "
             "without regard to ETP != TP; mended by #5916 in 0.19.0 (use_expert_pgs)"
         ),
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         instead="Set parallel.etp to parallel.tp, or parallel.ep above 1.",
     ),
     Trap(
@@ -403,7 +403,7 @@ TRAPS = (
             "LanguageModule allocates output_layer.weight there although it is tied, and a bucket waits for "
             "a gradient of each of its weights; from 0.16 on only for those that had one in the first step"
         ),
-        kind=Kind.ERROR,
+        kind=DefectKind.ERROR,
         instead="Set distributed.overlap_grad_reduce to false, or use megatron-core 0.16 or later.",
     ),
     Trap(
@@ -416,7 +416,7 @@ TRAPS = (
             "previous and next stage are the same rank and the messages have one shape: a backend that "
             "matches batched messages by order confuses them (measured on gloo in 0.12 and 0.16)"
         ),
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         instead="Use overlap_p2p_comm without batch_p2p_comm.",
     ),
     Trap(
@@ -427,7 +427,7 @@ TRAPS = (
         unless=frozenset({"overlap-param-gather"}),
         why="Weights become NaN in the second step: they are gathered before all optimizers are done.",
         cause="each optimizer of a chain gathers the buffers that they share; #2272, #4800 in 0.18",
-        kind=Kind.ERROR,
+        kind=DefectKind.ERROR,
         instead="Overlap the gather of parameters, or use megatron-core 0.18 or later.",
         unshown="needs a device with MXFP8",
     ),

@@ -6,7 +6,7 @@ from bundle.patches.definitions import Definition, Evidence
 from bundle.patches.entry import (
     LOCAL_LAYERS,
     NOTHING,
-    Kind,
+    DefectKind,
     Patch,
     Presence,
     Replacement,
@@ -150,7 +150,7 @@ PATCHES = (
             "Packed input fails: 0.12 keeps a batch dimension of 1 in front of the heads, 0.13 too reads the "
             "boundaries without padding and cuts the rotary table to the tokens of one context-parallel rank."
         ),
-        kind=Kind.ERROR,
+        kind=DefectKind.ERROR,
         upstream="fixed upstream in 0.14; found by comparing packed with unpacked passes",
         range="<0.14",
         when=frozenset({"mla", "packed"}),
@@ -167,7 +167,7 @@ PATCHES = (
             "Packed input whose value heads are narrower than its query heads is refused by kernels that "
             "want one width, or comes back too wide for the output projection."
         ),
-        kind=Kind.ERROR,
+        kind=DefectKind.ERROR,
         upstream="NVIDIA/Megatron-LM#3003 (5dcda195), released in 0.18.0; NVIDIA/TransformerEngine#2629",
         range="<0.18",
         backends=("cpu", "cuda"),  # npu_fusion_attention takes packed values that are narrower than keys
@@ -182,7 +182,7 @@ PATCHES = (
             "Without Transformer Engine the down projections can only be column parallel, whose gather drops "
             "the other ranks' part of a gradient: the class must be one of a list in which TELinear is None."
         ),
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         upstream="found by comparing TP2 with one process",
         range=">=0.14",
         backends=LOCAL_LAYERS,
@@ -200,7 +200,7 @@ PATCHES = (
             "projection gets a norm of its own that DeepSeek-V2-Lite and Moonlight do not have; megatron's "
             "own local spec is refused."
         ),
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         upstream="found by comparing releases with transformers",
         range=">=0.19",
         when=frozenset({"mla"}),
@@ -215,7 +215,7 @@ PATCHES = (
             "without sequence parallelism the heads share a rotary key whose gradient is not summed over the "
             "ranks."
         ),
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#6839 (open), #1699; NVIDIA/TransformerEngine#1975",
         range=">=0.14",
         when=frozenset({"mla", "tp"}),
@@ -229,7 +229,7 @@ PATCHES = (
             "The gradient of the norm of compressed queries is too large by the number of tensor-parallel "
             "ranks, without sequence parallelism: it is whole on each, and summed for its name."
         ),
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         upstream="not reported; found by comparing TP2 with one process (gradient off by 1e+0)",
         range=">=0.14",
         when=frozenset({"mla", "tp"}),
@@ -249,7 +249,7 @@ TRAPS = (
             "MLASelfAttention gathers the rotary keys of all tensor-parallel ranks as parts of a sequence, "
             "whether it is shared out or not; since 0.14 only if it is"
         ),
-        kind=Kind.ERROR,
+        kind=DefectKind.ERROR,
         instead="Set parallel.sequence_parallel to true, or use megatron-core 0.14 or later.",
     ),
 )

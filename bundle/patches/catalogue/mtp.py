@@ -6,7 +6,7 @@ from bundle.patches.definitions import Definition, Evidence
 from bundle.patches.entry import (
     MEGATRONS_MTP_LOSS,
     NOTHING,
-    Kind,
+    DefectKind,
     Patch,
     Presence,
     Replacement,
@@ -218,7 +218,7 @@ PATCHES = (
         id="mtp-context-parallel-roll",
         replacements=(Replacement(ROLL, "mtp:roll_over_ranks"),),
         why="Under context parallelism the next token is looked for on the own rank: wrong gradients.",
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         upstream="fixed upstream in 0.14; found by comparing CP2 with CP1 (gradients off by 5e-1)",
         range="<0.14",
         when=frozenset({"mtp", "cp"}),
@@ -236,7 +236,7 @@ PATCHES = (
             "soon as there is padding between them: wrong gradients, silently. And every boundary is read "
             "back from the device: 3,600 waits in a step that needs none."
         ),
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         upstream="not reported; found by comparing padded with unpadded packing (gradients off by 1e+0)",
         range=">=0.16",
         when=frozenset({"mtp", "packed"}),
@@ -250,7 +250,7 @@ PATCHES = (
             "The loss of each depth is divided by the tokens of one context-parallel rank: the logged loss "
             "is a mean of means, and so are the gradients unless the loss is one per token."
         ),
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         upstream="not reported; found by comparing CP2 with CP1 (log off by 5e-3, gradients by 1e-1)",
         range=">=0.14,<0.17",  # where the code moved; mtp-loss-context-parallel-normalisation goes on there
         when=_LOSS_OVER_RANKS,
@@ -270,7 +270,7 @@ PATCHES = (
             "The loss of each depth is scaled by the ratio of two token counts of one context-parallel rank, "
             "although the token that the roll removes is missing on one rank only."
         ),
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         upstream="not reported; found by comparing CP2 with CP1 (gradients off by 2e-1)",
         range=">=0.17",
         when=_LOSS_OVER_RANKS,
@@ -288,7 +288,7 @@ PATCHES = (
             "short sequences: its sum has a token less for each roll, and is divided by the tokens of the "
             "main loss."
         ),
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#2417, #1532; fixed by #3159 in 0.17",
         range="<0.17",
         when=_LOSS_OF_MEGATRON,
@@ -304,7 +304,7 @@ PATCHES = (
             ),
         ),
         why="mtp_num_layers=0 enters the branch of multi-token prediction, which then wants labels.",
-        kind=Kind.ERROR,
+        kind=DefectKind.ERROR,
         upstream="verl-project/verl#6374",
         range=">=0.16,<0.17",
         assumes=NOTHING,
@@ -317,7 +317,7 @@ PATCHES = (
             "Logits without labels, as reinforcement learning wants them, are an error to 0.16; in 0.17 and "
             "0.18 the prediction layers run for nothing."
         ),
-        kind=Kind.ERROR,
+        kind=DefectKind.ERROR,
         upstream="NVIDIA/Megatron-LM#4549; measured in every release",
         range="<0.19",  # where mtp-labels-from-input begins
         when=frozenset({"mtp"}),
@@ -331,7 +331,7 @@ PATCHES = (
             "Logits without labels, as reinforcement learning wants them: the prediction layers are trained "
             "on the input all the same, prompts too, and their loss is logged in evaluation."
         ),
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#3457 brings it on purpose in 0.19; measured there",
         range=">=0.19",
         when=frozenset({"mtp"}),
@@ -348,7 +348,7 @@ PATCHES = (
             "Multi-token prediction fails under sequence parallelism in a model whose embedding does not "
             "share out the sequence (scatter_embedding_sequence_parallel=False, as in multimodal models)."
         ),
-        kind=Kind.ERROR,
+        kind=DefectKind.ERROR,
         upstream="NVIDIA/Megatron-LM#6256, on main since August 2026; NVIDIA-NeMo/RL#3494",
         range="",
         when=frozenset({"mtp", "sp", "multimodal"}),
@@ -364,7 +364,7 @@ TRAPS = (
         when=frozenset({"mtp", "packed"}),
         why="Multi-token prediction refuses packed sequences.",
         cause="MultiTokenPredictionLayer.forward asserts packed_seq_params is None; lifted in 0.16.0",
-        kind=Kind.ERROR,
+        kind=DefectKind.ERROR,
         instead="Set data.packed to false, or use megatron-core 0.16 or later.",
     ),
     Trap(
@@ -377,7 +377,7 @@ TRAPS = (
             "MultiTokenPredictionLayer.forward gathers with all_gather_last_dim_from_tensor_parallel_region, "
             "whose backward reduces; 0.13.0 uses gather_from_tensor_model_parallel_region"
         ),
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         instead="Set parallel.tp to 1, or use megatron-core 0.13 or later.",
     ),
 )

@@ -4,7 +4,7 @@ import ast
 
 from bundle.patches.catalogue import mtp
 from bundle.patches.definitions import Definition, Evidence
-from bundle.patches.entry import NOTHING, Kind, Patch, Presence, Replacement, Trap, asks, called, reads
+from bundle.patches.entry import NOTHING, DefectKind, Patch, Presence, Replacement, Trap, asks, called, reads
 
 _CHECKPOINTED = f"{mtp.LAYER}._checkpointed_forward"
 _CHECKPOINTED_BY_BLOCK = f"{mtp.MODULE}:MultiTokenPredictionBlock._checkpointed_forward"  # a time in 2025
@@ -87,7 +87,7 @@ PATCHES = (
         id="mtp-packed-full-recompute",
         replacements=(Replacement(_CHECKPOINTED, "mtp:keep_objects"),),
         why="Full recomputation of MTP layers fails on packed input: save_for_backward takes tensors only.",
-        kind=Kind.ERROR,
+        kind=DefectKind.ERROR,
         upstream="fixed upstream in 0.18 by new code; measured in 0.16 and 0.17",
         range=">=0.16,<0.18",
         when=frozenset({"mtp", "packed", "recompute-full"}),
@@ -98,7 +98,7 @@ PATCHES = (
         id="mtp-full-recompute",
         replacements=(Replacement(_CHECKPOINTED, "mtp:bind_padding_mask"),),
         why="Full recomputation of MTP layers ends in a TypeError: unexpected keyword 'padding_mask'.",
-        kind=Kind.ERROR,
+        kind=DefectKind.ERROR,
         upstream="NVIDIA/Megatron-LM#4933, fixed by #3457 in 0.19",
         range=">=0.18,<0.19",
         when=frozenset({"mtp", "recompute-full"}),
@@ -114,7 +114,7 @@ PATCHES = (
             "After a recomputation the input of every MoE layer and its gradient stay in memory until the "
             "layer runs again: its token dispatcher keeps probabilities that hold the graph's leaves."
         ),
-        kind=Kind.SLOW,
+        kind=DefectKind.SLOW,
         upstream=(
             "NVIDIA/Megatron-LM#3221, verl-project/verl#5251; still so after #5197, which frees locals "
             "(measured at d98e8a64)"
@@ -138,7 +138,7 @@ TRAPS = (
             "_checkpointed_forward gives te_checkpoint tensors by keyword, which it does not see; #4593, "
             "#4765; NVIDIA-NeMo/Megatron-Bridge#3801"
         ),
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         instead="Leave out full recomputation or FP8, or use megatron-core 0.18 or later.",
         unshown="needs Transformer Engine's checkpoint and a device with FP8",
     ),
@@ -150,7 +150,7 @@ TRAPS = (
         when=frozenset({"mtp", "recompute-full", "fp8", "explicit-groups", "tp"}),
         why="Prediction layers that are recomputed under FP8 use the layout's ranks, not the given ones.",
         cause="te_checkpoint is given the global group; #7452 (finding 4), #6760, #7403 (open)",
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         instead="Take the groups of the layout, or leave out full recomputation or FP8.",
         unshown="needs Transformer Engine's checkpoint and a device with FP8",
     ),

@@ -6,7 +6,7 @@ from bundle.patches.definitions import Definition, Evidence
 from bundle.patches.entry import (
     LOCAL_LAYERS,
     NOTHING,
-    Kind,
+    DefectKind,
     Patch,
     Presence,
     Replacement,
@@ -87,7 +87,7 @@ PATCHES = (
         id="router-replay",
         replacements=(Replacement(_ROUTING, "moe:choice"),),
         why="There is no way to make the router take recorded experts.",
-        kind=Kind.ERROR,
+        kind=DefectKind.ERROR,
         upstream="NVIDIA/Megatron-LM#2101 adds one in 0.16",
         range="<0.16",
         when=frozenset({"moe", "router-replay"}),
@@ -104,7 +104,7 @@ PATCHES = (
             "Megatron's replay cannot leave a token to its router, as a rollout's last one must be, and knows"
             " routers by order of construction: chunk by chunk, those of MTP and of other models too."
         ),
-        kind=Kind.ERROR,
+        kind=DefectKind.ERROR,
         upstream="not reported; read in NVIDIA/Megatron-LM#2101",
         range=">=0.16",
         when=frozenset({"moe", "router-replay"}),
@@ -121,7 +121,7 @@ PATCHES = (
             "A recomputation takes the routes of the latest micro-batch instead of its own: wrong gradients, "
             "silently, as soon as two micro-batches are in flight."
         ),
-        kind=Kind.SILENT,
+        kind=DefectKind.SILENT,
         upstream="not reported; found by comparing replay with and without recomputation in PP2",
         range=">=0.16",
         when=frozenset({"moe", "router-replay"}),
@@ -134,7 +134,7 @@ PATCHES = (
         id="cpu-moe-splits-on-host",
         replacements=(called(_MOVE, "moe:splits_on_host"),),
         why="The sizes of the all-to-all become numbers only if they were on a GPU: TypeError with EP > 1.",
-        kind=Kind.ERROR,
+        kind=DefectKind.ERROR,
         upstream="not reported; met on gloo in every release",
         range="",
         backends=("cpu",),
@@ -146,7 +146,7 @@ PATCHES = (
         id="router-without-te-gemm",
         replacements=(called(_GEMM, "moe:without_te_gemm", exclusive=True),),
         why="NameError without Transformer Engine when the router computes in another type than the model.",
-        kind=Kind.ERROR,
+        kind=DefectKind.ERROR,
         upstream="fixed upstream in 0.17",
         range=">=0.13,<0.17",
         backends=LOCAL_LAYERS,
