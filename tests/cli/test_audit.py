@@ -87,6 +87,15 @@ def test_nothing_silent_that_reaches_ends_well():
     assert "0 there" in run("--mcore", "0.19.2", "--features", "pp,packed", code=0).stdout
 
 
+def test_a_slow_defect_is_named_with_its_patch_and_is_no_reason_to_fail():
+    options = ("--mcore", "0.16.1", "--features", "lora")
+    (row,) = [row for row in document(*options, code=0)["defects"] if row["kind"] == "slow"]
+    assert (row["id"], row["standing"], row["patch"]) == ("frozen-weight-product", "present", True)
+    assert row["mended_in"] == "0.19"
+    assert "PRESENT      frozen-weight-product  by lora\n" in run(*options, code=0).stdout
+    assert "frozen-weight-product" not in standings(document("--mcore", "0.19.2", code=4))
+
+
 def test_a_version_that_nobody_reviewed_is_unknown_and_no_reason_to_fail():
     found = document("--mcore", "0.16.2", "--features", "mtp,packed", code=0)
     assert set(standings(found).values()) == {"unknown"}
