@@ -36,6 +36,8 @@ PARAMETER_MULTIPLE = 64
 BUCKET_MULTIPLE = 128
 # What a plan does not count: the device's context, communication buffers, workspaces and fragmentation.
 HEADROOM = 0.1
+# Tokens of the largest micro-batch that docs/performance.md has measured with experts.
+MOST_TOKENS = 32768
 
 
 class StateBytes(NamedTuple):
@@ -96,6 +98,34 @@ def memory_note(stages: Sequence[MemoryEstimate], device: Fact[int]) -> str | No
         f"memory is tight: {bytes_shown(worst)} of {bytes_shown(device.value)}, and the device's context, "
         "communication buffers and fragmentation are not counted"
     )
+
+
+def advise_micro_batch_size(
+    recipe: Recipe, layout: RankLayout, traits: LayerTraits, code: MegatronCode, device: Fact[int]
+) -> str | None:
+    """Return a note that names the micro-batch of 2, 4 .. times the size that fits, for a model with experts.
+
+    The products of experts are small, and there are as many for a small micro-batch as for a large one. A
+    pipeline keeps its size, because fewer micro-batches leave its stages idle for longer.
+    """
+    train, dp = recipe.train, layout.size("dp")
+    if recipe.architecture.moe is None or device.value is None:
+        return None
+    if recipe.data.packed or layout.size("pp") > 1:
+        return None
+    size, note = 2 * train.micro_batch_size, None
+    while train.global_batch_size % (size * dp) == 0 and size * recipe.data.sequence_length <= MOST_TOKENS:
+        larger = train.model_copy(update={"micro_batch_size": size})
+        stages = estimates(recipe.model_copy(update={"train": larger}), layout, traits, code)
+        needed = max(stage.total for stage in stages)
+        if needed > device.value * (1 - HEADROOM):
+            break
+        note = (
+            f"train.micro_batch_size: {size} fits as well ({bytes_shown(needed)} of"
+            f" {bytes_shown(device.value)}) and is faster than {train.micro_batch_size} with experts"
+        )
+        size *= 2
+    return note
 
 
 class Span(NamedTuple):

@@ -17,7 +17,7 @@ from bundle.patches import mindspeed, subject
 from bundle.patches.plan import Survey, survey
 from bundle.patches.subject import DEFAULT, Subject, Table
 from bundle.planning.layout import RankLayout, can_lay_out, rank_layout
-from bundle.planning.memory import MemoryEstimate, estimates, memory_note
+from bundle.planning.memory import MemoryEstimate, advise_micro_batch_size, estimates, memory_note
 from bundle.planning.problems import (
     Problem,
     backend_problems,
@@ -204,8 +204,10 @@ def plan_on(
     layout = rank_layout(recipe, world) if can_lay_out(recipe, world) else None
     traits = can.layers_of(recipe, hardware.generation.value)
     stages = () if layout is None else estimates(recipe, layout, traits, code)
+    device = hardware.device_memory
     own = (
-        memory_note(stages, hardware.device_memory),
+        memory_note(stages, device),
+        None if layout is None else advise_micro_batch_size(recipe, layout, traits, code, device),
         _caution(can, installed),
         _triton(can, target, decided),
         _mindspeed(recipe, can, target),

@@ -439,7 +439,7 @@ class Recipe(Completed):
         why = f"tp {p.tp} x cp {p.cp} x pp {p.pp}"
         if moe is None:
             return f"{p.minimal_world} ranks ({why}), {world} is none"
-        fewer = (ep for ep in range(p.ep - 1, 0, -1) if not moe.num_experts % ep)
+        fewer = (ep for ep in range(min(p.ep - 1, moe.num_experts), 0, -1) if not moe.num_experts % ep)
         fits = next((ep for ep in fewer if p.model_copy(update={"ep": ep}).fits(world)), None)
         experts = f"etp {p.etp} x ep {p.ep} x pp {p.pp} of experts"
         instead = f": parallel.ep={fits} fits" if fits else ""
