@@ -158,6 +158,7 @@ SPEEDS = tuple(
     for name, overrides in (
         ("bf16", ()),
         ("bf16 lora", lora),
+        ("bf16 micro-batch 8", ("train.micro_batch_size=8",)),
         ("tensorwise", _fp8("tensorwise")),
         ("blockwise", _fp8("blockwise")),
     )

@@ -83,7 +83,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=tuple(SHAPES), choices=tuple(SHAPES))
     parser.add_argument("--steps", type=int, default=600, help="of the digits; 0: none")
     given = parser.parse_args()
-    digits = _digits()
+    digits = load_digits_program()
     with tempfile.TemporaryDirectory() as folder:
         shown = Path(folder, "digits")
         digits.make(shown)
@@ -137,8 +137,8 @@ def trained(backend: str, run: Path, shown: Path, *overrides: str) -> None:
     train(str(RECIPE), backend, run, *data, *overrides)
 
 
-def _digits() -> Any:
-    """launch/demo/digits.py, which is a program of its own."""
+def load_digits_program() -> Any:
+    """Return launch/demo/digits.py, which is a program of its own."""
     spec = importlib.util.spec_from_file_location("digits", RECIPE.with_suffix(".py"))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
