@@ -2,10 +2,10 @@
 
 python -m benchmarks.gpu.kernels [--only CASE...] [--all]
 
-Trains models of real widths and a vocabulary of 151,936 on drawn rows: SFT, LoRA, DPO, multi-token prediction,
-experts and a vision-language model, in packs. A trace of one step (`profile.steps`) gives the time of every kernel
-and the operator that launched it. Ends with 1 where a kernel that `EXPECTED` does not name takes more than
-`LIMIT` of the time of all kernels. `--all` prints every kernel above 1 %.
+Trains models of real widths and a vocabulary of 151,936 on drawn rows: SFT, LoRA, DPO, multi-token
+prediction, experts and a vision-language model, in packs. A trace of one step (`profile.steps`) gives the time
+of every kernel and the operator that launched it. Ends with 1 where a kernel that `EXPECTED` does not name
+takes more than `LIMIT` of the time of all kernels. `--all` prints every kernel above 1 %.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from benchmarks.gpu.vision import load_digits_program
 
