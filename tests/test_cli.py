@@ -72,3 +72,7 @@ def test_a_verb_is_listed_as_its_own_help_says():
 def test_only_the_program_itself_offers_to_install_completion():
     assert "--install-completion" in run("--help").stdout
     assert not [verb for verb in VERBS if "completion" in run(verb, "--help").stdout]
+
+
+def test_the_help_of_train_names_the_tasks_that_it_trains():
+    assert all(task in run("train", "--help").stdout for task in ("pre-training", "SFT", "DPO"))

@@ -15,7 +15,8 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Directories of runs.")],
     output: Annotated[
-        Path | None, typer.Option(help="The page; without it, report.html in the first run.")
+        Path | None,
+        typer.Option("--output", "-o", help="The page. Default: report.html in the first run."),
     ] = None,
 ) -> None:
     """Write one page with the curves, the plan, the patches and the versions; it needs no network."""

@@ -60,7 +60,7 @@ def train(
         bool, typer.Option("--dry-run", help="Print a command for each node that starts its ranks, and stop.")
     ] = False,
 ) -> None:
-    """Train a recipe: pre-training or SFT. A stopped run goes on where its last checkpoint is."""
+    """Train a recipe: pre-training, SFT or DPO. A stopped run goes on where its last checkpoint is."""
     if bool(recipe) is (job is not None):
         raise UsageError("say what to train: a recipe, or --job FILE, and not both")
     if not dry_run:

@@ -89,7 +89,7 @@ class Corpus:
     validation_left_out: Mapping[str, LeftOut]  # of each of data.validation_sets
     formats: Mapping[str, int]  # rows of all data sets by how they were read, such as "openai (messages)"
     tokenizer: Tokenizer
-    bytes_of_text: bool  # whether every token is a byte or the end of a text
+    is_byte_text: bool  # whether it is running text, whose every token is a byte or the end of a text
 
     @property
     def tokens(self) -> int:
@@ -111,8 +111,8 @@ class Corpus:
 
     @functools.cached_property
     def bigram_entropy(self) -> float | None:
-        """Nats per byte that the text's own pair counts leave; None where tokens are not bytes."""
-        return _bigram_entropy([store.ids for store in self.stores]) if self.bytes_of_text else None
+        """Nats per byte that the text's own pair counts leave; None where tokens are not bytes of text."""
+        return _bigram_entropy([store.ids for store in self.stores]) if self.is_byte_text else None
 
 
 def learned_ends(ids: Tokens, learned: Learned, tokenizer: Tokenizer) -> set[int]:
@@ -176,7 +176,9 @@ def prepare(recipe: Recipe, directory: Path, progress: Progress = lambda tokens:
         validation_left_out={name: LeftOut.of(own.stores) for name, own in named.items()},
         formats=_count_formats([*stores, *(store for own in named.values() for store in own.stores)]),
         tokenizer=made,
-        bytes_of_text=made.identity == "bytes" and not any(part.is_made for part in parts),
+        is_byte_text=recipe.task == "pretrain"
+        and made.identity == "bytes"
+        and not any(part.is_made for part in parts),
     )
 
 

@@ -207,6 +207,11 @@ def test_changed_data_is_named(rows, tmp_path):
     ]
 
 
+def test_only_running_text_of_bytes_has_a_bigram_entropy(rows, tmp_path):
+    assert prepare(recipe(rows), tmp_path / "text").bigram_entropy is not None
+    assert prepare(recipe(rows, "task=sft"), tmp_path / "chats").bigram_entropy is None
+
+
 def test_too_little_data_says_what_to_do(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "short"}')
     with pytest.raises(UsageError, match=r"smaller data\.sequence_length"):

@@ -162,5 +162,8 @@ def test_the_verb_writes_the_page_into_the_run(tmp_path):
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, f"{run / 'report.html'}\n"), done.stderr
     assert "Plotly.newPlot" in (run / "report.html").read_text(encoding="utf-8")
+    page = tmp_path / "page.html"
+    done = subprocess.run([*words, "-o", str(page)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"{page}\n") and page.is_file()
     none = subprocess.run([*words, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert none.returncode == 2 and "give the directory of a run" in none.stderr

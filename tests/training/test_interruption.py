@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from bundle.launch import outcomes
+from bundle.planning.size import model_size
+from bundle.recipe import load
 from tests.launch.launched import gone
 from tests.runs.numbers import learned
 from tests.training import command
@@ -206,6 +208,12 @@ def test_a_run_whose_updates_were_all_skipped_has_failed(tmp_path):
     # Of both replicas: a global batch of rows in each step.
     a_step = lines[0]["train/tokens_per_second"] * lines[0]["train/step_seconds"]
     assert a_step == pytest.approx(4 * 32)
+    # Each of the two ranks has half of its arithmetic.
+    recipe = load("demo", TINY)
+    a_rank = model_size(recipe.architecture, recipe.model).training_flops([32] * 4) / 2
+    assert lines[0]["train/tflops_per_device"] * 1e12 * lines[0]["train/step_seconds"] == pytest.approx(
+        a_rank
+    )
 
 
 def test_a_run_that_an_early_stop_has_ended_is_finished_until_that_is_changed(tmp_path):
