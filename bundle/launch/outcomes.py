@@ -136,7 +136,10 @@ def asked_to_stop() -> bool:
 
 
 def report(rank: int, local_rank: int, body: Callable[[], None]) -> ExitCode:
-    """How `body`, the work of a rank, ended; the launcher and this rank's log learn why."""
+    """Return the exit code of a rank whose work is `body`; its launcher and its log learn how it ended.
+
+    To the torchrun of our own launcher, a rank that has saved and stopped as told has ended well.
+    """
     # Our launcher starts ranks that ignore it; until the rank can save, it must end it.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     write(Outcome(rank, local_rank, os.getpid(), time.time()))
@@ -151,7 +154,8 @@ def report(rank: int, local_rank: int, body: Callable[[], None]) -> ExitCode:
         code, message, explained = ExitCode.JOB_FAILED, f"{type(error).__name__}: {error}", False
         traceback.print_exc()
     conclude(rank, local_rank, code, message, explained=explained)
-    return code
+    # torchrun takes any code but 0 for a failure: it logs a traceback and kills the ranks that still save.
+    return ExitCode.OK if code is ExitCode.PREEMPTED and directory() else code
 
 
 def conclude(

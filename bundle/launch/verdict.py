@@ -105,11 +105,11 @@ def judge(of: Evidence) -> Verdict:
 
 
 def _judged(of: Evidence) -> Verdict:
-    if of.status == 0:
-        return _said(of, ExitCode.OK)
+    ended = sorted((o for o in of.outcomes if o.code), key=lambda o: (not o.explained, o.time))
+    if of.status == 0:  # which is also how ranks end that have saved and stopped
+        return _preempted(of, ended) or _said(of, ExitCode.OK)
     if of.gave_up:
         return _said(of, ExitCode.LAUNCH_UNAVAILABLE, Kind.LAUNCH, of.gave_up, Action.RESTART)
-    ended = sorted((o for o in of.outcomes if o.code), key=lambda o: (not o.explained, o.time))
     for known in (_refused, _preempted, _by_kernel, _hung, _unreachable, _stopped):
         if (verdict := known(of, ended)) is not None:
             return verdict

@@ -80,6 +80,7 @@ def test_sigterm_lets_the_ranks_save_and_ends_with_75(tmp_path):
     starter.send_signal(signal.SIGTERM)
     _, err = finish(starter, 75, 20)
     assert "saved step 7 on request" in err
+    assert "Traceback" not in (tmp_path / "logs" / "agent.log").read_text()
 
 
 def test_a_request_before_the_ranks_are_ready_is_not_lost(tmp_path):
