@@ -28,7 +28,7 @@ NPU_PIP := $(NPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-c
 HERE    := not matrix and not releases and not journeys and not images and not npu and not clusters and not fuzz
 export BUNDLE_RELEASES = $(abspath $(RELEASES))
 
-.PHONY: demo lint test matrix matrix-new releases journeys fuzz foreign clusters npu-contract bench images locks clean
+.PHONY: demo lint test golden matrix matrix-new releases journeys fuzz foreign clusters npu-contract bench images locks clean
 
 # Exactly what is locked, with its hash; then torch, whose build, and what that needs, differs by machine.
 $(RUN): pyproject.toml images/locks/cpu.demo.txt images/locks/cpu.torch.txt
@@ -75,6 +75,9 @@ lint: $(DEVELOP)  ## formatting, lint, types, and who may import whom
 test: $(DEVELOP)  ## the default release in full, the oldest and the newest minor in four layouts
 	$(VENV)/bin/python -m tests.matrix.fetch $(RELEASES) oldest newest
 	$(VENV)/bin/python -m pytest -m '$(HERE)' -n $(JOBS) --dist loadfile
+
+golden: $(DEVELOP)  ## rewrites tests/*/messages.golden, the messages of each room: read the diff
+	$(VENV)/bin/python -m pytest -q -m '$(HERE)' -n $(JOBS) --dist loadfile --golden $(if $(ROOM),tests/$(ROOM))
 
 matrix: $(DEVELOP)  ## every supported minor: all layouts, every patch proven, every trap still there
 	$(VENV)/bin/python -m tests.matrix.fetch $(RELEASES)

@@ -17,6 +17,7 @@ _SAID: pytest.StashKey[dict[tuple[str, str, str | None], list[str]]] = pytest.St
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--golden", action="store_true", help="rewrite what the messages of rooms are")
     parser.addoption("--record", metavar="FILE", help="write what was proven in which versions")
     parser.addoption("--record-command", metavar="COMMAND", help="what it was proven by, if not this command")
 

@@ -1,4 +1,4 @@
-"""What is made of a launch that ended, from recorded texts; sentences word by word."""
+"""What is made of a launch that ended, from recorded texts."""
 
 import json
 import signal
@@ -20,8 +20,6 @@ from bundle.launch.outcomes import Outcome
 from bundle.launch.verdict import Verdict, judge
 
 CODES = [None, *(int(code) for code in ExitCode)]
-AGAIN = "the same command goes on after the last checkpoint"
-NEVER = "a restart does not mend this"
 
 
 def outcome(rank: int, code: int | None, message: str = "", **more: Any) -> Outcome:
@@ -54,22 +52,21 @@ def log(text: str) -> Log:
     return Log(Path("stderr.log"), text)
 
 
-def test_the_rank_that_knows_what_is_wrong_speaks_before_the_one_that_only_broke():
+def test_the_rank_that_knows_what_is_wrong_speaks_before_the_one_that_only_broke(messages):
     found = judged(broke(0, "RuntimeError: boom"), outcome(1, 1, "shard 3 is corrupt", time=2))
-    assert found.sentence == f"rank 1: shard 3 is corrupt; {NEVER}"
+    messages(found.sentence)
+    assert (found.rank, found.kind, found.action) == (1, Kind.EXCEPTION, Action.STOP)
 
 
-def test_a_rank_that_broke_speaks_before_one_that_lost_its_connection_to_it():
+def test_a_rank_that_broke_speaks_before_one_that_lost_its_connection_to_it(messages):
     gloo = "RuntimeError: [gloo/transport/tcp/pair.cc:544] Connection closed by peer [127.0.0.1]:34567"
     found = judged(broke(0, gloo, 1), broke(1, "KeyError: 'loss'", 2))
-    assert (found.sentence, found.rank, found.action) == (
-        f"rank 1: KeyError: 'loss'; {NEVER}",
-        1,
-        Action.STOP,
-    )
+    messages(found.sentence)
+    assert (found.rank, found.action) == (1, Action.STOP)
     alone = judged(broke(0, gloo, 1), broke(2, gloo, 3))
-    assert alone.sentence == f"rank 0: lost its connection to another rank; {AGAIN}"
-    assert alone.kind is Kind.ECHO and alone.evidence == (f"rank 0: {gloo}",)
+    messages(alone.sentence)
+    assert (alone.rank, alone.kind, alone.action) == (0, Kind.ECHO, Action.RESTART)
+    assert alone.evidence == (f"rank 0: {gloo}",)
 
 
 def test_who_only_knows_that_a_checkpoint_failed_speaks_after_rank_0_and_leaves_a_restart_open():
@@ -82,42 +79,36 @@ def test_who_only_knows_that_a_checkpoint_failed_speaks_after_rank_0_and_leaves_
     assert alone.kind is Kind.ECHO and alone.action is Action.RESTART
 
 
-def test_what_no_restart_mends_is_stronger_than_what_broke_before():
+def test_what_no_restart_mends_is_stronger_than_what_broke_before(messages):
     found = judged(outcome(0, 1, "echo", time=1), outcome(1, 4, "patch x cannot be applied", time=2))
-    assert (found.code, found.sentence) == (ExitCode.PATCHES, f"rank 1: patch x cannot be applied; {NEVER}")
+    messages(found.sentence)
+    assert (found.code, found.rank, found.action) == (ExitCode.PATCHES, 1, Action.STOP)
 
 
-def test_several_violations_are_shown_whole_and_the_sentence_has_the_first():
+def test_several_violations_are_shown_whole_and_the_sentence_has_the_first(messages):
     found = judged(outcome(0, 3, "the ranks differ\n  - recipe (rank 0: a; rank 1: b)\n  - image (...)"))
-    assert found.sentence == f"rank 0: the ranks differ: recipe (rank 0: a; rank 1: b), and 1 more; {NEVER}"
-    assert found.text().splitlines()[:3] == [
-        "rank 0: the ranks differ",
-        "  - recipe (rank 0: a; rank 1: b)",
-        "  - image (...)",
-    ]
+    messages(found.text())
+    assert len(found.text().splitlines()) == 4
     assert found.text().splitlines()[3:] == [found.sentence]
 
 
-def test_a_hang_names_the_ranks_that_said_nothing():
+def test_a_hang_names_the_ranks_that_said_nothing(messages):
     found = judged(outcome(0, 6, "no progress"), outcome(1, None), outcome(2, None))
-    assert found.sentence == f"rank 0: no progress; no word from ranks 1-2; {AGAIN}"
-    assert (found.code, found.kind) == (ExitCode.HANG, Kind.HANG)
+    messages(found.sentence)
+    assert (found.code, found.kind, found.action) == (ExitCode.HANG, Kind.HANG, Action.RESTART)
 
 
-def test_a_hang_is_told_by_where_the_ranks_of_all_nodes_stand():
+def test_a_hang_is_told_by_where_the_ranks_of_all_nodes_stand(messages):
     reduce = Collective("all ranks", (0, 1), 7, "all_reduce of 8")
     here = Standing(0, "gpu07", "step 4", 30.4, "`train` (loop.py:9)", reduce, {"all ranks": 7})
     there = Standing(1, "gpu08", silent="its process is stopped (SIGSTOP)")
     found = judged(outcome(0, 6, "no progress"), nodes=2, standings=(here, there))
-    assert found.sentence == (
-        "no progress for 30 s: rank 0 in all_reduce of 8 number 7 of all ranks, at `train` (loop.py:9), in"
-        f" step 4; rank 1 on gpu08 never came: its process is stopped (SIGSTOP); {AGAIN}"
-    )
-    assert (found.rank, found.node) == (1, "gpu08")
-    assert found.evidence[1] == "rank 1 on gpu08: its process is stopped (SIGSTOP)"
+    messages(found.sentence)
+    messages(found.evidence[1])
+    assert (found.rank, found.node, found.kind) == (1, "gpu08", Kind.HANG)
 
 
-def test_preempted_ranks_make_a_preempted_job_but_not_if_one_failed_to_save():
+def test_preempted_ranks_make_a_preempted_job_but_not_if_one_failed_to_save(messages):
     saved, stopped = outcome(0, 75, "saved step 7"), {"stopped_by": signal.SIGTERM}
     for number in (signal.SIGTERM, signal.SIGINT):
         found = judged(saved, outcome(1, None), stopped_by=number)
@@ -126,25 +117,23 @@ def test_preempted_ranks_make_a_preempted_job_but_not_if_one_failed_to_save():
     assert judged(saved, outcome(1, 75), status=0, **stopped).kind is Kind.PREEMPTED
     assert judged(saved, outcome(1, 1, "disk full")).code == ExitCode.JOB_FAILED
     ended = judged(outcome(0, None), **stopped)
-    assert (ended.code, ended.sentence) == (143, "ended by SIGTERM before a checkpoint was complete")
+    messages(ended.sentence)
+    assert ended.code == 143
     assert judged(outcome(0, None), stopped_by=signal.SIGINT).code == ExitCode.INTERRUPTED
 
 
-def test_a_signal_is_read_from_what_torchrun_saw_first():
+def test_a_signal_is_read_from_what_torchrun_saw_first(messages):
     ranks = (broke(0, "RuntimeError: Connection closed by peer"), outcome(1, None))
     found = judged(*ranks, agent=death(1, -9))
-    assert found.sentence == (
-        "rank 1: killed by SIGKILL: by somebody, or by the kernel when memory ran out (`dmesg` says so);"
-        f" {AGAIN}"
-    )
-    assert found.evidence[0].startswith("torchrun: failed (exitcode: -9) local_rank: 1")
+    messages(found.sentence)
+    messages(found.evidence[0])
+    assert (found.rank, found.kind, found.action) == (1, Kind.KILLED, Action.RESTART)
     found = judged(*ranks, agent=death(1, -9), memory_kills=True)
-    assert found.sentence == (
-        "rank 1: killed by SIGKILL while the kernel ended processes for want of memory: give the container"
-        f" more, or lower train.micro_batch_size or the ranks of a node; {AGAIN}"
-    )
+    messages(found.sentence)
+    assert "train.micro_batch_size" in found.sentence
     found = judged(*ranks, agent=death(1, -11), memory_kills=True)
-    assert found.sentence == f"rank 1: killed by SIGSEGV; {AGAIN}"
+    messages(found.sentence)
+    assert (found.rank, found.kind, found.action) == (1, Kind.CRASH, Action.RESTART)
 
 
 def test_a_rank_that_was_killed_first_comes_before_one_that_says_what_it_misses():
@@ -157,9 +146,10 @@ def test_a_rank_that_was_killed_first_comes_before_one_that_says_what_it_misses(
     assert (found.kind, found.rank) == (Kind.EXCEPTION, 0)
 
 
-def test_a_rank_that_was_killed_before_its_first_word_is_counted_over_all_nodes():
+def test_a_rank_that_was_killed_before_its_first_word_is_counted_over_all_nodes(messages):
     found = judged(agent=death(3, -11), node_rank=2, nodes=3)
-    assert found.sentence == f"rank 11 on gpu07: killed by SIGSEGV; {AGAIN}"
+    messages(found.sentence)
+    assert (found.rank, found.node, found.kind) == (11, "gpu07", Kind.CRASH)
 
 
 KERNEL_LINES, SPOKEN = recorded("kernel"), recorded("ranks")
@@ -184,9 +174,8 @@ def test_the_kernel_knows_it_better_than_the_ranks(line, sentence):
     ],
 )
 def test_what_the_kernel_says_of_others_and_what_only_follows_is_no_cause(line):
-    assert (
-        judged(broke(0, "KeyError: 'loss'"), kernel=(line,)).sentence == f"rank 0: KeyError: 'loss'; {NEVER}"
-    )
+    broken = broke(0, "KeyError: 'loss'")
+    assert judged(broken, kernel=(line,)) == judged(broken)
 
 
 def test_who_was_told_to_stop_is_not_told_of_devices():
@@ -198,7 +187,7 @@ def test_what_libraries_say_is_known_in_the_word_of_a_rank_and_in_the_log_of_one
     assert judged(broke(2, text), nodes=2).sentence == f"rank 2 on gpu07: {says}"
     crashed = judged(outcome(2, None), nodes=2, logs={2: log(text)}, agent=death(2, -6))
     assert crashed.sentence == f"rank 2 on gpu07: {says}"
-    assert crashed.evidence[0].startswith("torchrun: failed (exitcode: -6) local_rank: 2")
+    assert crashed.evidence[0].endswith(death(2, -6).strip().rpartition("] ")[2])
     assert crashed.evidence[1].startswith("rank 2's log: ")
 
 
@@ -212,12 +201,11 @@ def test_every_rule_about_a_rank_or_a_kernel_has_been_met():
     assert {found.rule for text, _ in SPOKEN if (found := found_cause(RANK, text))} == set(RANK)
 
 
-def test_an_error_that_we_explain_keeps_its_words_and_gets_what_to_do():
-    found = judged(outcome(1, 1, "/runs/x: no room left to write (0 B free on its disk): free some"))
-    assert (
-        found.sentence == f"rank 1: /runs/x: no room left to write (0 B free on its disk): free some; {NEVER}"
-    )
-    assert found.kind is Kind.DISK
+def test_an_error_that_we_explain_keeps_its_words_and_gets_what_to_do(messages):
+    explained = "/runs/x: no room left to write (0 B free on its disk): free some"
+    found = judged(outcome(1, 1, explained))
+    messages(found.sentence)
+    assert explained in found.sentence and (found.kind, found.action) == (Kind.DISK, Action.STOP)
 
 
 LOG = """\
@@ -229,25 +217,23 @@ Fatal Python error: Segmentation fault
 """
 
 
-def test_the_log_of_a_rank_without_a_word_is_shown_without_warnings():
+def test_the_log_of_a_rank_without_a_word_is_shown_without_warnings(messages):
     found = judged(outcome(1, None), logs={1: log(LOG)}, agent=death(1, -11))
-    assert found.text().splitlines() == [
-        "rank 1's log: stderr.log",
-        "[0/1] what the rank printed",
-        "[0/1] Fatal Python error: Segmentation fault",
-        f"rank 1: killed by SIGSEGV; {AGAIN}",
-    ]
+    messages(found.text())
+    assert len(found.text().splitlines()) == 4 and "Warning" not in found.text()
 
 
-def test_what_a_rank_said_is_shown_once():
+def test_what_a_rank_said_is_shown_once(messages):
     found = judged(outcome(1, 1, "shard 3"), logs={1: log(LOG + "rank 1: shard 3\n")})
-    assert found.text() == f"rank 1's log: stderr.log\nrank 1: shard 3; {NEVER}"
+    messages(found.text())
+    assert found.text().count("shard 3") == 1
 
 
-def test_without_any_rank_the_launch_itself_did_not_work():
+def test_without_any_rank_the_launch_itself_did_not_work(messages):
     found = judged(agent="No module named torch\n")
     assert found.code == ExitCode.LAUNCH_UNAVAILABLE
-    assert found.text() == f"[torchrun] No module named torch\ntorchrun could not start the ranks; {NEVER}"
+    messages(found.text())
+    assert (found.kind, found.action) == (Kind.LAUNCH, Action.STOP)
 
 
 @pytest.mark.parametrize(
@@ -260,29 +246,28 @@ def test_without_any_rank_the_launch_itself_did_not_work():
 )
 def test_a_port_that_is_taken_is_no_ranks_fault(said):
     found = judged(agent=f"torch.distributed.DistNetworkError: {said}\n")
-    assert found.sentence == f"{PORT_TAKEN}; {NEVER}"
+    assert found.sentence.startswith(PORT_TAKEN)
     assert (found.kind, found.action) == (Kind.LAUNCH, Action.STOP)
 
 
-def test_ranks_that_their_launcher_ended_for_those_of_another_node_are_an_echo_and_who_broke_is_not():
+def test_ranks_that_their_launcher_ended_for_those_of_another_node_are_an_echo_and_who_broke_is_not(messages):
     agent = death(1, -9)
     ended = judged(outcome(0, None), outcome(1, None), agent=agent, overdue=True, elsewhere=True, nodes=2)
     assert (ended.kind, ended.action, ended.rank) == (Kind.ECHO, Action.RESTART, None)
-    assert ended.sentence == (
-        f"gpu07: its launcher ended its ranks, since another node had ended without them; {AGAIN}"
-    )
+    messages(ended.sentence)
     for more in ({"overdue": True}, {"elsewhere": True}):  # it has died before that
         assert judged(outcome(0, None), outcome(1, None), agent=agent, nodes=2, **more).kind is Kind.KILLED
     broken = judged(broke(0, "ValueError: a"), agent=agent, overdue=True, elsewhere=True, nodes=2)
     assert broken.kind is Kind.EXCEPTION
 
 
-def test_the_json_has_all_of_it(tmp_path):
+def test_the_json_has_all_of_it(tmp_path, messages):
     found = judged(agent=death(1, -11), nodes=2)
     verdicts.write(tmp_path, found)
     read = json.loads((tmp_path / "verdict.json").read_text())
     assert read.pop("details") == read.pop("silent") == []
     assert read.pop("evidence")[0].startswith("torchrun: failed")
+    messages(read.pop("sentence"))
     assert read == {
         "format": "mcore-bundle verdict",
         "code": 1,
@@ -294,7 +279,6 @@ def test_the_json_has_all_of_it(tmp_path):
         "node_rank": 0,
         "nodes": 2,
         "device": None,
-        "sentence": f"rank 1 on gpu07: killed by SIGSEGV; {AGAIN}",
     }
 
 
