@@ -3,7 +3,7 @@
 python -m benchmarks.gpu.kernels [--only CASE...] [--all]
 
 Trains models of real widths and a vocabulary of 151,936 on drawn rows: SFT, LoRA, DPO, multi-token
-prediction, experts and a vision-language model, in packs. A trace of one step (`profile.steps`) gives the time
+prediction, experts and a vision-language model, in packs. A trace of one step (`profile.steps`) has the time
 of every kernel and the operator that launched it. Ends with 1 where a kernel that `EXPECTED` does not name
 takes more than `LIMIT` of the time of all kernels. `--all` prints every kernel above 1 %.
 """
