@@ -91,7 +91,9 @@ SIZED = (
 
 
 @settings(max_examples=60)
-@example({"parallel.ep": 165805756}, "a3")  # the sizes that fit instead are sought below the experts
+@example(
+    {"parallel.ep": 165805756, "parallel.pp": 2, "devices.per_node": 16}, "a3"
+)  # the sizes that fit instead are sought below the experts
 @given(st.dictionaries(st.sampled_from(SIZED), SIZES, min_size=1, max_size=6), st.sampled_from(["cpu", "a3"]))
 def test_any_sizes_are_planned_or_refused_at_once(sizes, named):
     overrides = [key % size if "%" in key else f"{key}={size}" for key, size in sizes.items()]
