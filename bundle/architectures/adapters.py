@@ -25,13 +25,13 @@ ALL = "all-linear"  # as a target, PEFT's word for every one of them
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every published name in WEIGHTS
 _READ = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
+_DROPOUT = "lora_dropout"
 # They say how an adapter is begun, trained or loaded, not what it computes.
 _OTHERS = {
     "auto_mapping",
     "base_model_name_or_path",
     "eva_config",
     "inference_mode",
-    "lora_dropout",
     "megatron_core",
     "peft_version",
     "qalora_group_size",
@@ -143,7 +143,7 @@ def _modules(table: Iterable[Tensor]) -> set[str]:
 
 
 def read(directory: Path) -> dict[str, Any]:
-    """Rank, alpha and targets of a directory. Raises UsageError with everything that is not computed here."""
+    """Return rank, alpha, targets and dropout. Raise UsageError with all that is not computed here."""
     path = directory / CONFIG
     said = files.json_object(path, "model.lora.path must be a directory of PEFT")
     refused = []
@@ -156,7 +156,7 @@ def read(directory: Path) -> dict[str, Any]:
         refused.append(f"bias {shown(said['bias'])}: biases are not trained here")
     refused += [f"{key}: missing" for key in _READ if said.get(key) is None]
     refused += _unfit(said)
-    known = {*_READ, *_OTHERS, "peft_type", "init_lora_weights", "bias"}
+    known = {*_READ, *_OTHERS, _DROPOUT, "peft_type", "init_lora_weights", "bias"}
     refused += [
         f"{files.printable(key)[:60]} {shown(value)}: is not computed here"
         for key, value in said.items()
@@ -165,16 +165,23 @@ def read(directory: Path) -> dict[str, Any]:
     if refused:
         raise UsageError(f"{path}: not an adapter that can be trained on", refused)
     found = {ours: said[theirs] for theirs, ours in _READ.items()}
-    return found | {"targets": sorted(found["targets"]), "alpha": float(found["alpha"])}
+    return found | {
+        "targets": sorted(found["targets"]),
+        "alpha": float(found["alpha"]),
+        "dropout": float(said.get(_DROPOUT) or 0),
+    }
 
 
 def _unfit(said: Mapping[str, Any]) -> Iterator[str]:
-    """What PEFT's files say of rank, alpha and targets with a value that cannot be one."""
+    """What PEFT's files say of rank, alpha, targets and dropout with a value that cannot be one."""
     rank, alpha, targets = (said.get(key) for key in _READ)
     if rank is not None and not (type(rank) is int and rank > 0):
         yield f"r {shown(rank)}: must be a whole number above 0"
     if alpha is not None and not (type(alpha) in (int, float) and 0 < alpha < _MOST):
         yield f"lora_alpha {shown(alpha)}: must be a number above 0"
+    dropout = said.get(_DROPOUT)
+    if dropout is not None and not (type(dropout) in (int, float) and 0 <= dropout < 1):
+        yield f"{_DROPOUT} {shown(dropout)}: must be a number from 0 and below 1"
     if isinstance(targets, str):
         yield "target_modules: a pattern; name the modules in model.lora.targets"
     elif targets is not None and not (
@@ -183,7 +190,9 @@ def _unfit(said: Mapping[str, Any]) -> Iterator[str]:
         yield f"target_modules {shown(targets)}: must be a list of modules' names"
 
 
-def config(rank: int, alpha: float, targets: Sequence[str], base: str | None) -> Mapping[str, Any]:
+def config(
+    rank: int, alpha: float, dropout: float, targets: Sequence[str], base: str | None
+) -> Mapping[str, Any]:
     """What an adapter_config.json says of such adapters of the model in the directory `base`."""
     return {
         "peft_type": "LORA",
@@ -192,7 +201,7 @@ def config(rank: int, alpha: float, targets: Sequence[str], base: str | None) ->
         "r": rank,
         "lora_alpha": alpha,
         "target_modules": list(targets),
-        "lora_dropout": 0.0,
+        _DROPOUT: dropout,
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,

@@ -8,9 +8,13 @@ own mark.
 An expert's layers exchange nothing themselves: the dispatcher brings all tokens to every
 expert-tensor-parallel rank and adds up what the ranks make of them, forward and backward. There each rank has
 its addend of the gradient of what is whole, and they are summed here.
+
+Dropout follows PEFT: each pair drops values of its own input, in training only. Ranks that see the same input
+drop the same values; ranks that see parts of it drop others.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -20,6 +24,8 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from bundle.mcore.groups import fork_random
 
 
 class LowRank(NamedTuple):
@@ -42,6 +48,7 @@ class Adapter(torch.nn.Module):
         repeats: int,
         *,
         scale: float,
+        dropout: float,
         dim: int | None,
         group: ProcessGroup,
         expert: bool,
@@ -58,6 +65,7 @@ class Adapter(torch.nn.Module):
                     self.register_parameter(f"lora_B{number}_{of_expert}", pair.b)
         self._numbers = [n for n in range(len(widths)) if any(pairs[n] for pairs in self._pairs)]
         self._widths, self._repeats, self._scale = tuple(widths), repeats, scale
+        self._dropout = dropout
         self.left_out = False  # whether it adds nothing for now
         self._dim, self._group, self._expert = dim, group, expert
         self._sequence_parallel = sequence_parallel and not expert
@@ -71,7 +79,7 @@ class Adapter(torch.nn.Module):
         a = torch.cat([self._stacked("a", number) for number in self._numbers], 1)
         if self._expert and self._dim == 0:
             a = summed_gradient(a, self._group)
-        low = self._between(product(x, a) * self._scale)
+        low = self._between(self._narrow(x, a, product) * self._scale)
         parts = dict(zip(self._numbers, low.chunk(len(self._numbers), -1), strict=True))
         pieces = []
         for number, width in enumerate(self._widths):
@@ -95,6 +103,20 @@ class Adapter(torch.nn.Module):
                 of_weight = pair.b.float() @ pair.a.float() * self._scale
                 parts.append(of_weight.unflatten(0, (self._repeats, width)))
         return torch.cat(parts, 1).flatten(0, 1)
+
+    def _narrow(self, x: Tensor, a: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Return the products of `x` and every A side by side; in training each has its own dropout."""
+        if not (self.training and self._dropout):
+            return product(x, a)
+        parts = a.chunk(len(self._numbers), 1)
+        with self._fork_random():
+            inputs = [F.dropout(x, self._dropout) for _ in parts]
+        return torch.cat([product(rows, part) for rows, part in zip(inputs, parts, strict=True)], -1)
+
+    def _fork_random(self) -> AbstractContextManager[None]:
+        """Return the random state of dropout, in which ranks that see the same input are alike."""
+        is_same_input = self._dim != 1 and not self._sequence_parallel
+        return fork_random(expert=self._expert, is_same=is_same_input)
 
     def _stacked(self, matrix: str, number: int) -> Tensor:
         """A or B of one published weight: [experts, ...]; zeros for an expert that has none."""

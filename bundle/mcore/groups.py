@@ -1,6 +1,7 @@
 """The process groups of one model as plain numbers, and the random states that differ along them."""
 
 import hashlib
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,8 @@ from bundle.recipe import Parallel
 
 # Megatron tells tensor-parallel ranks apart by adding their number: stages are further apart than those.
 _STAGE = 100
+# A random state beside megatron's: alike on the ranks that cut the same experts, which see the same tokens.
+_SAME_EXPERTS, _SAME_EXPERTS_SEED = "same-experts-rng", 2**20
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,25 @@ def begin_random(seed: int, *, after: int = 0) -> None:
         seed = int.from_bytes(digest[:4], "big")
     stage = parallel_state.get_pipeline_model_parallel_rank()
     tensor_parallel.model_parallel_cuda_manual_seed(seed + _STAGE * stage)
+    of_experts = parallel_state.get_expert_model_parallel_rank()
+    tensor_parallel.get_cuda_rng_tracker().add(
+        _SAME_EXPERTS, seed + _STAGE * stage + _SAME_EXPERTS_SEED + of_experts
+    )
+
+
+def fork_random(*, expert: bool, is_same: bool) -> AbstractContextManager[None]:
+    """Return a random state for dropout in a layer that ranks of tp, or of etp for an expert, have cut.
+
+    `is_same`: whether these ranks see the same input, so that they must draw the same values. Recomputation
+    and checkpoints restore the states.
+    """
+    of = tensor_parallel.random
+    if expert:
+        name = _SAME_EXPERTS if is_same else of.get_expert_parallel_rng_tracker_name()
+    else:
+        name = of.get_data_parallel_rng_tracker_name() if is_same else of._MODEL_PARALLEL_RNG_TRACKER_NAME
+    forked: AbstractContextManager[None] = tensor_parallel.get_cuda_rng_tracker().fork(name)
+    return forked
 
 
 def random_states() -> dict[str, torch.Tensor]:

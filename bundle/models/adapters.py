@@ -54,6 +54,7 @@ class Adapters(torch.nn.Module):
             rule.widths,
             rule.repeats,
             scale=lora.alpha / lora.rank,
+            dropout=lora.dropout,
             dim=how.dim if how else None,
             group=(self._groups.etp if expert else self._groups.tp).group,
             expert=expert,

@@ -162,7 +162,7 @@ def export_adapters(directory: Path, recipe: Recipe, chunks: Sequence[torch.nn.M
                 if values is not None:
                     output.append(matrix.tensor, values, numbers)
         on_all_ranks(output.close)
-        said = config(lora.rank, lora.alpha, lora.targets, hub.repository(recipe.model.path))
+        said = config(lora.rank, lora.alpha, lora.dropout, lora.targets, hub.repository(recipe.model.path))
         on_rank_0(lambda: files.write_json(partial / CONFIG, said))
         on_rank_0(whole.close)
 

@@ -172,19 +172,29 @@ class LayerBytes:
         return own + (self._low_rank(experts) if net is None else 0)
 
     def _learns(self, module: str, *matrices: str) -> bool:
-        """Whether one of a module's matrices reads its input again in backward: it is trained, or adapted."""
-        return self.adapted is None or any(f"{module}.linear_{name}" in self.adapted for name in matrices)
+        """Whether one of a module's matrices reads its input again in backward: it is trained, or adapted.
+
+        With dropout each adapter reads an input of its own, which `_low_rank` counts.
+        """
+        lora = self.recipe.model.lora
+        if self.adapted is None or lora is None:
+            return True
+        return not lora.dropout and any(f"{module}.linear_{name}" in self.adapted for name in matrices)
 
     def _low_rank(self, experts: bool) -> int:
         """What adapters of a layer make of their inputs, before it is widened again."""
         lora, total = self.recipe.model.lora, 0
         if lora is None or self.adapted is None:
             return 0
-        for name, count in self.adapted.items():
+        for name, matrix in self.adapted.items():
             module = name.partition(".")[0]
             if module == "self_attention" or (module == "mlp") != experts:
                 rows = self.copies if module == "experts" else self.tokens
-                total += rows * count * lora.rank * self.saved.size
+                total += rows * matrix.count * lora.rank * self.saved.size
+                if lora.dropout:  # the input that is left, and which of it
+                    seen = rows if matrix.is_cut_input or module == "experts" else self.stream
+                    mask = 1 if self.traits.fused_kernels else self.saved.size
+                    total += seen * matrix.count * matrix.columns * (self.saved.size + mask)
         return total
 
     def _norm(self, *, part_of_projection: bool, read: bool) -> int:
@@ -284,20 +294,32 @@ class LayerBytes:
         return routing + dispatched + inner + shared
 
 
-def _adapted(recipe: Recipe) -> dict[str, int] | None:
-    """How many adapters each matrix has, by its name in a layer, where it has most; None: all is trained."""
+class AdaptedMatrix(NamedTuple):
+    """How many adapters a matrix has, and the columns of it that a rank has."""
+
+    count: int
+    columns: int
+    is_cut_input: bool
+
+
+def _adapted(recipe: Recipe) -> dict[str, AdaptedMatrix] | None:
+    """The adapters of each matrix, by its name in a layer, where it has most; None: all is trained."""
     lora, a = recipe.model.lora, recipe.architecture
     if lora is None:
         return None
     table = Tensors(a)
     layers = [table.layer(number, [0]) for number in range(a.num_layers)]
     layers += [table.mtp_layer(depth, [0]) for depth in range(a.mtp_layers)]
-    found: dict[str, int] = {}
+    found: dict[str, AdaptedMatrix] = {}
     for tensor in filter(adapters.adaptable, chain.from_iterable(layers)):
-        count = sum(pair is not None for pair in adapters.pairs(tensor, lora.targets, lora.rank))
+        pairs = [pair for pair in adapters.pairs(tensor, lora.targets, lora.rank) if pair is not None]
         *_, module, matrix, _ = tensor.name.replace(".local_experts.0.", ".").split(".")
-        if count:
-            found[f"{module}.{matrix}"] = max(count, found.get(f"{module}.{matrix}", 0))
+        if pairs:
+            a = pairs[0].a
+            size = recipe.parallel.etp if a.expert else recipe.parallel.tp
+            columns = a.shape[1] // (size if a.cut else 1)
+            name, each = f"{module}.{matrix}", AdaptedMatrix(len(pairs), columns, a.cut is not None)
+            found[name] = max(each, found.get(name, each))
     return found
 
 

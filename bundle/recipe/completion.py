@@ -21,7 +21,8 @@ SHOWN = (
     *("optimizer.lr", "optimizer.min_lr", "optimizer.schedule"),
     *("optimizer.warmup_steps", "optimizer.warmup_ratio"),
     *("optimizer.weight_decay", "optimizer.betas", "optimizer.clip_grad"),
-    *("checkpoint.export", "model.lora.rank", "model.lora.alpha", "model.lora.targets"),
+    *("checkpoint.export", "model.lora.rank", "model.lora.alpha"),
+    *("model.lora.dropout", "model.lora.targets"),
 )
 _WARMUP = ("optimizer.warmup_steps", "optimizer.warmup_ratio")
 

@@ -73,6 +73,7 @@ _GPT3_LR = (
 LORA = (
     Default("model.lora.rank", 16, _TRL_MODEL),
     Default("model.lora.alpha", 32.0, _TRL_MODEL),
+    Default("model.lora.dropout", 0.0, "PEFT LoraConfig"),
     Default("model.lora.targets", ("all-linear",), _SWIFT_LORA),
 )
 

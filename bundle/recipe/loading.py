@@ -234,7 +234,7 @@ def _with_config_file(document: Document, violations: list[str]) -> None:
 
 
 def _with_adapter(document: Document, violations: list[str]) -> None:
-    """Fills in what model.lora.path's adapter_config.json says; other values beside it are wrong."""
+    """Fills in what model.lora.path's adapter_config.json says; other values are wrong, but for dropout."""
     model = document.values.get("model")
     lora = model.get("lora") if isinstance(model, dict) else None
     if not isinstance(model, dict) or not isinstance(lora, dict) or not isinstance(lora.get("path"), str):
@@ -246,6 +246,7 @@ def _with_adapter(document: Document, violations: list[str]) -> None:
         violations += [_located(document, path, reason) for reason in error.violations or (str(error),)]
         document.values["model"] = model | {"lora": None}  # all that it lacks would be said as well
         return
+    read["dropout"] = lora.get("dropout", read["dropout"])
     violations += [
         _located(document, ("model", "lora", key), f"{shown(lora[key])}, {lora['path']} has {shown(value)}")
         for key, value in read.items()

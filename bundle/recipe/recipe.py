@@ -148,10 +148,17 @@ class LoRA(Section):
 
     path: str | None = Field(
         default=None,
-        description="Directory of PEFT to begin with, which says all other keys; null: new adapters.",
+        description="Directory of PEFT to begin with, which says all other keys; null: new adapters. Its"
+        " dropout may be replaced.",
     )
     rank: Count = Field(default=_LORA["rank"], description="Rows of A and columns of B.")
     alpha: Positive = Field(default=_LORA["alpha"], description="B A counts alpha / rank times.")
+    dropout: float = Field(
+        default=_LORA["dropout"],
+        ge=0,
+        lt=1,
+        description="Share of each pair's input that is dropped in training, as PEFT's lora_dropout.",
+    )
     targets: Names = Field(
         default=_LORA["targets"],
         min_length=1,

@@ -81,7 +81,7 @@ def recipe(case: Case, directory: Path, layout: str):
                 "config": {"model_type": case.of.family},
                 "dtype": "fp32",
                 "mtp": {"layers": 0},
-                "lora": {"path": str(directory / reference.ADAPTER)},
+                "lora": {"path": str(directory / reference.ADAPTER), "dropout": 0.0},
                 "recompute": {"granularity": "full"} if layout == "recomputed" else None,
             },
             "parallel": parallel,

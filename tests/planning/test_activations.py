@@ -15,6 +15,7 @@ from bundle.recipe import load
 BF16 = "model.dtype=bf16"
 SELECTIVE = "model.recompute.granularity=selective"
 LORA = "model.lora={{rank: 12, alpha: 8, targets: [{}]}}"  # what is frozen keeps no input
+DROPOUT = LORA.replace("rank", "dropout: 0.1, rank")
 CASES = [
     ["demo"],
     ["demo", BF16],
@@ -47,6 +48,8 @@ CASES = [
     ["demo", BF16, LORA.format("kv_b_proj")],
     ["demo", "parallel.ep=1", "parallel.tp=2", "parallel.etp=2", BF16, LORA.format("down_proj, q_a_proj")],
     ["demo", LORA.format("o_proj"), "model.recompute.granularity=full"],
+    ["qwen3-tp2-sp", BF16, DROPOUT.format("all-linear")],
+    ["demo", BF16, DROPOUT.format("all-linear")],
 ]
 
 

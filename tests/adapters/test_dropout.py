@@ -1,0 +1,41 @@
+"""Dropout of adapters is PEFT's, and ranks that see the same input drop the same values."""
+
+import json
+
+import pytest
+
+from bundle.architectures import adapters
+from bundle.errors import UsageError
+from tests.adapters.dropout import LAYOUTS, PEFT, SAME
+from tests.adapters.test_refusals import WRITTEN, with_lora
+
+
+@pytest.mark.world
+def test_ranks_drop_what_the_layer_s_input_asks_for(core):
+    pytest.importorskip("peft")
+    said = core.world.run("tests.adapters.dropout", 2, timeout=300)
+    found = json.loads(said[0].splitlines()[-1])
+    assert found.pop(PEFT) < 1e-6
+    for layout in LAYOUTS:
+        same = found[layout].pop("same")
+        assert same == {kind: [is_same] for kind, is_same in SAME[layout].items()}, layout
+        assert all(found[layout].values()), found[layout]
+
+
+def test_a_directory_s_dropout_is_read_and_may_be_replaced(tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(WRITTEN | {"lora_dropout": 0.25}))
+    assert with_lora(model={"lora": {"path": str(tmp_path)}}).model.lora.dropout == 0.25
+    assert with_lora(model={"lora": {"path": str(tmp_path), "dropout": 0.0}}).model.lora.dropout == 0
+    assert adapters.config(4, 8.0, 0.25, ["q_proj"], None)["lora_dropout"] == 0.25
+
+
+@pytest.mark.parametrize("wrong", [1, 1.5, -0.1, "0.1", True])
+def test_a_share_that_cannot_be_dropped_is_refused(tmp_path, wrong):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(WRITTEN | {"lora_dropout": wrong}))
+    with pytest.raises(UsageError) as of_file:
+        with_lora(model={"lora": {"path": str(tmp_path)}})
+    assert any("model.lora.path: lora_dropout" in each for each in of_file.value.violations)
+    if wrong not in ("0.1", True):
+        with pytest.raises(UsageError) as of_key:
+            with_lora(model={"lora": {"rank": 4, "dropout": wrong}})
+        assert any("model.lora.dropout" in each for each in of_key.value.violations)
