@@ -190,11 +190,11 @@ class LayerBytes:
             module = name.partition(".")[0]
             if module == "self_attention" or (module == "mlp") != experts:
                 rows = self.copies if module == "experts" else self.tokens
-                total += rows * matrix.count * lora.rank * self.saved.size
+                total += rows * matrix.pairs * lora.rank * self.saved.size
                 if lora.dropout:  # the input that is left, and which of it
                     seen = rows if matrix.is_cut_input or module == "experts" else self.stream
                     mask = 1 if self.traits.fused_kernels else self.saved.size
-                    total += seen * matrix.count * matrix.columns * (self.saved.size + mask)
+                    total += seen * matrix.pairs * matrix.columns * (self.saved.size + mask)
         return total
 
     def _norm(self, *, part_of_projection: bool, read: bool) -> int:
@@ -297,7 +297,7 @@ class LayerBytes:
 class AdaptedMatrix(NamedTuple):
     """How many adapters a matrix has, and the columns of it that a rank has."""
 
-    count: int
+    pairs: int
     columns: int
     is_cut_input: bool
 
@@ -315,10 +315,10 @@ def _adapted(recipe: Recipe) -> dict[str, AdaptedMatrix] | None:
         pairs = [pair for pair in adapters.pairs(tensor, lora.targets, lora.rank) if pair is not None]
         *_, module, matrix, _ = tensor.name.replace(".local_experts.0.", ".").split(".")
         if pairs:
-            a = pairs[0].a
-            size = recipe.parallel.etp if a.expert else recipe.parallel.tp
-            columns = a.shape[1] // (size if a.cut else 1)
-            name, each = f"{module}.{matrix}", AdaptedMatrix(len(pairs), columns, a.cut is not None)
+            narrow = pairs[0].a
+            size = recipe.parallel.etp if narrow.expert else recipe.parallel.tp
+            columns = narrow.shape[1] // (size if narrow.cut else 1)
+            name, each = f"{module}.{matrix}", AdaptedMatrix(len(pairs), columns, narrow.cut is not None)
             found[name] = max(each, found.get(name, each))
     return found
 
