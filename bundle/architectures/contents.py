@@ -8,7 +8,7 @@ from bundle.errors import UsageError
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # A directory with a tokenizer has at least one of these.
 TOKENIZER = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
-_SETTINGS, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+SETTINGS, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 
 
 def has_weights(directory: Path) -> bool:
@@ -24,9 +24,9 @@ def has_tokenizer(directory: Path) -> bool:
 
 def has_chat_template(directory: Path) -> bool:
     """Return whether the tokenizer of a directory has a chat template, where transformers looks for one."""
-    if files.is_file(directory / _TEMPLATE):
+    if files.is_file(directory / CHAT_TEMPLATE):
         return True
     try:
-        return bool(files.json_object(directory / _SETTINGS).get("chat_template"))
+        return bool(files.json_object(directory / SETTINGS).get("chat_template"))
     except UsageError:
         return False

@@ -112,7 +112,7 @@ def export_(
         model = (
             _as(like, found)
             if job is None
-            else Published(job.model.config, job.architecture, like, (like,), like)
+            else Published(job.model.config, job.architecture, like, (like,), like, job.data.template_text)
         )
     elif job is not None:
         model = Published.of(job)

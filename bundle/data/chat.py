@@ -28,11 +28,11 @@ def writer(data: Data, tokenizer: Tokenizer) -> "Headings | ChatTemplate":
 
     Raises UsageError for a tokenizer without a usable chat template.
     """
-    if data.template == "plain":
+    if not data.has_template:
         return Headings(tokenizer)
     if not isinstance(tokenizer, HuggingFace):
-        raise UsageError(f"data.template: {data.tokenizer} has no chat template; use data.template: plain")
-    return ChatTemplate(tokenizer, data.date, data.template_arguments)
+        raise UsageError(f"data.template: {data.tokenizer} takes no chat template; use data.template: plain")
+    return ChatTemplate(tokenizer, data.date, data.template_arguments, data.template_text)
 
 
 class Headings:
@@ -84,19 +84,26 @@ def _heading(role: str) -> str:
 
 
 class ChatTemplate:
-    """A tokenizer's chat template. What a template raises about a conversation becomes that row's problem."""
+    """A tokenizer's chat template, or a recipe's. What it raises about a row becomes that row's problem."""
 
     def __init__(
-        self, tokenizer: HuggingFace, today: str | None = None, arguments: Mapping[str, Any] | None = None
+        self,
+        tokenizer: HuggingFace,
+        today: str | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        text: str | None = None,
     ) -> None:
         """`today` (YYYY-MM-DD) is the date that it writes where it asks for it, `arguments` its variables.
+
+        `text` takes the place of the tokenizer's template.
 
         Raises UsageError where there is no template, or no date for one that asks, and for an argument that
         the template does not read.
         """
         arguments = arguments or {}
-        self._tokenizer, source = tokenizer, tokenizer.chat_template()
-        place = f"the chat template of {tokenizer.directory}"
+        tokenizer.require_places()
+        self._tokenizer, source = tokenizer, tokenizer.chat_template() if text is None else text
+        place = "the recipe's chat template" if text else f"the chat template of {tokenizer.directory}"
         if today is None and "strftime_now(" in source:
             raise UsageError(
                 f"data.template: {place} writes today's date (strftime_now), by which tokens would change"

@@ -146,12 +146,15 @@ class HuggingFace:
             raise UsageError(
                 f"data.template: {self.directory} has no chat template; use data.template: plain ({error})"
             ) from error
+        return template
+
+    def require_places(self) -> None:
+        """Raise UsageError where it does not tell where a token begins."""
         if not self._tokenizer.is_fast:
             raise UsageError(
                 f"data.template: {self.directory} has no fast tokenizer (tokenizer.json), which tells where a"
                 " token begins; use data.template: plain"
             )
-        return template
 
     @property
     def template_variables(self) -> dict[str, Any]:

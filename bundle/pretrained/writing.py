@@ -15,7 +15,14 @@ from typing import Any, Literal, get_args
 
 from bundle import files, hub
 from bundle.architectures import Architecture
-from bundle.architectures.contents import INDEX, SINGLE, TOKENIZER, has_tokenizer
+from bundle.architectures.contents import (
+    CHAT_TEMPLATE,
+    INDEX,
+    SETTINGS,
+    SINGLE,
+    TOKENIZER,
+    has_tokenizer,
+)
 from bundle.architectures.published import NAMES
 from bundle.architectures.tensors import TOWER, Tensor, Tensors
 from bundle.pretrained.directory import BYTES
@@ -54,6 +61,7 @@ class Published:
     tokenizer: Path | None = None
     belongings: tuple[Path, ...] = ()
     source: Path | None = None
+    template: str | None = None  # that takes the place of the tokenizer's chat template
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Published":
@@ -66,7 +74,9 @@ class Published:
         tokenizer = Path(hub.local_path(named)) if kind == "hf" else model
         belongings = tuple(source for source in (model, tokenizer) if source)
         source = None if recipe.model.weights == "random" else model
-        return cls(recipe.model.config, recipe.architecture, tokenizer, belongings, source)
+        return cls(
+            recipe.model.config, recipe.architecture, tokenizer, belongings, source, recipe.data.template_text
+        )
 
     def find_source_names(self) -> list[str]:
         """Return the names of the tensors in `source`; none where it holds none that can be read."""
@@ -245,6 +255,15 @@ def _add_ends(directory: Path, ends: Iterable[int]) -> None:
         _log.info("%s: %s also has %s, with which trained turns end", directory, _GENERATION, new)
 
 
+def _write_template(directory: Path, text: str) -> None:
+    """Has the tokenizer write chats by this template, wherever a release of transformers looks for it."""
+    files.write_text(directory / CHAT_TEMPLATE, text)
+    for name in (SETTINGS, "chat_template.json"):  # the latter of a processor
+        path = directory / name
+        if path.exists():
+            files.write_json(path, {**files.json_object(path), "chat_template": text})
+
+
 def copy_belongings(model: Published, directory: Path) -> None:
     """The tokenizer with its chat template; then what else belongs to the model, of one name the first one's.
 
@@ -254,6 +273,8 @@ def copy_belongings(model: Published, directory: Path) -> None:
         _copy(model.tokenizer, _OF_TOKENIZER, directory)
     for source in model.belongings:
         _copy(source, _BELONGINGS, directory)
+    if model.template is not None:
+        _write_template(directory, model.template)
 
 
 def _copy(source: Path, patterns: Iterable[str], directory: Path) -> None:

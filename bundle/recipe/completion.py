@@ -11,7 +11,7 @@ from bundle.architectures import Architecture, from_config
 from bundle.architectures.contents import has_chat_template, has_tokenizer, has_weights
 from bundle.architectures.tensors import Tensors
 from bundle.errors import UsageError
-from bundle.recipe import defaults
+from bundle.recipe import chat_template, defaults
 from bundle.recipe.data import BYTE_VOCABULARY
 from bundle.recipe.defaults import Default
 
@@ -66,6 +66,8 @@ def describe(recipe: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         if value is not None or key == "checkpoint.export":
+            if key == "data.template" and chat_template.is_text(value):
+                value = f"{len(value):,} characters of jinja"
             yield Setting(key, value, origins.get(key, "default"))
 
 

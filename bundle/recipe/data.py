@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from bundle.recipe.chat_template import OWN, PLAIN
 from bundle.recipe.section import LISTED, Count, Name, Names, Positive, Section, optional
 
 # 256 bytes, end of text, padding.
@@ -204,10 +205,12 @@ class Data(Section):
     fields: Fields = optional("Names of the fields of a row.")
     images: Images = optional("How images of rows are read.")
     videos: Videos = optional("How videos of rows are read.")
-    template: Literal["plain", "chat"] = Field(
-        default="plain",
-        description="SFT, DPO: roles as plain headings, or the tokenizer's own chat template. Left out: chat,"
-        " if the tokenizer has a template.",
+    template: str = Field(
+        default=PLAIN,
+        min_length=1,
+        description="SFT, DPO: `plain`, roles as headings; `chat`, the tokenizer's chat template; `chatml`;"
+        " or FILE.jinja, whose text stands in the job for the file and is exported with the tokenizer."
+        " Left out: chat, if the tokenizer has a template.",
     )
     date: str | None = Field(
         default=None,
@@ -223,6 +226,16 @@ class Data(Section):
         description="SFT: learn what the assistant says in every turn, or in the last one only. Where a chat"
         " template rewrites earlier turns, such as without thoughts, a row becomes a sample for each turn.",
     )
+
+    @property
+    def has_template(self) -> bool:
+        """Whether a chat template writes the rows."""
+        return self.template != PLAIN
+
+    @property
+    def template_text(self) -> str | None:
+        """The chat template that takes the place of the tokenizer's; None where none does."""
+        return None if self.template in (PLAIN, OWN) else self.template
 
     @property
     def data_sets(self) -> list[tuple[str, ...]]:

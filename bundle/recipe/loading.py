@@ -12,7 +12,7 @@ from bundle import files, hub
 from bundle.architectures import adapters, from_config, read_config
 from bundle.architectures.tensors import Tensors
 from bundle.errors import EnvironmentUnfit, UsageError, did_you_mean, nearest, shown
-from bundle.recipe import rules
+from bundle.recipe import chat_template, rules
 from bundle.recipe.completion import SHOWN, complete
 from bundle.recipe.document import LARGEST_TEXT, Document, Path, parse, parse_value
 from bundle.recipe.recipe import Recipe, flat
@@ -132,7 +132,7 @@ def _checked(document: Document, origin: str) -> Recipe:
     _with_config_file(document, violations)
     _with_adapter(document, violations)
     given = {key for key, _ in flat(document.values)}
-    origins = complete(document.values)
+    origins = complete(document.values) | _with_template(document, violations)
     recipe = _validated(document, violations)
     readable = _check_architecture(document, violations)
     if recipe is not None and readable:
@@ -253,6 +253,24 @@ def _with_adapter(document: Document, violations: list[str]) -> None:
         if key in lora and _alike(lora[key]) != _alike(value)
     ]
     document.values["model"] = model | {"lora": lora | read}
+
+
+def _with_template(document: Document, violations: list[str]) -> dict[str, str]:
+    """Replaces the name of a chat template by its text: a dump is complete. Returns where it comes from."""
+    data = document.values.get("data")
+    name = data.get("template") if isinstance(data, dict) else None
+    if not isinstance(data, dict) or not isinstance(name, str) or chat_template.is_text(name):
+        return {}
+    if name in (chat_template.PLAIN, chat_template.OWN):
+        return {}
+    path = ("data", "template")
+    try:
+        document.values["data"] = data | {"template": chat_template.read_text(name)}
+    except UsageError as error:
+        violations.append(_located(document, path, str(error)))
+        document.values["data"] = data | {"template": chat_template.PLAIN}
+    place = document.place(path)
+    return {"data.template": f"{name}, {place}" if place else name}
 
 
 def _alike(value: Any) -> Any:

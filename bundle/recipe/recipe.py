@@ -13,6 +13,7 @@ from bundle.architectures import Architecture, from_config
 from bundle.architectures.contents import has_weights
 from bundle.architectures.tensors import TOWER, is_projector
 from bundle.environment import MOST_RANKS
+from bundle.errors import shown
 from bundle.fp8 import SCALINGS, Format, Scaling
 from bundle.recipe.alignment import Alignment
 from bundle.recipe.data import Data
@@ -488,7 +489,8 @@ class Difference(NamedTuple):
         return any(self.key == free or self.key.startswith(f"{free}.") for free in FREE_ON_RESUME)
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.old!r} -> {self.new!r}"
+        old, new = (shown(each) if "\n" in str(each) else repr(each) for each in (self.old, self.new))
+        return f"{self.key}: {old} -> {new}"
 
 
 def differences(old: Recipe, new: Recipe) -> list[Difference]:

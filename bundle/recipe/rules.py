@@ -10,6 +10,7 @@ from bundle.architectures.adapters import projections, unmatched
 from bundle.architectures.contents import has_tokenizer
 from bundle.architectures.published import NAMES
 from bundle.architectures.tensors import Tensors
+from bundle.recipe import chat_template
 from bundle.recipe.data import BYTE_VOCABULARY, Kind
 from bundle.recipe.recipe import Recipe
 from bundle.recipe.sections import Parallel
@@ -238,7 +239,7 @@ def _vision(recipe: Recipe) -> Iterator[Violation]:
         yield "model.fp8", "FP8 products are not computed in models with a vision tower"
     if recipe.architecture.mtp_layers:
         yield "model.mtp.layers", "multi-token prediction is not computed in models with a vision tower"
-    if recipe.task != "sft" or recipe.data.template != "chat":
+    if recipe.task != "sft" or not recipe.data.has_template:
         yield "data.template", "images and videos come in conversations: task sft, data.template: chat"
     stages = _stages(recipe)
     deepest = len(recipe.architecture.vision.deepstack)
@@ -367,12 +368,14 @@ def _data(recipe: Recipe) -> Iterator[Violation]:
             yield key, reason
     if data.weights is not None and len(data.weights) != len(data.path):
         yield "data.weights", f"{len(data.weights)} weights for {len(data.path)} paths: give one for each"
-    if data.template == "chat" and data.tokenizer == "bytes":
-        yield "data.template", "bytes has no chat template: use plain, or a tokenizer hf:DIR"
-    if data.template_arguments and data.template != "chat":
+    if data.has_template and data.tokenizer == "bytes":
+        yield "data.template", "bytes takes no chat template: use plain, or a tokenizer hf:DIR"
+    if data.template_text is not None and (reason := chat_template.find_defect(data.template_text)):
+        yield "data.template", reason
+    if data.template_arguments and not data.has_template:
         yield "data.template_arguments", "a chat template alone reads them. Set data.template: chat"
     if data.date is not None:
-        if data.template != "chat":
+        if not data.has_template:
             yield "data.date", "a chat template alone writes it: data.template: chat"
         try:
             date.fromisoformat(data.date)

@@ -1,0 +1,50 @@
+"""Chat templates that a recipe names: a jinja file, or one that comes with the package."""
+
+import re
+from pathlib import Path
+
+from bundle import files
+from bundle.errors import UsageError, did_you_mean, nearest
+
+PLAIN, OWN = "plain", "chat"  # without a template; the tokenizer's own
+DIRECTORY = Path(__file__).parent / "templates"
+ENDING = ".jinja"
+LARGEST = 2**20  # bytes; published ones have less than 2**15
+_MESSAGES = re.compile(r"\bmessages\b")
+
+
+def built_in() -> list[str]:
+    """Return the names of the templates that come with the package, sorted."""
+    return sorted(path.stem for path in DIRECTORY.glob(f"*{ENDING}"))
+
+
+def is_text(value: str) -> bool:
+    """Return whether a value of data.template is a template itself, and no name or file."""
+    return "{{" in value or "{%" in value or "\n" in value
+
+
+def read_text(name: str) -> str:
+    """Return the text of a built-in template or of a file. Raise UsageError saying why there is none."""
+    names = built_in()
+    if name not in names and not name.endswith(ENDING):
+        near = did_you_mean(nearest(name, (PLAIN, OWN, *names)))
+        raise UsageError(
+            f"{name} is no template{near}. Choose {PLAIN}, {OWN}, {', '.join(names)} or FILE{ENDING}"
+        )
+    path = DIRECTORY / f"{name}{ENDING}" if name in names else Path(name)
+    try:
+        text = files.content(path, LARGEST).decode()
+    except OSError as error:
+        raise UsageError(f"{name}: {error.strerror}. Name a file with a chat template") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{name}: not UTF-8 text ({error}). Name a file with a chat template") from error
+    if reason := find_defect(text):
+        raise UsageError(f"{name}: {reason}")
+    return text
+
+
+def find_defect(text: str) -> str:
+    """Return why a text is not a chat template; empty where it may be one."""
+    if _MESSAGES.search(text):
+        return ""
+    return "the template does not read `messages`, the conversation. Write them in a loop"
