@@ -18,7 +18,7 @@ def recipe(*overrides):
     return load("demo", [*ROWS, *overrides])
 
 
-def refused(*overrides) -> list[str]:
+def refused(*overrides) -> tuple[str, ...]:
     with pytest.raises(UsageError) as caught:
         recipe(*overrides)
     assert caught.value.code == 2
