@@ -38,7 +38,7 @@ TALKS = [talk((q, a, q, b)) for q, a, b in itertools.product(QUESTIONS, ANSWERS,
 
 
 def train(directory: Path, template: str) -> HuggingFace:
-    """A byte-level BPE tokenizer, trained on such conversations without cuts at words, which joins anything."""
+    """A byte-level BPE tokenizer, trained on such conversations; it joins across words and lines."""
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
     raw = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -60,8 +60,8 @@ def train(directory: Path, template: str) -> HuggingFace:
 
 def starts(made: HuggingFace, ids: list[int]) -> list[int]:
     """The byte at which each token begins, by decoding what stands before it."""
-    vocabulary = made._tokenizer.convert_ids_to_tokens(ids)
-    return np.cumsum([0, *(len(token) for token in vocabulary)])[:-1].tolist()  # a character is a byte
+    tokens = made._tokenizer.convert_ids_to_tokens(ids)
+    return list(itertools.accumulate(map(len, tokens[:-1]), initial=0))  # a character is a byte
 
 
 def test_without_marks_a_token_that_begins_in_the_prompt_is_not_learned(tmp_path):
