@@ -118,9 +118,9 @@ def begin_random(seed: int, *, after: int = 0) -> None:
         seed = int.from_bytes(digest[:4], "big")
     stage = parallel_state.get_pipeline_model_parallel_rank()
     tensor_parallel.model_parallel_cuda_manual_seed(seed + _STAGE * stage)
-    of_experts = parallel_state.get_expert_model_parallel_rank()
+    expert_rank = parallel_state.get_expert_model_parallel_rank()
     tensor_parallel.get_cuda_rng_tracker().add(
-        _SAME_EXPERTS, seed + _STAGE * stage + _SAME_EXPERTS_SEED + of_experts
+        _SAME_EXPERTS, seed + _STAGE * stage + _SAME_EXPERTS_SEED + expert_rank
     )
 
 
@@ -130,11 +130,15 @@ def fork_random(*, expert: bool, is_same: bool) -> AbstractContextManager[None]:
     `is_same`: whether these ranks see the same input, so that they must draw the same values. Recomputation
     and checkpoints restore the states.
     """
-    of = tensor_parallel.random
+    states = tensor_parallel.random
     if expert:
-        name = _SAME_EXPERTS if is_same else of.get_expert_parallel_rng_tracker_name()
+        name = _SAME_EXPERTS if is_same else states.get_expert_parallel_rng_tracker_name()
     else:
-        name = of.get_data_parallel_rng_tracker_name() if is_same else of._MODEL_PARALLEL_RNG_TRACKER_NAME
+        name = (
+            states.get_data_parallel_rng_tracker_name()
+            if is_same
+            else states._MODEL_PARALLEL_RNG_TRACKER_NAME
+        )
     forked: AbstractContextManager[None] = tensor_parallel.get_cuda_rng_tracker().fork(name)
     return forked
 

@@ -310,7 +310,7 @@ def _adapted(recipe: Recipe) -> dict[str, AdaptedMatrix] | None:
     table = Tensors(a)
     layers = [table.layer(number, [0]) for number in range(a.num_layers)]
     layers += [table.mtp_layer(depth, [0]) for depth in range(a.mtp_layers)]
-    found: dict[str, AdaptedMatrix] = {}
+    matrices: dict[str, AdaptedMatrix] = {}
     for tensor in filter(adapters.adaptable, chain.from_iterable(layers)):
         pairs = [pair for pair in adapters.pairs(tensor, lora.targets, lora.rank) if pair is not None]
         *_, module, matrix, _ = tensor.name.replace(".local_experts.0.", ".").split(".")
@@ -318,9 +318,9 @@ def _adapted(recipe: Recipe) -> dict[str, AdaptedMatrix] | None:
             narrow = pairs[0].a
             size = recipe.parallel.etp if narrow.expert else recipe.parallel.tp
             columns = narrow.shape[1] // (size if narrow.cut else 1)
-            name, each = f"{module}.{matrix}", AdaptedMatrix(len(pairs), columns, narrow.cut is not None)
-            found[name] = max(each, found.get(name, each))
-    return found
+            name, adapted = f"{module}.{matrix}", AdaptedMatrix(len(pairs), columns, narrow.cut is not None)
+            matrices[name] = max(adapted, matrices.get(name, adapted))
+    return matrices
 
 
 def activations(

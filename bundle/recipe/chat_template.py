@@ -13,7 +13,7 @@ LARGEST = 2**20  # bytes; published ones have less than 2**15
 _MESSAGES = re.compile(r"\bmessages\b")
 
 
-def built_in() -> list[str]:
+def list_built_in() -> list[str]:
     """Return the names of the templates that come with the package, sorted."""
     return sorted(path.stem for path in DIRECTORY.glob(f"*{ENDING}"))
 
@@ -25,7 +25,7 @@ def is_text(value: str) -> bool:
 
 def read_text(name: str) -> str:
     """Return the text of a built-in template or of a file. Raise UsageError saying why there is none."""
-    names = built_in()
+    names = list_built_in()
     if name not in names and not name.endswith(ENDING):
         near = did_you_mean(nearest(name, (PLAIN, OWN, *names)))
         raise UsageError(

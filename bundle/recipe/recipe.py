@@ -489,7 +489,7 @@ class Difference(NamedTuple):
         return any(self.key == free or self.key.startswith(f"{free}.") for free in FREE_ON_RESUME)
 
     def __str__(self) -> str:
-        old, new = (shown(each) if "\n" in str(each) else repr(each) for each in (self.old, self.new))
+        old, new = (shown(value) if "\n" in str(value) else repr(value) for value in (self.old, self.new))
         return f"{self.key}: {old} -> {new}"
 
 

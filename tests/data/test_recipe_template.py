@@ -30,6 +30,7 @@ CHATML = (
     "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
     "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\nünï 4<|im_end|>\n"
 )
+ASKED = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.fixture
@@ -75,7 +76,7 @@ def test_chatml_writes_and_learns_what_transformers_does_with_it(job, own):
 def test_generate_asks_by_the_template_that_was_trained(job):
     asked = Prompts.of_recipe(job("chatml")).prompt("1+1?", {})
     tokenizer = Prompts.of_recipe(job("chatml")).tokenizer
-    assert tokenizer.decode(asked.ids) == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(asked.ids) == ASKED
 
 
 def test_a_template_that_cannot_be_read_is_refused_with_its_line(job, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 from bundle.errors import UsageError
 from bundle.recipe import differences, from_mapping, load
-from bundle.recipe.chat_template import LARGEST, built_in
+from bundle.recipe.chat_template import LARGEST, list_built_in
 from bundle.recipe.completion import describe
 from tests.data import chat
 
@@ -59,8 +59,8 @@ def test_plain_and_chat_are_no_texts(value, text):
 
 
 def test_built_in_templates_are_found_by_name():
-    assert "chatml" in built_in()
-    for name in built_in():
+    assert "chatml" in list_built_in()
+    for name in list_built_in():
         assert "messages" in (recipe(f"data.template={name}").data.template_text or "")
 
 
