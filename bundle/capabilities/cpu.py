@@ -54,8 +54,8 @@ CPU = Capabilities(
 )
 
 # What the facade replaces while it is installed, as "module:attribute", and why: all that megatron-core 0.12
-# .. 0.19 asks of torch.cuda on the way of a training step or a checkpoint and that torch answers wrongly or
-# with an exception where there is no GPU. Nothing else: is_available(), device_count() and the memory figures
+# .. 0.19 asks of torch on the way of a training step or a checkpoint and that torch answers wrongly or with
+# an exception where there is no GPU. Nothing else: is_available(), device_count() and the memory figures
 # tell the truth already.
 FACADE = {
     "torch.cuda:current_device": "every buffer and every random state is placed on it: it is the cpu",
@@ -73,5 +73,7 @@ FACADE = {
     "torch.cuda:_lazy_call": "tensor_parallel.random defers seeding until CUDA starts: here it is at once",
     "torch.cuda:_lazy_init": "imported by tensor_parallel.random: there is no CUDA to start",
     "torch.autograd:_engine_run_backward": "hooks and recomputation during backward are megatron's calls too",
+    "torch.distributed:all_gather": "tensor-parallel experts gather parts of unequal rows: gloo does not",
+    "torch.distributed:reduce_scatter": "tensor-parallel experts return them: gloo does not",
     "torch:compile": "megatron's jit_fuser: its functions run eagerly, everybody else's are compiled",
 }

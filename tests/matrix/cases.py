@@ -1,7 +1,10 @@
 """The layouts that every release is trained in, and the tiny model that has everything: MLA, experts, MTP."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from packaging.version import Version
 
 from bundle.recipe import Recipe, from_mapping
 
@@ -92,19 +95,33 @@ LAID_OUT = "E|tt|t|tmL"
 
 
 def layouts(release: str) -> tuple[Case, ...]:
-    """The layouts of a release; on 0.12 MTP with tp2 is the known trap `mtp-tensor-parallel`.
+    """The layouts of a release on two ranks.
 
     There is no layout string in 0.12, and none with MTP in 0.13.
     """
     if release.startswith("0.12."):
-        return tuple(Case(c.name, c.parallel, mtp="tp" not in c.parallel) for c in LAYOUTS)
+        return _without_trap(LAYOUTS)
     mtp = not release.startswith("0.13.")
     layout = LAID_OUT if mtp else LAID_OUT.replace("m", "")
     return (*LAYOUTS, Case("pp2 laid out", {"pp": 2, "pipeline_model_parallel_layout": layout}, mtp=mtp))
 
 
-# With MTP in a stage of its own, before that of the head: on four ranks, from 0.16 on.
-APART = (
+def _without_trap(cases: Sequence[Case]) -> tuple[Case, ...]:
+    """The cases for 0.12, where MTP with tp2 is the known trap `mtp-tensor-parallel`."""
+    return tuple(Case(case.name, case.parallel, mtp="tp" not in case.parallel) for case in cases)
+
+
+# With MTP in a stage of its own, before that of the head: from 0.16 on.
+_APART = (
     Case("apart", {"pp": 4, "pipeline_model_parallel_layout": "Et|tt|tm|L"}),
     Case("interleaved", {"pp": 4, "pipeline_model_parallel_layout": "E|t|t|t|t|tt|m|L"}, layers=6),
 )
+# Every rank has a part of half of the experts, for as many tokens as the router sends there.
+_EXPERTS = (Case("tp2 ep2 etp2", {"tp": 2, "ep": 2, "etp": 2}),)
+
+
+def larger_layouts(release: str) -> tuple[Case, ...]:
+    """The layouts of a release on four ranks."""
+    if release.startswith("0.12."):
+        return _without_trap(_EXPERTS)
+    return (*_EXPERTS, *_APART) if Version(release) >= Version("0.16") else _EXPERTS

@@ -1,13 +1,15 @@
 """Every layout trains as one process does, in the default release and in those under $BUNDLE_RELEASES."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from packaging.version import Version
 
-from tests.matrix.cases import APART, Case, layouts
+from tests.matrix.cases import Case, larger_layouts, layouts
 from tests.world import World
 
 LOSS, NORM = 1e-5, 1e-4  # relative
@@ -15,7 +17,7 @@ LOSS, NORM = 1e-5, 1e-4  # relative
 Seen = dict[str, list[list[float]]]
 
 
-def train(size: int, cases: list[Case], world: World) -> Seen:
+def train(size: int, cases: Sequence[Case], world: World) -> Seen:
     """What rank 0 of `size` ranks saw: case -> per step [main loss, MTP loss, gradient norm]."""
     chosen = json.dumps([asdict(case) for case in cases])
     seen: Seen = json.loads(world.run("tests.matrix.rank", size, chosen, timeout=300)[0].splitlines()[-1])
@@ -41,7 +43,7 @@ def check(release: str, tree: Path | None, names: tuple[str, ...] = ()) -> None:
     compare([case for case in layouts(release) if not names or case.name in names], 2, tree)
 
 
-def compare(cases: list[Case], ranks: int, tree: Path | None) -> None:
+def compare(cases: Sequence[Case], ranks: int, tree: Path | None) -> None:
     references = list({case.reference.name: case.reference for case in cases}.values())
     with World(tree) as world:
         alone, together = train(1, references, world), train(ranks, cases, world)
@@ -55,9 +57,7 @@ def compare(cases: list[Case], ranks: int, tree: Path | None) -> None:
 
 @pytest.mark.world
 def test_default_release():
-    from importlib.metadata import version
-
-    check(version("megatron-core"), None)
+    check(metadata.version("megatron-core"), None)
 
 
 @pytest.mark.world
@@ -68,8 +68,9 @@ def test_oldest_and_newest_minor(release_trees, which):
 
 
 @pytest.mark.world
-def test_mtp_in_a_stage_before_the_head():
-    compare(list(APART), 4, None)
+def test_layouts_of_four_ranks():
+    """MTP in a stage before the head; experts that are cut and spread."""
+    compare(larger_layouts(metadata.version("megatron-core")), 4, None)
 
 
 @pytest.mark.matrix
@@ -77,8 +78,7 @@ def test_mtp_in_a_stage_before_the_head():
 def test_every_minor(release_trees, proven):
     for version in newest_of_each_minor(release_trees):
         check(version, release_trees[version])
-        if Version(version) >= Version("0.16"):
-            compare(list(APART), 4, release_trees[version])
+        compare(larger_layouts(version), 4, release_trees[version])
         proven("every layout trains as one process does", core=version)
 
 

@@ -16,9 +16,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from bundle.backends.compiling import eager_for_megatron
-from bundle.backends.cpu import emulation
+from bundle.backends.cpu import collectives, emulation
 from bundle.backends.cpu.emulation import active, kept_in_backward, megatron_calls
 from bundle.capabilities.cpu import FACADE
 from bundle.errors import EnvironmentUnfit
@@ -70,6 +71,8 @@ def _replacements() -> dict[str, Any]:
         "torch.cuda:_lazy_call": _for_megatron(emulation.lazy_call, torch.cuda._lazy_call),
         "torch.cuda:_lazy_init": _for_megatron(emulation.lazy_init, torch.cuda._lazy_init),
         "torch.autograd:_engine_run_backward": kept_in_backward(torch.autograd._engine_run_backward),
+        "torch.distributed:all_gather": _for_megatron(collectives.all_gather, dist.all_gather),
+        "torch.distributed:reduce_scatter": _for_megatron(collectives.reduce_scatter, dist.reduce_scatter),
         "torch:compile": eager_for_megatron(torch.compile, installed),
     }
 

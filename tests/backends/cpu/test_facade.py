@@ -31,6 +31,7 @@ def everything() -> dict[str, dict[str, object]]:
         "torch.Tensor": torch.Tensor,
         "torch.nn.Module": torch.nn.Module,
         "torch.autograd": torch.autograd,
+        "torch.distributed": torch.distributed,
     }
     return {name: dict(vars(owner)) for name, owner in owners.items()}
 
