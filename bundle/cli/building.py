@@ -14,6 +14,7 @@ from bundle.planning import plan_for
 from bundle.planning.inputs import input_problems
 from bundle.planning.plan import machine, refuse
 from bundle.recipe import Recipe, flat, from_mapping
+from bundle.recipe.completion import describe
 from bundle.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -114,30 +115,30 @@ def build_recipe(wish: Wish) -> Built:
 
 
 def _final(wish: Wish, recipe: Recipe, choices: Sequence[KeyChoice]) -> Iterator[KeyChoice]:
-    """Yield the choices that the user left open, and the keys that the user sets."""
-    yield from (choice for choice in choices if wish.leaves_open(choice.key))
+    """Yield what is chosen here, the keys that the user sets, and the defaults that decide the training."""
+    by_key = {choice.key: choice for choice in choices if wish.leaves_open(choice.key)}
     values = dict(flat(recipe.dump()))
     for name in dict.fromkeys(wish.set_keys):
-        yield from (
-            KeyChoice(key, value, "--set")
-            for key, value in values.items()
-            if key == name or key.startswith(f"{name}.")
-        )
+        keys = (key for key in values if key == name or key.startswith(f"{name}."))
+        by_key |= {key: KeyChoice(key, values[key], "--set") for key in keys}
+    for setting in describe(recipe.dump(), recipe.origins):
+        by_key.setdefault(setting.key, KeyChoice(*setting))
+    # A section that is chosen as such, like model.lora, stands in its keys.
+    sections = {key.rpartition(".")[0] for key in by_key}
+    yield from (choice for key, choice in by_key.items() if key not in sections)
 
 
 def _choose_from_wish(wish: Wish) -> list[KeyChoice]:
-    """Return what the wish says, and the defaults that follow from its task alone."""
+    """Return what the wish says, and what follows from its task alone."""
     epochs = EPOCHS[wish.task] if wish.epochs is None else wish.epochs
     choices = [
         KeyChoice("name", wish.name, "names the run directory"),
         KeyChoice("task", wish.task, "what is learned"),
         KeyChoice("model.path", wish.model, "--model"),
         KeyChoice("data.path", list(wish.data), "--data"),
-        KeyChoice("data.tokenizer", f"hf:{wish.model}", "the model's own"),
-        KeyChoice("checkpoint.export", "hf", "the result opens in transformers"),
+        KeyChoice("checkpoint.export", "hf", "a whole model, which transformers opens"),
     ]
     if wish.task != "pretrain":
-        choices.append(KeyChoice("data.template", "chat", "the tokenizer's chat template"))
         choices.append(KeyChoice("model.weights", "load", "fine-tuning needs trained weights"))
     if wish.lora:
         choices.append(KeyChoice("model.lora", {}, "--lora"))

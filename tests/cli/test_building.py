@@ -23,12 +23,8 @@ def chats(tmp_path) -> Path:
     return checkpoints.write_lines(tmp_path / "chats.jsonl", checkpoints.chats(8))
 
 
-def keys(model: Path) -> list[str]:
-    return ["data.source=jsonl", f"data.tokenizer=hf:{model}", "data.template=chat", "data.packed=true"]
-
-
 def build(place: Path, *overrides: str, task: str = "sft", data: Path, model: Path, **more):
-    request = Request(overrides=[*keys(model), *overrides], run_directory=place / "run")
+    request = Request(overrides=overrides, run_directory=place / "run")
     return build_recipe(Wish(task, str(model), [str(data)], request=request, **more))
 
 
@@ -127,12 +123,12 @@ def test_a_model_too_large_for_one_device_is_divided(model, tmp_path):
 
 
 def test_init_writes_a_recipe_that_plan_and_check_take(model, chats, tmp_path):
-    words = ("init", f"--model={model}", f"--data={chats}", *sets("optimizer.lr=2e-4", *keys(model)))
+    words = ("init", f"--model={model}", f"--data={chats}", *sets("optimizer.lr=2e-4"))
     bundle(*words, cwd=tmp_path)
     text = (tmp_path / "recipe.yaml").read_text()
     assert "lr: 0.0002" in text and text.count("# ") >= 10
     built = build_recipe(
-        Wish("sft", str(model), [str(chats)], request=Request(overrides=["optimizer.lr=2e-4", *keys(model)]))
+        Wish("sft", str(model), [str(chats)], request=Request(overrides=["optimizer.lr=2e-4"]))
     )
     assert load(tmp_path / "recipe.yaml") == built.recipe
     bundle("plan", "recipe.yaml", cwd=tmp_path)
