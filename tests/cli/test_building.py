@@ -24,7 +24,7 @@ def chats(tmp_path) -> Path:
 
 
 def build(place: Path, *overrides: str, task: str = "sft", data: Path, model: Path, **more):
-    request = Request(overrides=overrides, run_directory=place / "run")
+    request = Request(overrides=list(overrides), run_directory=place / "run")
     return build_recipe(Wish(task, str(model), [str(data)], request=request, **more))
 
 
@@ -52,6 +52,18 @@ def test_what_a_user_sets_wins_and_is_no_choice(model, chats, tmp_path):
     assert (recipe.data.sequence_length, recipe.train.steps, recipe.train.epochs) == (128, 5, None)
     assert recipe.train.global_batch_size == 6
     assert {reasons[key.partition("=")[0]] for key in keys} == {"--set"} and "train.epochs" not in reasons
+
+
+def test_defaults_that_decide_the_training_are_choices_with_their_origin(model, chats, tmp_path):
+    built = build(tmp_path, "model.lora.rank=8", data=chats, model=model, lora=True)
+    found = {choice.key: choice for choice in built.choices}
+    assert len(found) == len(built.choices)
+    assert found["data.tokenizer"].value == f"hf:{model}"
+    assert found["data.tokenizer"].reason == built.recipe.origins["data.tokenizer"] == "model.path"
+    assert (found["data.template"].value, found["optimizer.lr"].value) == ("chat", 1e-4)
+    assert (found["model.lora.rank"].value, found["model.lora.rank"].reason) == (8, "--set")
+    assert found["model.lora.alpha"].value == 32 and "model.lora" not in found
+    assert found["checkpoint.export"].value == built.recipe.checkpoint.export == "hf"
 
 
 def test_a_row_beyond_the_models_positions_is_named(model, chats, tmp_path):
@@ -120,6 +132,13 @@ def test_a_model_too_large_for_one_device_is_divided(model, tmp_path):
         "sft-llama3.1-70b-h200": (8, 1, 1),
         "sft-qwen3-30b-a3b-h200": (1, 2, 8),
     }
+
+
+def test_init_writes_adapters_of_a_rank_that_a_user_sets(model, chats, tmp_path):
+    words = ("init", f"--model={model}", f"--data={chats}", "--lora", *sets("model.lora.rank=8"))
+    bundle(*words, cwd=tmp_path)
+    lora = load(tmp_path / "recipe.yaml").model.lora
+    assert lora is not None and (lora.rank, lora.alpha) == (8, 32)
 
 
 def test_init_writes_a_recipe_that_plan_and_check_take(model, chats, tmp_path):
