@@ -9,6 +9,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bundle.hub import find_reference, repository
@@ -277,3 +278,50 @@ def test_a_job_names_commits_and_reads_the_cache(server, tmp_path):
     (tmp_path / "other").mkdir()
     refused = run("plan", "./job.yaml", "--set", "model.path=org/other", server=None)
     assert refused.returncode == 3 and "model.path: org/other" in refused.stderr
+
+
+def test_an_adapter_of_the_hub_is_pinned_and_read_from_the_cache(server, tmp_path):
+    from safetensors.numpy import save
+
+    config = CONFIGS["qwen2"] | {"vocab_size": 512}
+    rows, columns = config["num_attention_heads"] * config["head_dim"], config["hidden_size"]
+    module = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
+    shapes = {"A": (4, columns), "B": (rows, 4)}
+    weights = save(
+        {
+            module.format(layer, matrix): np.ones(shape, np.float32)
+            for layer in range(config["num_hidden_layers"])
+            for matrix, shape in shapes.items()
+        }
+    )
+    adapter = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    server.repositories["models", "org/adapter"] = {
+        NEW: {"adapter_config.json": json.dumps(adapter).encode(), "adapter_model.safetensors": weights}
+    }
+    server.repositories["models", "org/other"] = {NEW: {"adapter_config.json": b"{}", "x.bin": b"pickle"}}
+    (tmp_path / "rows.txt").write_text("a text\n" * 100)
+    (tmp_path / "job.yaml").write_text(
+        json.dumps(
+            {
+                "name": "job",
+                "task": "pretrain",
+                "model": {"config": config, "lora": {"path": "org/adapter"}},
+                "data": {"path": ["rows.txt"], "tokenizer": "bytes", "sequence_length": 8},
+                "train": {"steps": 1, "global_batch_size": 1},
+            }
+        )
+    )
+
+    def plan(*arguments, server):
+        return subprocess.run(
+            [sys.executable, "-m", "bundle", "plan", "./job.yaml", *arguments],
+            env=environment(server, tmp_path), capture_output=True, text=True, cwd=tmp_path, timeout=300,
+        )  # fmt: skip
+
+    for hub in (server, None):
+        planned = plan("--job", "job.json", server=hub)
+        assert planned.returncode == 0, planned.stderr + planned.stdout
+        lora = json.loads((tmp_path / "job.json").read_text())["recipe"]["model"]["lora"]
+        assert (lora["path"], lora["rank"], lora["targets"]) == (f"org/adapter@{NEW}", 4, ["q_proj"])
+    refused = plan("--set", "model.lora.path=org/other", server=server)
+    assert refused.returncode == 2 and "model.lora.path: org/other" in refused.stderr

@@ -32,7 +32,10 @@ def init(
     overrides: options.Overrides = None,
     hardware: options.Hardware = "",
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write the recipe.")
+        Path,
+        typer.Option(
+            "--output", "-o", parser=options.read_path, metavar="FILE", help="Where to write the recipe."
+        ),
     ] = Path("recipe.yaml"),
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
 ) -> None:

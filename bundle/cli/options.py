@@ -15,10 +15,16 @@ Overrides = Annotated[
 ]
 
 
-def _read_directory(text: str) -> Path:
+def read_name(text: str) -> str:
+    """Return a name as it is. Raise BadParameter for an empty one, which would mean the working directory."""
     if not text.strip():
-        raise typer.BadParameter("must name a directory, is empty. Name one, such as runs/first.")
-    return Path(text)
+        raise typer.BadParameter("names nothing (it is empty). Name a file or a directory.")
+    return text
+
+
+def read_path(name: str | Path) -> Path:
+    """Return the path of a name that is not empty."""
+    return Path(read_name(str(name)))
 
 
 RunDirectory = Annotated[
@@ -26,16 +32,20 @@ RunDirectory = Annotated[
     typer.Option(
         "--run-directory",
         "--output",
-        parser=_read_directory,
+        parser=read_path,
         metavar="DIRECTORY",
         help="Where the run lives: an empty or new directory, or an earlier run. Default: runs/NAME.",
     ),
 ]
 Model = Annotated[
-    str, typer.Option(metavar="DIR", help="A Hugging Face directory: config, weights, tokenizer.")
+    str,
+    typer.Option(
+        parser=read_name, metavar="DIR", help="A Hugging Face directory: config, weights, tokenizer."
+    ),
 ]
 Data = Annotated[
-    list[str], typer.Option(metavar="FILE", help="Rows to train on; may be given several times.")
+    list[str],
+    typer.Option(parser=read_name, metavar="FILE", help="Rows to train on; may be given several times."),
 ]
 Lora = Annotated[
     bool, typer.Option("--lora", help="Train low-rank adapters; --set model.lora.rank=8 changes them.")

@@ -28,7 +28,7 @@ from bundle.recipe import Recipe
 
 _log = logging.getLogger(__name__)
 
-FORMAT = 8  # of the files of a store, and of what their names are made from
+FORMAT = 9  # of the files of a store, and of what their names are made from
 NAME = ".tokens"
 # What tokens do not depend on, or by what else stands in their name.
 _APART = {"path", "weights", "tokenizer", "sequence_length", "packed"}

@@ -356,7 +356,7 @@ def adapter_of_recipe(recipe: Recipe) -> Pretrained | None:
     asked = recipe.model.lora
     if asked is None or asked.path is None:
         return None
-    directory = Path(asked.path)
+    directory = Path(hub.local_path(asked.path))
     found = tensors_of(directory / adapters.WEIGHTS)
     if violations := list(_against_adapter(found, recipe)):
         raise UsageError(f"{directory}: not an adapter of this model", summarized(violations))

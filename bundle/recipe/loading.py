@@ -186,6 +186,8 @@ def _with_commits(document: Document, violations: list[str]) -> None:
     model, data = (document.values.get(name) for name in ("model", "data"))
     if isinstance(model, dict):
         _pin(document, model, ("model", "path"), "model", violations)
+        if isinstance(lora := model.get("lora"), dict):
+            _pin(document, lora, ("model", "lora", "path"), "model", violations)
     if not isinstance(data, dict):
         return
     _pin(document, data, ("data", "path"), "dataset", violations)
@@ -240,7 +242,7 @@ def _with_adapter(document: Document, violations: list[str]) -> None:
     if not isinstance(model, dict) or not isinstance(lora, dict) or not isinstance(lora.get("path"), str):
         return
     try:
-        read = adapters.read(pathlib.Path(lora["path"]))
+        read = adapters.read(pathlib.Path(hub.local_path(lora["path"])))
     except UsageError as error:
         path = ("model", "lora", "path")
         violations += [_located(document, path, reason) for reason in error.violations or (str(error),)]

@@ -149,8 +149,9 @@ class LoRA(Section):
 
     path: str | None = Field(
         default=None,
-        description="Directory of PEFT to begin with, which says all other keys; null: new adapters. Its"
-        " dropout may be replaced.",
+        min_length=1,
+        description="Directory of PEFT to begin with, or one of the Hub as model.path, which says all other"
+        " keys; null: new adapters. Its dropout may be replaced.",
     )
     rank: Count = Field(default=_LORA["rank"], description="Rows of A and columns of B.")
     alpha: Positive = Field(default=_LORA["alpha"], description="B A counts alpha / rank times.")
@@ -199,6 +200,7 @@ class Model(Section):
 
     path: str | None = Field(
         default=None,
+        min_length=1,
         description="Directory with a Hugging Face config.json, or a model of the Hub: ORG/NAME@REVISION,"
         " which the job pins to a commit; keys of `config` override its keys.",
     )

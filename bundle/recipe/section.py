@@ -108,6 +108,7 @@ Variable = Annotated[str, AfterValidator(_of_ranks)]
 Value = Annotated[
     str, BeforeValidator(_written, json_schema_input_type=str | int), Field(pattern=r"^[ -~]{0,1000}$")
 ]
-Names = Annotated[tuple[str, ...], BeforeValidator(_named, json_schema_input_type=str | tuple[str, ...])]
+Text = Annotated[str, Field(min_length=1)]
+Names = Annotated[tuple[Text, ...], BeforeValidator(_named, json_schema_input_type=str | tuple[str, ...])]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$")]
 Pair = Annotated[tuple[float, float], LISTED]

@@ -113,3 +113,23 @@ def test_a_new_directory_below_the_model_is_one(working_directory):
     code, text = run_command(["plan", "demo", "--set=data.path=text.txt", "--run-directory=model/run"])
     assert code == 0, text
     assert not is_directory(working_directory / "model" / "run")
+
+
+@pytest.mark.parametrize("name", ["", "  "])
+@pytest.mark.parametrize("option", ["--model", "--data", "--output"])
+@pytest.mark.parametrize("verb", ["sft", "dpo", "pretrain", "init"])
+def test_an_empty_name_is_not_the_working_directory(verb, option, name, working_directory):
+    (working_directory / "config.json").write_text("{}")
+    before = entries(working_directory)
+    words = [verb, "--model=.", "--data=text.txt", f"{option}={name}"]
+    code, text = run_command(words)
+    assert code == 2 and f"'{option}'" in text
+    assert entries(working_directory) == before
+
+
+@pytest.mark.parametrize("key", ["data.path", "model.path", "model.lora.path", "data.cache"])
+def test_a_recipe_names_no_empty_path(key, working_directory):
+    (working_directory / "config.json").write_text("{}")
+    value = '[""]' if key == "data.path" else '""'
+    code, text = run_command(["plan", "demo", f"--set={key}={value}"])
+    assert code == 2 and key in text

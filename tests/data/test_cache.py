@@ -16,7 +16,7 @@ import pytest
 
 from bundle.data import cache, prepare, store, tokenization
 from bundle.data.cache import place
-from bundle.data.sources import SHOWN
+from bundle.data.sources import SHOWN, DataErrors
 from bundle.data.tokenizers import Bytes
 from bundle.errors import JobFailed, UsageError
 from bundle.recipe import load
@@ -313,3 +313,15 @@ def test_another_limit_takes_the_same_tokens_until_a_row_is_longer(tmp_path, enc
     once = len(encoded)
     skipping = recipe(rows, *keys, "data.on_error=skip", "data.sequence_length=48")
     assert prepare(skipping, tmp_path).left_out.skipped == 1 and len(encoded) > once
+
+
+FACTS = {"prefix", "sha256", "masked", "pictured", "moving", "grouped"}
+
+
+def test_a_store_of_other_facts_has_another_format(tmp_path):
+    """A store of another format has another name: no release reads facts that an older one did not write."""
+    asked = recipe(write_rows(tmp_path / "rows.jsonl"))
+    prepare(asked, tmp_path / "tokens", lambda _: None)
+    (written,) = (tmp_path / "tokens").glob("tokens-*/facts.json")
+    facts = set(json.loads(written.read_text())) - set(DataErrors("stop").conclude())
+    assert (cache.FORMAT, facts) == (9, FACTS), "raise cache.FORMAT with the facts of a store"
