@@ -2,15 +2,25 @@
 
 import json
 import tempfile
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from bundle import files
+from bundle.architectures import read_config
 from bundle.cli import options, weights
 from bundle.errors import UsageError
 from bundle.pretrained.writing import Published
+from bundle.recipe import Recipe
+
+if TYPE_CHECKING:
+    from bundle.mcore.torch_dist import Directory
+    from bundle.models.generation import Prompt
+
+DEFAULT_TOKENS = 128
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -35,40 +45,129 @@ def generate(
         list[Path] | None,
         typer.Option("--video", metavar="FILE", help="The same of a video, where a prompt has <video>."),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 128,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Cut an answer after so many tokens. Default: 128, or as many as the model has room for.",
+        ),
+    ] = None,
     temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0,
     top_p: Annotated[float, typer.Option(min=0, max=1, help="Of the likeliest tokens so much mass.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Of what is drawn, above temperature 0.")] = 0,
     as_json: options.JSON = False,
 ) -> None:
     """Ask a trained model, as its training wrote prompts: by its chat template, or as text that goes on."""
+    weights.refuse_missing(model)
     weights.quiet()
     from bundle.data.prompts import Prompts
-    from bundle.models.conversion import to_hugging_face
     from bundle.models.generation import Sampling, answers
 
-    shown = {"image": images or [], "video": videos or []}
-    sampling = Sampling(max_tokens, temperature, top_p, seed)
-    if files.is_file(model / "config.json"):
-        asked = Prompts.of_directory(model)
-        given = [asked.prompt(prompt, shown) for prompt in prompts]
-        found = list(answers(model, given, asked.ends, sampling))
-    else:
+    checkpoint, job = None, None
+    if not files.is_file(model / "config.json"):
         checkpoint, job = weights.checkpoint_of(model, verified=True)
         if job is None:
             raise UsageError(
                 f"{model}: no run of ours: `weights export` makes a Hugging Face directory of it"
             )
-        asked = Prompts.of_recipe(job)
-        given = [asked.prompt(prompt, shown) for prompt in prompts]
-        with tempfile.TemporaryDirectory(prefix="generate-") as folder:
-            whole = Path(folder, "hf")
-            to_hugging_face(checkpoint, Published.of(job), whole, job.model.dtype)
-            found = list(answers(whole, given, asked.ends, sampling))
-    decode = asked.tokenizer.decode
-    texts = [decode(ids[:-1] if ids and ids[-1] in asked.ends else ids) for ids in found]
-    for prompt, text, each in zip(prompts, texts, found, strict=True):
-        if as_json:
-            print(json.dumps({"prompt": prompt, "answer": text, "tokens": len(each)}))
-        else:
-            print(f"> {prompt}\n{text}" if len(prompts) > 1 else text)
+    writer = Prompts.of_recipe(job) if job else Prompts.of_directory(model)
+    shown = {"image": images or [], "video": videos or []}
+    encoded = [writer.prompt(prompt, shown) for prompt in prompts]
+    positions = job.architecture.max_position_embeddings if job else _read_positions(model)
+    sampling = Sampling(limit_tokens(max_tokens, encoded, positions), temperature, top_p, seed)
+    text = TextStream(writer.tokenizer.decode, writer.ends, as_json=as_json)
+    with _opened(model, checkpoint, job) as directory:
+        found = answers(directory, encoded, writer.ends, sampling, text.add)
+        for prompt in prompts:
+            text.begin(prompt if len(prompts) > 1 else None)
+            text.close(prompt, next(found))
+
+
+class TextStream:
+    """Prints an answer while its tokens come, or as one JSON object when it is whole."""
+
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], ends: Collection[int], *, as_json: bool
+    ) -> None:
+        self._decode, self._ends, self._as_json = decode, ends, as_json
+        self._ids: list[int] = []
+        self._before = self._printed = 0  # tokens: where the last text begins, and how many are printed
+
+    def begin(self, prompt: str | None) -> None:
+        """Begin an answer, behind a line with its prompt where there is one."""
+        self._ids, self._before, self._printed = [], 0, 0
+        if prompt is not None and not self._as_json:
+            print(f"> {prompt}", flush=True)
+
+    def add(self, token: int) -> None:
+        """Print what a token adds, unless it ends the answer or its last character is not whole."""
+        if token not in self._ends and not self._as_json:
+            self._ids.append(token)
+            self._print(is_last=False)
+
+    def close(self, prompt: str, ids: Sequence[int]) -> None:
+        """Print what is left of an answer with these tokens."""
+        if self._as_json:
+            answer = self._decode(ids[:-1] if ids and ids[-1] in self._ends else ids)
+            print(json.dumps({"prompt": prompt, "answer": answer, "tokens": len(ids)}), flush=True)
+            return
+        self._print(is_last=True)
+        print(flush=True)
+
+    def _print(self, *, is_last: bool) -> None:
+        # A token's text depends on the one before it: a tokenizer drops a space at the beginning.
+        old = self._decode(self._ids[self._before : self._printed])
+        new = self._decode(self._ids[self._before :])
+        if is_last or not new.endswith("\N{REPLACEMENT CHARACTER}"):
+            print(new[len(old) :], end="", flush=True)
+            self._before, self._printed = self._printed, len(self._ids)
+
+
+def _read_positions(directory: Path) -> int | None:
+    """Return how many positions the config of a directory has; None where it says no number."""
+    config: Any = read_config(directory)
+    text = config.get("text_config")
+    positions = {**config, **(text if isinstance(text, dict) else {})}.get("max_position_embeddings")
+    return positions if type(positions) is int else None
+
+
+def limit_tokens(wanted: int | None, prompts: Sequence["Prompt"], positions: int | None) -> int:
+    """Return how many tokens an answer may have. Raise UsageError for more than the positions allow."""
+    longest = max(len(prompt.ids) for prompt in prompts)
+    if positions is None:
+        return wanted or DEFAULT_TOKENS
+    if (room := positions - longest) < 1:
+        raise UsageError(
+            f"--prompt: the longest has {longest:,} tokens, and the model {positions:,} positions"
+            f" (max_position_embeddings). Shorten it to {positions - 1:,} tokens at most."
+        )
+    if wanted is not None and wanted > room:
+        raise UsageError(
+            f"--max-tokens: {wanted:,} is more than the model's {positions:,} positions"
+            f" (max_position_embeddings) hold behind a prompt of {longest:,} tokens. Set it to {room:,}."
+        )
+    return wanted or min(DEFAULT_TOKENS, room)
+
+
+@contextmanager
+def _opened(model: Path, checkpoint: "Directory | None", job: Recipe | None) -> Iterator[Path]:
+    """Yield a Hugging Face directory of the model: of a checkpoint one that is removed at the end."""
+    if checkpoint is None or job is None:
+        yield model
+        return
+    from bundle.checkpoints import manifest, state
+    from bundle.models.conversion import to_hugging_face
+    from bundle.models.merging import find_base
+
+    if base := find_base(job):
+        step = checkpoint.root.parent
+        beside = {path.name: manifest.digest(path) for path in base.weights.files}
+        try:
+            saved = state.read(step)
+        except ValueError as error:
+            raise UsageError(f"{step}: {error}") from error
+        state.refuse_other_weights(step, saved, beside)
+    with tempfile.TemporaryDirectory(prefix="generate-") as folder:
+        whole = Path(folder, "hf")
+        to_hugging_face(checkpoint, Published.of(job), whole, job.model.dtype, base)
+        yield whole

@@ -108,6 +108,7 @@ def export_(
     """Write a checkpoint, of any layout, as a Hugging Face directory."""
     refuse(out, [checkpoint, like] if like else [checkpoint], force=force)
     found, job = checkpoint_of(checkpoint, like, verified=True)
+    _refuse_adapters(found, job)
     if like is not None:
         model = (
             _as(like, found)
@@ -174,6 +175,7 @@ def checkpoint_of(
     named: Path, like: Path | None = None, *, verified: bool
 ) -> tuple["Directory", Recipe | None]:
     """A checkpoint's tensors, and the recipe of the run that it is of, where it is one of ours."""
+    refuse_missing(named)
     from bundle.checkpoints import manifest
     from bundle.checkpoints.directory import MEGATRON
     from bundle.errors import JobFailed
@@ -181,8 +183,6 @@ def checkpoint_of(
     from bundle.models.conversion import newest
     from bundle.runs.directory import RunDirectory, newest_checkpoint
 
-    if not files.is_directory(named):
-        raise UsageError(f"{named}: there is no such directory")
     step = newest_checkpoint(named)
     if step is None:
         return Directory(newest(named)), None
@@ -191,12 +191,22 @@ def checkpoint_of(
     recipe = RunDirectory(step.absolute().parents[1]).recipe
     overrides = [] if like is None else [f"model.path={json.dumps(str(like))}"]
     job = load(str(recipe), overrides) if recipe.is_file() else None
+    return Directory(step / MEGATRON), job
+
+
+def refuse_missing(named: Path) -> None:
+    """Raise UsageError for a name that no directory has."""
+    if not files.is_directory(named):
+        raise UsageError(f"{named}: there is no such directory")
+
+
+def _refuse_adapters(checkpoint: "Directory", job: Recipe | None) -> None:
+    """Raise UsageError for a checkpoint that holds adapters in the place of weights."""
     if job is not None and job.model.lora is not None:
         raise UsageError(
-            f"{step} holds the adapters of model.lora and no weights: have the run write the model, or"
-            " its adapters, itself (checkpoint.export: hf or peft)"
+            f"{checkpoint.root.parent} holds the adapters of model.lora and no weights: have the run write"
+            " the model, or its adapters, itself (checkpoint.export: hf or peft)"
         )
-    return Directory(step / MEGATRON), job
 
 
 def _model(directory: Path, mtp_layers: int | None) -> tuple[Mapping[str, Any], Architecture]:
@@ -224,7 +234,8 @@ def _source(named: Path, other: Path) -> "Source":
 
     if (weights := pretrained.opened(named)) is not None:
         return HuggingFace(weights)
-    checkpoint, _ = checkpoint_of(named, None, verified=False)
+    checkpoint, job = checkpoint_of(named, None, verified=False)
+    _refuse_adapters(checkpoint, job)
     theirs = pretrained.opened(other)
     if theirs is None:
         return Megatron(checkpoint)

@@ -25,6 +25,7 @@ from bundle.models import loading
 from bundle.models.exporting import find_copies
 from bundle.models.finite import FiniteCheck
 from bundle.models.mapped import Files
+from bundle.models.merging import Base, Merged
 from bundle.models.published import DTYPES, Output, files_of, parts, stored
 from bundle.pretrained import Pretrained, refuse_unequal, replacing, writing
 from bundle.pretrained.directory import FP8, MXFP4, SCALE, summarized
@@ -213,17 +214,25 @@ def _apart(first: Tensor, second: Tensor) -> tuple[float, float]:
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
 
 
-def to_hugging_face(checkpoint: Directory, model: Published, directory: Path, numbers: Numbers) -> None:
+def to_hugging_face(
+    checkpoint: Directory,
+    model: Published,
+    directory: Path,
+    numbers: Numbers,
+    base: Base | None = None,
+) -> None:
     """Writes a directory that transformers opens, in the place of one that has that name.
 
-    Raises UsageError, before anything is written, for a checkpoint that does not hold all that is published;
-    JobFailed where it cannot be read or the files cannot be written. What had the name before is there until
-    the new one is whole.
+    `base`: what the checkpoint's adapters are merged into; None: it holds all weights. Raises UsageError,
+    before anything is written, for a checkpoint that does not hold all that is published; JobFailed where it
+    cannot be read or the files cannot be written. What had the name before is there until the new one is
+    whole.
     """
     table = Tensors(model.architecture, written_copies=find_copies(directory, model))
     if numbers == "fp8" and table.names.stacked_experts:
         raise UsageError(f"nobody loads {model.architecture.model_type} in FP8 blocks: write it in bf16")
-    source = AsPublished(checkpoint, table)
+    merged = Merged(checkpoint, table, base) if base else None
+    source = merged or AsPublished(checkpoint, table)
     everything = list(table.published())
     (of_files,) = files_of([[each for tensor in everything for each in stored(tensor, numbers)]])
     with replacing.replacing(directory) as whole:
@@ -231,6 +240,8 @@ def to_hugging_face(checkpoint: Directory, model: Published, directory: Path, nu
         for tensor in everything:
             output.append(tensor, source.whole(tensor), numbers)
         output.close()
+        if merged:
+            merged.conclude()
         writing.complete(whole, model, numbers, of_files)
 
 

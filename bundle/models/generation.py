@@ -1,7 +1,7 @@
 """What a model answers, by transformers' own class: token ids and what they show in, token ids out."""
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,14 +42,35 @@ class Prompt:
     shown: Shown | None = None
 
 
+class TokenStream:
+    """What transformers calls with the prompt, and then with each new token."""
+
+    def __init__(self, show: Callable[[int], None]) -> None:
+        self._show, self._has_prompt = show, False
+
+    def put(self, ids: Tensor) -> None:
+        """Show the tokens behind the prompt."""
+        for token in ids.flatten().tolist() if self._has_prompt else ():
+            self._show(token)
+        self._has_prompt = True
+
+    def end(self) -> None:
+        """Do nothing: the answer is returned as well."""
+
+
 def answers(
-    directory: Path, prompts: Iterable[Prompt], ends: Sequence[int], sampling: Sampling
+    directory: Path,
+    prompts: Iterable[Prompt],
+    ends: Sequence[int],
+    sampling: Sampling,
+    show: Callable[[int], None] = lambda token: None,
 ) -> Iterator[list[int]]:
     """The ids that follow each prompt in the model of a Hugging Face directory, one prompt after the other.
 
     An answer ends with one of `ends`, with what the directory's generation config ends it with, or is cut at
-    `max_tokens`. Nothing else of that config counts. MTP layers take no part.
-    Raises EnvironmentUnfit without transformers, UsageError for a directory that it does not open whole.
+    `max_tokens`. Nothing else of that config counts. MTP layers take no part. Calls `show`
+    with each token. Raises EnvironmentUnfit without transformers, UsageError for a directory that it does not
+    open whole.
     """
     model = _opened(directory)
     own = model.generation_config.eos_token_id
@@ -66,7 +87,7 @@ def answers(
         ids = torch.tensor([list(prompt.ids)], device=model.device)
         model.generation_config = settings
         given = {"attention_mask": torch.ones_like(ids), **_shown(model, ids, prompt.shown)}
-        found = model.generate(ids, **given, generation_config=settings)
+        found = model.generate(ids, **given, generation_config=settings, streamer=TokenStream(show))
         yield found[0, ids.shape[1] :].tolist()
 
 

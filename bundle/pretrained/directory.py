@@ -66,6 +66,11 @@ class Pretrained(NamedTuple):
         return sum(entry.stop - entry.start for entry in self._stored)
 
     @property
+    def files(self) -> list[Path]:
+        """The files that hold them, in order."""
+        return sorted({entry.file for entry in self.entries.values()})
+
+    @property
     def _stored(self) -> list[Entry]:
         return [entry for entry in self.entries.values() if entry.dtype != MXFP4]
 

@@ -176,7 +176,7 @@ class Trainer:
         """Digests of the files that hold what adapters are trained beside; None where all is trained."""
         if self.recipe.model.lora is None:
             return None
-        paths = sorted({entry.file for entry in weights.entries.values()} if weights else ())
+        paths = weights.files if weights else []
         mine = paths[dist.get_rank() :: dist.get_world_size()]
         with self.dog.patience("reading what the adapters are beside"):
             shares = on_all_ranks(lambda: {path.name: manifest.digest(path) for path in mine})

@@ -4,12 +4,14 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from bundle.cli import main
+from bundle.cli.generate import TextStream, limit_tokens
 from tests.data.chat import SIMPLE, directory
 from tests.training import command
 
@@ -29,10 +31,12 @@ MODEL = {
     "tie_word_embeddings": True,
 }
 
+STEPS = {"steps": 70, "global_batch_size": 2, "micro_batch_size": 2, "eval_interval": 0}
 
-def train(place: Path, data: dict, **sections: dict) -> Path:
+
+def train(place: Path, data: dict, answers: dict = ROWS, **sections: dict) -> Path:
     """The run of a model that is trained until it knows the rows by heart."""
-    rows = [{"prompt": question, "response": answer} for question, answer in ROWS.items()]
+    rows = [{"prompt": question, "response": answer} for question, answer in answers.items()]
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = {
         "name": "heart",
@@ -45,7 +49,7 @@ def train(place: Path, data: dict, **sections: dict) -> Path:
             "validation": 0,
         }
         | data,
-        "train": {"steps": 70, "global_batch_size": 2, "micro_batch_size": 2, "eval_interval": 0},
+        "train": STEPS,
         "optimizer": {"lr": 5e-3, "warmup_steps": 5},
         "metrics": {"tensorboard": False},
         "checkpoint": {"interval": 0},
@@ -93,6 +97,110 @@ def test_a_checkpoint_and_one_prompt_are_enough(run, capfd):
     assert (code, out.strip()) == (0, "A poppy in June."), err
     code, out, _ = generate(capfd, run, "--prompt=What is red?", "--max-tokens=7")
     assert (code, out.rstrip("\n")) == (0, "A poppy")
+
+
+def test_tokens_are_printed_as_they_come(monkeypatch):
+    """Each piece at once; a character of several tokens when it is whole."""
+    from bundle.data.tokenizers import Bytes
+
+    decode, pieces = Bytes().decode, []
+    stream = TextStream(decode, [256], as_json=False)
+    monkeypatch.setattr("builtins.print", lambda *words, **_: pieces.append("".join(words)))
+    ids = [*"a é, 中!\n".encode(), 256]
+    after = []
+    for token in ids:
+        stream.add(token)
+        after.append("".join(pieces))
+    assert after[:5] == ["a", "a ", "a ", "a é", "a é,"]
+    assert after[-1] == "a é, 中!\n"
+    stream.close("?", ids)
+    assert "".join(pieces) == "a é, 中!\n"
+    stream.begin("again")
+    pieces.clear()
+    stream.add(0xC3)
+    stream.close("again", [0xC3])
+    assert "".join(pieces) == "\N{REPLACEMENT CHARACTER}", "half a character is printed at the end"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "length", "positions", "expected"),
+    [
+        (None, 10, 128, 118),
+        (None, 10, 4096, 128),
+        (None, 10, None, 128),
+        (118, 10, 128, 118),
+        (7, 10, None, 7),
+    ],
+)
+def test_an_answer_ends_where_the_positions_do(wanted, length, positions, expected):
+    pytest.importorskip("torch")
+    from bundle.models.generation import Prompt
+
+    assert limit_tokens(wanted, [Prompt([1]), Prompt([1] * length)], positions) == expected
+
+
+@pytest.mark.world
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["--prompt=a", "--max-tokens=1000000"], "--max-tokens"),
+        (["--prompt=a", "--prompt", "a" * 100, "--max-tokens=90"], "--max-tokens"),
+        (["--prompt", "a" * 200], "--prompt"),
+    ],
+)
+def test_more_tokens_than_positions_are_refused(run, words, option, capfd):
+    code, out, err = generate(capfd, run, *words)
+    assert (code, out) == (2, "") and option in err and "128" in err
+
+
+@pytest.mark.world
+def test_a_lora_run_answers_without_an_export(chatting, tmp_path, capfd):
+    """The greedy tokens are those of transformers with the adapter that PEFT loads."""
+    peft = pytest.importorskip("peft")
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from bundle.data.prompts import Prompts
+
+    base = tmp_path / "base"
+    shutil.copytree(chatting / "hf", base)
+    model = {
+        "path": str(base),
+        "dtype": "fp32",
+        "lora": {"rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj"]},
+    }
+    data = {"tokenizer": f"hf:{base}", "template": "chat"}
+    sections = {"model": model, "train": STEPS | {"steps": 20}, "optimizer": {"lr": 2e-2, "warmup_steps": 0}}
+    other = dict(zip(ROWS, reversed(ROWS.values()), strict=True))
+    lora = train(tmp_path, data, other, **sections, checkpoint={"interval": 0, "export": "peft"})
+    exported = (lora / "peft").rename(tmp_path / "peft")
+    code, out, err = generate(capfd, lora, "--prompt=What is blue?", "--max-tokens=20", "--json")
+    assert code == 0, err
+    writer = Prompts.of_directory(base)
+    ids = torch.tensor([list(writer.prompt("What is blue?", {}).ids)])
+    opened = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    settings = {
+        "do_sample": False,
+        "max_new_tokens": 20,
+        "eos_token_id": list(writer.ends),
+        "pad_token_id": 0,
+    }
+    mask = torch.ones_like(ids)
+    alone = opened.generate(ids, attention_mask=mask, **settings)[0, ids.shape[1] :].tolist()
+    adapted = peft.PeftModel.from_pretrained(opened, exported).eval()
+    wanted = adapted.generate(input_ids=ids, attention_mask=mask, **settings)[0, ids.shape[1] :].tolist()
+    found = json.loads(out)
+    answer = wanted[:-1] if wanted[-1] in writer.ends else wanted
+    assert wanted != alone, "the adapter changes the answer"
+    assert (found["answer"], found["tokens"]) == (writer.tokenizer.decode(answer), len(wanted))
+    code, streamed, _ = generate(capfd, lora, "--prompt=What is blue?", "--max-tokens=20")
+    assert (code, streamed) == (0, f"{found['answer']}\n")
+    (weights,) = base.glob("*.safetensors")
+    content = bytearray(weights.read_bytes())
+    content[-2] ^= 1
+    weights.write_bytes(content)
+    code, out, err = generate(capfd, lora, "--prompt=What is blue?")
+    assert (code, out) == (2, "") and weights.name in err, "other weights than it was trained beside"
 
 
 @pytest.mark.world
@@ -166,6 +274,16 @@ def test_the_pages_command_runs(run, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     code, out, _ = generate(capfd, place, *words)
     assert (code, out.count("> ")) == (0, 2)
+
+
+def test_a_directory_that_is_not_there_is_refused_before_torch_is_imported(tmp_path):
+    script = (
+        "import sys\nfrom bundle.cli import main\ntry:\n    main()\n"
+        "except SystemExit as end:\n    print(end.code, 'torch' in sys.modules)"
+    )
+    words = [sys.executable, "-c", script, "generate", str(tmp_path / "none"), "--prompt=a"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["2", "False"] and str(tmp_path / "none") in done.stderr
 
 
 def test_what_is_no_run_is_said(tmp_path, capfd):

@@ -1,0 +1,99 @@
+"""The weights of a model with the adapters of a checkpoint merged into them, tensor by tensor."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bundle import pretrained
+from bundle.architectures import adapters, tensors
+from bundle.architectures.adapters import Matrix
+from bundle.architectures.tensors import Tensors
+from bundle.errors import UsageError
+from bundle.mcore.torch_dist import Directory
+from bundle.models import loading
+from bundle.models.finite import FiniteCheck
+from bundle.models.mapped import Files
+from bundle.pretrained import Pretrained
+from bundle.pretrained.directory import summarized
+from bundle.recipe import Recipe
+from bundle.recipe.recipe import LoRA
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """What adapters are trained beside: every weight of the model, in the kind of numbers of the training."""
+
+    weights: Pretrained
+    dtype: torch.dtype
+    lora: LoRA
+
+
+def find_base(recipe: Recipe) -> Base | None:
+    """Return what a recipe's adapters are trained beside; None where it trains the weights themselves.
+
+    Raise UsageError for weights that cannot be loaded, and for random ones.
+    """
+    lora = recipe.model.lora
+    if lora is None:
+        return None
+    weights = pretrained.of_recipe(recipe)
+    if weights is None:
+        raise UsageError(
+            "model.lora: the adapters were trained beside random weights, which no file holds. Have the run"
+            " write the model (checkpoint.export: hf)"
+        )
+    return Base(weights, torch.bfloat16 if recipe.model.dtype == "bf16" else torch.float32, lora)
+
+
+class Merged:
+    """The tensors of a table: W + alpha / rank * B A where the checkpoint has an adapter."""
+
+    def __init__(self, checkpoint: Directory, table: Tensors, base: Base) -> None:
+        """Raise UsageError with every matrix that the checkpoint lacks or has in another shape."""
+        self._checkpoint, self._base = checkpoint, base
+        self._files, self._check = Files(), FiniteCheck(base.weights)
+        self._pairs = {
+            tensor.name: adapters.pairs(tensor, base.lora.targets, base.lora.rank) for tensor in table
+        }
+        matrices = (matrix for pairs in self._pairs.values() for pair in pairs if pair for matrix in pair)
+        if violations := [line for matrix in matrices if (line := _against(checkpoint.tensors, matrix))]:
+            raise UsageError(
+                f"{checkpoint.root}: not the adapters of this model (model.lora)", summarized(violations)
+            )
+
+    def whole(self, tensor: tensors.Tensor) -> Tensor:
+        """Return a tensor of the table. Raise JobFailed for files that cannot be read."""
+        dtype = torch.float32 if tensors.is_buffer(tensor.name) else self._base.dtype
+        weight = loading.whole(self._base.weights, tensor, dtype, self._files, self._check)
+        pairs = self._pairs[tensor.name]
+        if not pairs:
+            return weight
+        products = [
+            None
+            if pair is None
+            else self._checkpoint.read(pair.b.name).float() @ self._checkpoint.read(pair.a.name).float()
+            for pair in pairs
+        ]
+        merged, start, rule = weight.float(), 0, tensor.rule
+        merged = merged.clone() if merged is weight else merged
+        for piece in rule.pieces():
+            if (product := products[piece.source]) is not None:
+                rows = (slice(None),) * rule.dim + (slice(piece.start, piece.stop, piece.step),)
+                scale = self._base.lora.alpha / self._base.lora.rank
+                merged.narrow(rule.dim, start, piece.length).add_(product[rows], alpha=scale)
+            start += piece.length
+        return merged.to(dtype)
+
+    def conclude(self) -> None:
+        """Raise UsageError where weights that were read are not finite."""
+        self._check.conclude()
+
+
+def _against(there: Mapping[str, tuple[tuple[int, ...], torch.dtype]], matrix: Matrix) -> str:
+    """Return what is wrong with a checkpoint's matrix; "" where nothing is."""
+    if matrix.name not in there:
+        return f"{matrix.name} is missing"
+    shape, _ = there[matrix.name]
+    return "" if shape == matrix.shape else f"{matrix.name} is {list(shape)}, not {list(matrix.shape)}"
