@@ -12,6 +12,7 @@ import pytest
 
 from bundle.cli import main
 from bundle.cli.generate import TextStream, limit_tokens
+from bundle.errors import UsageError
 from tests.data.chat import SIMPLE, directory
 from tests.training import command
 
@@ -136,7 +137,13 @@ def test_an_answer_ends_where_the_positions_do(wanted, length, positions, expect
     pytest.importorskip("torch")
     from bundle.models.generation import Prompt
 
-    assert limit_tokens(wanted, [Prompt([1]), Prompt([1] * length)], positions) == expected
+    prompts = [Prompt([1]), Prompt([1] * length)]
+    assert limit_tokens(wanted, prompts, positions) == expected
+    if positions is not None:
+        with pytest.raises(UsageError, match="--max-tokens"):
+            limit_tokens(positions - length + 1, prompts, positions)
+        with pytest.raises(UsageError, match="--prompt"):
+            limit_tokens(wanted, [Prompt([1] * positions)], positions)
 
 
 @pytest.mark.world
