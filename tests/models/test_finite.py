@@ -163,6 +163,31 @@ def test_an_import_of_weights_that_are_nan_ends(tmp_path):
     assert "lm_head.weight in model.safetensors" in done.stderr
 
 
+LEFT = """
+import atexit, sys, threading
+from pathlib import Path
+@atexit.register
+def tell():
+    threads = [thread.name for thread in threading.enumerate() if not thread.daemon]
+    children = [each.read_text() for each in Path("/proc/self/task").glob("*/children")]
+    print(*threads, *children, file=sys.stderr)
+from bundle.cli import main
+main()
+"""
+
+
+def test_nothing_keeps_an_import_that_has_printed_its_result(tmp_path):
+    """Python waits for its threads and pools when it ends: there are none."""
+    model, out = tmp_path / "model", tmp_path / "out"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(test_loading.TINY))
+    save_file(weights(), model / "model.safetensors")
+    command = [sys.executable, "-c", LEFT, "weights", "import", str(model), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert (done.returncode, done.stdout.split()) == (0, [str(out)]), done.stderr
+    assert done.stderr.splitlines()[-1].split() == ["MainThread"]
+
+
 def test_check_ends_with_2_and_names_what_is_wrong(tmp_path, capfd, monkeypatch):
     from bundle.cli import main
 
