@@ -164,15 +164,15 @@ def test_an_import_of_weights_that_are_nan_ends(tmp_path):
 
 
 LEFT = """
-import atexit, sys, threading
+import sys, threading
 from pathlib import Path
-@atexit.register
-def tell():
+from bundle.cli import main
+try:
+    main()
+finally:
     threads = [thread.name for thread in threading.enumerate() if not thread.daemon]
     children = [each.read_text() for each in Path("/proc/self/task").glob("*/children")]
     print(*threads, *children, file=sys.stderr)
-from bundle.cli import main
-main()
 """
 
 
