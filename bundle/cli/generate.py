@@ -76,7 +76,7 @@ def generate(
     positions = job.architecture.max_position_embeddings if job else _read_positions(model)
     sampling = Sampling(limit_tokens(max_tokens, encoded, positions), temperature, top_p, seed)
     text = TextStream(writer.tokenizer.decode, writer.ends, as_json=as_json)
-    with _opened(model, checkpoint, job) as directory:
+    with open_weights(model, checkpoint, job) as directory:
         found = answers(directory, encoded, writer.ends, sampling, text.add)
         for prompt in prompts:
             text.begin(prompt if len(prompts) > 1 else None)
@@ -150,7 +150,7 @@ def limit_tokens(wanted: int | None, prompts: Sequence["Prompt"], positions: int
 
 
 @contextmanager
-def _opened(model: Path, checkpoint: "Directory | None", job: Recipe | None) -> Iterator[Path]:
+def open_weights(model: Path, checkpoint: "Directory | None", job: Recipe | None) -> Iterator[Path]:
     """Yield a Hugging Face directory of the model: of a checkpoint one that is removed at the end."""
     if checkpoint is None or job is None:
         yield model

@@ -177,7 +177,11 @@ def test_a_lora_run_answers_without_an_export(chatting, tmp_path, capfd):
         "lora": {"rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj"]},
     }
     data = {"tokenizer": f"hf:{base}", "template": "chat"}
-    sections = {"model": model, "train": STEPS | {"steps": 20}, "optimizer": {"lr": 2e-2, "warmup_steps": 0}}
+    sections: dict[str, dict] = {
+        "model": model,
+        "train": STEPS | {"steps": 20},
+        "optimizer": {"lr": 2e-2, "warmup_steps": 0},
+    }
     other = dict(zip(ROWS, reversed(ROWS.values()), strict=True))
     lora = train(tmp_path, data, other, **sections, checkpoint={"interval": 0, "export": "peft"})
     exported = (lora / "peft").rename(tmp_path / "peft")
