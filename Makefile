@@ -66,11 +66,12 @@ $(FOREIGN): $(DEVELOP) Makefile
 demo: $(RUN)  ## train the demo recipe on this machine's CPU
 	$(VENV)/bin/mcore-bundle train demo --fresh
 
-lint: $(DEVELOP)  ## formatting, lint, types, and who may import whom
+lint: $(DEVELOP)  ## formatting, lint, types, names, and who may import whom
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+	$(VENV)/bin/python -m tools.names
 
 test: $(DEVELOP)  ## the default release in full, the oldest and the newest minor in four layouts
 	$(VENV)/bin/python -m tests.matrix.fetch $(RELEASES) oldest newest
