@@ -8,10 +8,11 @@ import pytest
 
 from bundle import __version__
 from bundle.cli import VERBS
+from tests.command import run_bundle
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "bundle", *args], capture_output=True, text=True, timeout=60)
+    return run_bundle(*args, timeout=60)
 
 
 def test_help_names_the_program():

@@ -3,13 +3,12 @@
 import logging
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 from bundle import log
 from bundle.errors import UsageError
+from tests.command import run_bundle
 
 LINE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (\w+) ([^:]+): (.*)"
 
@@ -95,9 +94,8 @@ def test_a_level_that_is_none_is_a_usage_error(monkeypatch):
     "verb", ["doctor --backend cpu", "plan demo", "train demo --dry-run", "patches plan"]
 )
 def test_a_verb_is_told_how_much_to_tell(verb):
-    command = [sys.executable, "-m", "bundle", *verb.split()]
-    ran = subprocess.run([*command, "--log-level", "loud"], capture_output=True, text=True, timeout=60)
+    ran = run_bundle(*verb.split(), "--log-level", "loud", timeout=60)
     assert ran.returncode == 2 and "is none of debug, info" in ran.stderr
-    ran = subprocess.run([*command, "--log-level", "debug"], capture_output=True, text=True, timeout=60)
+    ran = run_bundle(*verb.split(), "--log-level", "debug", timeout=60)
     assert ran.returncode in (0, 3), ran.stderr
     assert all(re.fullmatch(LINE, line) for line in ran.stderr.splitlines())

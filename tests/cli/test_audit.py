@@ -14,6 +14,7 @@ import pytest
 
 from bundle.patches import hook
 from bundle.patches.hook import Words
+from tests.command import run_bundle
 from tests.environment.trees import install
 from tests.patches.trees import Release, copied
 
@@ -25,13 +26,7 @@ FIELDS = {
 
 
 def run(*args: str, code: int, **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "bundle", "patches", "audit", *args]
-    environment = {"PYTHONPATH": str(ROOT)} | environ
-    ran = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env={**os.environ, **environment}
-    )
-    assert ran.returncode == code, ran.stdout + ran.stderr
-    return ran
+    return run_bundle("patches", "audit", *args, code=code, environment=environ)
 
 
 def document(*args: str, code: int = 4, **environ: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import pytest
 import bundle
 from bundle.planning import inputs
 from bundle.recipe import load
+from tests.command import run_bundle
 from tests.runs.test_origin import kept_by
 
 ROOT = Path(bundle.__file__).parents[1]
@@ -20,11 +21,7 @@ VERBS = [("plan",), ("train", "--dry-run"), ("train",)]
 
 
 def run(*words, cwd, code=0, **environment):
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "bundle", *words]
-    environ = os.environ | {"PYTHONPATH": path} | environment
-    done = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=120)
-    assert done.returncode == code, done.stdout + done.stderr
+    done = run_bundle(*words, cwd=cwd, code=code, timeout=120, environment=environment)
     return done.stdout + done.stderr
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bundle.environment import BACKENDS
+from tests.command import run_bundle
 from tests.patches.trees import Release, copied, renumbered
 
 FIELDS = {"assumes", "id", "decision", "reason", "range", "evidence", "proven", "target", "fingerprint"}
@@ -18,10 +19,7 @@ RENAMED = {MLA: ("class MultiLatentAttention(Attention):", "class LatentAttentio
 
 
 def run(*args: str, code: int = 0, **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "bundle", "patches", *args]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **environ})
-    assert ran.returncode == code, ran.stdout + ran.stderr
-    return ran
+    return run_bundle("patches", *args, code=code, timeout=60, environment=environ)
 
 
 def decisions(mcore: str | Path, *args: str, code: int = 0) -> dict[str, dict[str, Any]]:

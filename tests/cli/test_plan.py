@@ -1,21 +1,12 @@
 """`mcore-bundle plan` as a user meets it."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
-import bundle
-
-ROOT = Path(bundle.__file__).parents[1]
+from tests.command import run_bundle
 
 
 def plan(*args, cwd, code=0):
-    command = [sys.executable, "-m", "bundle", "plan", *args]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=60)
-    assert done.returncode == code, done.stdout + done.stderr
+    done = run_bundle("plan", *args, cwd=cwd, code=code, timeout=60)
     return done.stdout + done.stderr
 
 

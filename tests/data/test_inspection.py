@@ -2,10 +2,10 @@
 
 import json
 import random
-import subprocess
-import sys
 
 import pytest
+
+from tests.command import run_bundle
 
 pytest.importorskip("torch")
 
@@ -90,8 +90,7 @@ def test_counts(tmp_path):
 
 
 def check(*words):
-    argv = [sys.executable, "-m", "bundle", "check", *map(str, words)]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    return run_bundle("check", *words, timeout=60)
 
 
 def test_the_verb_reads_leaves_the_tokens_and_tells_bad_rows(tmp_path):

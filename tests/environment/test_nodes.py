@@ -1,19 +1,14 @@
 """In what nodes differ, by what their doctors said."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import bundle
 from bundle.environment import nodes
+from tests.command import run_bundle
 
-ROOT = Path(bundle.__file__).parents[1]
 DEVICE = {
     "index": 0,
     "number": 0,
@@ -58,10 +53,7 @@ def compare(tmp_path, *reports, args=(), code):
         names.append(f"{at}.json")
         text = report if isinstance(report, str) else json.dumps(report)
         (tmp_path / names[-1]).write_text(text)
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "bundle", "doctor", "--compare", *names, *args]
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
-    assert done.returncode == code, done.stdout + done.stderr
+    done = run_bundle("doctor", "--compare", *names, *args, cwd=tmp_path, code=code, timeout=60)
     return done.stdout if code in (0, 3) else done.stderr
 
 
@@ -127,9 +119,7 @@ def test_two_nodes_of_one_name_are_told_apart_by_their_files(tmp_path):
 
 
 def test_what_doctor_prints_here_compares(tmp_path):
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "bundle", "doctor", "--json", "--backend", "cpu"]
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
+    done = run_bundle("doctor", "--json", "--backend", "cpu", cwd=tmp_path, timeout=60)
     printed = json.loads(done.stdout)
     other = printed | {"node": "there", "packages": printed["packages"] | {"pydantic": "0.1"}}
     assert differing(tmp_path, done.stdout, other) == [
@@ -186,5 +176,4 @@ def test_no_report_breaks_it_and_a_report_is_like_itself(found):
 
 @pytest.mark.parametrize("words", [["--compare"], ["a.json", "b.json"]])
 def test_reports_and_the_flag_go_together(words):
-    command = [sys.executable, "-m", "bundle", "doctor", *words]
-    assert subprocess.run(command, capture_output=True, check=False).returncode == 2
+    run_bundle("doctor", *words, code=2)

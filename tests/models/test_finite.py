@@ -2,9 +2,7 @@
 
 import json
 import math
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ from bundle.errors import ExitCode, JobFailed, UsageError
 from bundle.models import conversion, finite
 from bundle.models.conversion import HuggingFace, differences
 from bundle.models.finite import is_finite, refuse_damaged
+from tests.command import run_bundle
 from tests.models import test_loading, test_mxfp4
 from tests.models.test_loading import alone as alone
 from tests.models.test_loading import found_in, model, weights
@@ -24,7 +23,6 @@ from tests.models.test_loading import found_in, model, weights
 NOT_FINITE = (math.nan, math.inf, -math.inf)
 KINDS = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 LAYER = "model.layers.0."
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -157,8 +155,7 @@ def test_an_import_of_weights_that_are_nan_ends(tmp_path):
     model.mkdir()
     (model / "config.json").write_text(json.dumps(test_loading.TINY))
     save_file({name: of * math.nan for name, of in weights().items()}, model / "model.safetensors")
-    command = [sys.executable, "-m", "bundle", "weights", "import", str(model), str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    done = run_bundle("weights", "import", model, out)
     assert done.returncode == 2 and not done.stdout and not out.exists()
     assert "lm_head.weight in model.safetensors" in done.stderr
 

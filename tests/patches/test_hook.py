@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.command import run_bundle
 from tests.patches.test_enabling import COUNT, PREDICTING, norms
 from tests.patches.trees import Release, copied
 
@@ -69,9 +70,7 @@ def _digest(path: Path) -> str:
 
 def hook(*args: str | Path, code: int = 0) -> str:
     """What `mcore-bundle patches ARGS` says."""
-    command = [sys.executable, "-m", "bundle", "patches", *map(str, args)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == code, ran.stdout + ran.stderr
+    ran = run_bundle("patches", *args, code=code)
     return ran.stdout + ran.stderr
 
 

@@ -1,7 +1,5 @@
 """What is said about trees: names escaped, missing files called missing, tags understood, zips seen."""
 
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from bundle.patches import Action
 from bundle.patches.mindspeed import owned
 from bundle.patches.plan import survey
 from bundle.patches.subject import installed, load, named
+from tests.command import run_bundle
 from tests.patches.trees import Release, copied
 
 LIES = "\x1b[2J\nAPPLY    everything"
@@ -26,8 +25,7 @@ def test_names_from_a_tree_reach_no_terminal(release: Release, tmp_path: Path):
     info.write_text(
         "MAJOR, MINOR, PATCH = 0, 16, 1\nMAJOR = 0\nMINOR = 16\nPATCH = 1\nPRE_RELEASE = " + repr(LIES)
     )
-    command = [sys.executable, "-m", "bundle", "patches", "plan", "--mcore", str(root)]
-    ran = subprocess.run(command, capture_output=True, text=True)
+    ran = run_bundle("patches", "plan", "--mcore", root)
     printed = ran.stdout + ran.stderr
     assert "\x1b" not in printed and "\nAPPLY    everything" not in printed
     assert "\\x1b[2J\\nAPPLY    everything" in ran.stdout

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ from hypothesis import strategies as st
 from bundle.errors import UsageError
 from bundle.recipe import Recipe, from_mapping, load
 from tests.architectures.test_hostile import JSON
+from tests.command import run_bundle
 
 KEYS = sorted(Recipe.key_paths())
 NUMBERS = st.sampled_from([-1, 0, 1, 2, 3, 2**31, 10**30, -0.0, 1e308, float("nan"), float("inf")])
@@ -70,10 +69,7 @@ def test_a_pipe_is_refused_at_once(tmp_path, suffix):
     pipe = tmp_path / ("r.yaml" if suffix == "yaml" else "config.json")
     os.mkfifo(pipe)
     args = [str(pipe)] if suffix == "yaml" else ["demo", "--set", f"model.path={tmp_path}"]
-    ran = subprocess.run(
-        [sys.executable, "-m", "bundle", "plan", *args], capture_output=True, text=True, timeout=60
-    )
-    assert ran.returncode == 2
+    ran = run_bundle("plan", *args, code=2, timeout=60)
     assert f"{pipe}: a pipe or a device" in ran.stderr and "Traceback" not in ran.stderr
 
 

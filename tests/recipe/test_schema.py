@@ -1,20 +1,18 @@
 """The recipe's JSON schema, by a validator that knows nothing of pydantic."""
 
 import json
-import subprocess
-import sys
 
 import jsonschema
 import pytest
 
 from bundle.recipe import Recipe, built_in, find, load
 from bundle.recipe.document import parse
+from tests.command import run_bundle
 
 
 @pytest.fixture(scope="module")
 def validator() -> jsonschema.Draft202012Validator:
-    command = [sys.executable, "-m", "bundle", "recipes", "schema"]
-    printed = subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
+    printed = run_bundle("recipes", "schema", code=0, timeout=60).stdout
     schema = json.loads(printed)
     assert schema["$schema"] == jsonschema.Draft202012Validator.META_SCHEMA["$id"]
     jsonschema.Draft202012Validator.check_schema(schema)

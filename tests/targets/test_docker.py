@@ -18,6 +18,7 @@ from bundle.planning import plan_for
 from bundle.recipe import load
 from bundle.targets import docker, images
 from bundle.targets.docker import Options
+from tests.command import run_bundle
 
 GOLDEN = Path(__file__).parent / "golden"
 WORDS = st.text(st.characters(exclude_categories=("C", "Z"), exclude_characters=":"), min_size=1, max_size=20)
@@ -102,8 +103,7 @@ def test_all_that_cannot_be_written_is_refused_at_once(job):
 
 def test_a_recipe_alone_is_enough_for_what_would_run(tmp_path):
     def said(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "bundle", "launch", "docker", "demo", "--backend=cpu", *words]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        return run_bundle("launch", "docker", "demo", "--backend=cpu", *words, cwd=tmp_path)
 
     done = said("--dry-run", "--nodes=2")
     assert done.returncode == 0, done.stderr
@@ -188,14 +188,12 @@ def test_who_runs_in_a_container_is_in_the_group_that_may_open_the_npus(tmp_path
     (tmp_path / "davinci0").touch()
     assert docker.npu_groups(tmp_path / "davinci0") == (os.getgid(),)
     assert docker.npu_groups(tmp_path / "davinci1") == ()
-    command = [sys.executable, "-m", "bundle", "launch", "docker", "demo", "--hardware=a3", "--group=1001"]
-    command.append("--set=train.global_batch_size=128")
-    done = subprocess.run([*command, "--dry-run"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    words = ("--hardware=a3", "--group=1001", "--set=train.global_batch_size=128", "--dry-run")
+    done = run_bundle("launch", "docker", "demo", *words, cwd=tmp_path)
     assert " --group-add=1001 " in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("handle", ["docker:", "docker:a b", "slurm:1x", "slurm:", "pod:x", "1234"])
 def test_what_is_no_handle_is_refused(handle, tmp_path):
-    command = [sys.executable, "-m", "bundle", "launch", "status", handle]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = run_bundle("launch", "status", handle, cwd=tmp_path)
     assert done.returncode == 2 and "no handle of a job" in done.stderr

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +17,7 @@ from bundle.targets import docker, local, ray
 from bundle.targets.local import Options
 from bundle.targets.slurm import batch
 from bundle.targets.slurm.options import Options as SlurmOptions
-from tests.launch.launched import ROOT
+from tests.command import run_bundle
 from tests.targets.test_docker import decided
 from tests.training.test_interruption import TINY
 
@@ -173,11 +172,7 @@ def test_a_launch_shows_what_its_job_writes_and_ends_as_it_does(tmp_path):
     pytest.importorskip("megatron.core")
 
     def bundle(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "bundle", "launch", *words]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900, check=False
-        )
+        return run_bundle("launch", *words, cwd=tmp_path, timeout=900)
 
     recipe = ("local", "demo", *(f"--set={override}" for override in TINY))
     ended = bundle(*recipe)

@@ -1,8 +1,6 @@
 """Inputs of a job that are here, and that the container of a job would not see, are said by name."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from bundle.planning import plan_for
 from bundle.planning.inputs import found
 from bundle.recipe import load
 from bundle.targets.mounts import Mount, hidden
+from tests.command import run_bundle
 from tests.runs.test_origin import kept_by
 
 MODEL = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
@@ -50,11 +49,8 @@ def words(tmp_path) -> list[str]:
 
 def launch(folder: Path, target: str, *words: str) -> list[str]:
     """What `launch` says is not shown to the container."""
-    command = [sys.executable, "-m", "bundle", "launch", target, "demo", "--hardware=cpu", *words]
-    done = subprocess.run(
-        [*command, *TARGETS[target]], cwd=folder / "work", capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    words = ("launch", target, "demo", "--hardware=cpu", *words, *TARGETS[target])
+    done = run_bundle(*words, cwd=folder / "work", code=0)
     return [line for line in done.stderr.splitlines() if "no --mount shows it" in line]
 
 

@@ -4,7 +4,6 @@ import re
 import shlex
 import socket
 import subprocess
-import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from bundle.launch.rendezvous import Rendezvous
 from bundle.targets import ray, raycluster
 from bundle.targets.ray import Options
 from bundle.targets.raylets import Node
+from tests.command import run_bundle
 from tests.targets.test_docker import decided
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -165,8 +165,7 @@ def test_an_error_says_on_one_line_why(error, said):
 
 
 def launched(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "bundle", "launch", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return run_bundle("launch", *words, cwd=folder)
 
 
 def test_what_contradicts_itself_is_refused(tmp_path):

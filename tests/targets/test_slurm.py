@@ -2,7 +2,6 @@
 
 import shlex
 import subprocess
-import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +17,7 @@ from bundle.runs.directory import RunDirectory
 from bundle.targets import docker, ray
 from bundle.targets.slurm import batch
 from bundle.targets.slurm.options import CONTAINERS, Options
+from tests.command import run_bundle
 from tests.targets.batch_scripts import decided, in_bash
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -268,10 +268,8 @@ def test_an_own_option_wins_and_no_option_is_said_twice(job):
 
 
 def test_what_is_in_an_image_is_said_of_one_and_need_not_be(tmp_path):
-    command = [sys.executable, "-m", "bundle", "launch", "slurm", "demo", "--dry-run"]
-
     def said(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*command, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+        return run_bundle("launch", "slurm", "demo", "--dry-run", *words, cwd=tmp_path)
 
     done = said("--image-record=none")
     assert done.returncode == 2 and "say what it is of with --image" in done.stderr

@@ -13,6 +13,7 @@ from bundle.errors import UsageError
 from bundle.patches.catalogue import PATCHES
 from bundle.verification import decide, needed, verify
 from bundle.verification.check import CHECKS, Status
+from tests.command import run_bundle
 
 
 def not_proven(results):
@@ -20,8 +21,7 @@ def not_proven(results):
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "bundle", "patches", "verify", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return run_bundle("patches", "verify", *args)
 
 
 def test_every_patch_has_a_check_and_every_check_a_patch():

@@ -6,8 +6,6 @@
 import copy
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +20,7 @@ from bundle.planning import plan_for
 from bundle.recipe import load
 from bundle.targets.kubernetes import FORMS, client, logs, running
 from bundle.targets.kubernetes.options import Options
+from tests.command import run_bundle
 from tests.targets.kubernetes.jobs import LEAST
 from tests.targets.kubernetes.recorder import Recorder, listening, pod
 
@@ -454,10 +453,7 @@ def test_a_job_that_cannot_be_written_is_refused_before_anybody_is_asked(recorde
 
 def test_the_verb_prints_the_handle_alone_by_which_the_job_is_asked_about(recorder):
     def launch(*words: str) -> str:
-        command = [sys.executable, "-m", "bundle", "launch", *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return run_bundle("launch", *words, code=0).stdout
 
     asked = ("demo", "--nodes=2", "--devices-per-node=1", "--hardware=cpu", "--claim=runs")
     image = ("--image=bundle", "--image-record=none")

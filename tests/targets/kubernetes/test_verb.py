@@ -4,7 +4,6 @@ import json
 import os
 import resource
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from bundle.launch.job import UNDECIDED, parse
 from bundle.targets import images
 from bundle.targets.kubernetes import FORMS, rayjob
 from bundle.targets.kubernetes.options import CLAIM
+from tests.command import run_bundle
 from tests.launch.launched import ROOT
 from tests.targets.kubernetes.jobs import pods, read
 
@@ -23,8 +23,7 @@ RECORD = {"schema": 1, "stack": "cuda-mcore0.16", "revision": "", "inputs": "", 
 
 
 def launch(*words: str, form: str = "jobset") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "bundle", "launch", "kubernetes", *ASKED, f"--form={form}", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return run_bundle("launch", "kubernetes", *ASKED, f"--form={form}", *words)
 
 
 @pytest.fixture
@@ -82,14 +81,7 @@ def test_a_recipe_and_a_number_of_nodes_are_enough_for_a_thousand_in_two_seconds
     words = ("launch", "kubernetes", recipe, "--nodes", "1024", "--dry-run")
     said = () if form == next(iter(FORMS)) else (f"--form={form}",)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [sys.executable, "-m", "bundle", *words, *said],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_bundle(*words, *said, cwd=tmp_path)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -117,14 +109,7 @@ def test_a_recipe_and_a_number_of_nodes_are_enough_for_a_thousand_in_two_seconds
 @pytest.mark.parametrize("said", ["--hardware=cpu", "--backend=cpu"])
 def test_who_asks_for_cpu_is_not_told_of_it(recipe, tmp_path, said):
     words = ("launch", "kubernetes", recipe, "--image=x", "--image-record=none", said, "--dry-run")
-    done = subprocess.run(
-        [sys.executable, "-m", "bundle", *words],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_bundle(*words, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -147,12 +132,7 @@ def test_what_is_installed_here_says_nothing_of_an_image(tmp_path, monkeypatch):
 
 
 def test_a_machine_that_is_not_here_is_asked_for_and_nothing_else_is_said(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "bundle", "launch", "kubernetes", "sft-qwen3-8b-h200", "--dry-run"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_bundle("launch", "kubernetes", "sft-qwen3-8b-h200", "--dry-run")
     assert done.returncode == 3 and done.stdout == ""
     assert "to plan for another machine: --hardware a100|h100|h200" in done.stderr
     assert "nobody said" not in done.stderr
