@@ -131,22 +131,22 @@ def _read_positions(directory: Path) -> int | None:
     return positions if type(positions) is int else None
 
 
-def limit_tokens(wanted: int | None, prompts: Sequence["Prompt"], positions: int | None) -> int:
+def limit_tokens(max_tokens: int | None, prompts: Sequence["Prompt"], positions: int | None) -> int:
     """Return how many tokens an answer may have. Raise UsageError for more than the positions allow."""
     longest = max(len(prompt.ids) for prompt in prompts)
     if positions is None:
-        return wanted or DEFAULT_TOKENS
+        return max_tokens or DEFAULT_TOKENS
     if (room := positions - longest) < 1:
         raise UsageError(
             f"--prompt: the longest has {longest:,} tokens, and the model {positions:,} positions"
             f" (max_position_embeddings). Shorten it to {positions - 1:,} tokens at most."
         )
-    if wanted is not None and wanted > room:
+    if max_tokens is not None and max_tokens > room:
         raise UsageError(
-            f"--max-tokens: {wanted:,} is more than the model's {positions:,} positions"
+            f"--max-tokens: {max_tokens:,} is more than the model's {positions:,} positions"
             f" (max_position_embeddings) hold behind a prompt of {longest:,} tokens. Set it to {room:,}."
         )
-    return wanted or min(DEFAULT_TOKENS, room)
+    return max_tokens or min(DEFAULT_TOKENS, room)
 
 
 @contextmanager
@@ -161,13 +161,13 @@ def open_weights(model: Path, checkpoint: "Directory | None", job: Recipe | None
 
     if base := find_base(job):
         step = checkpoint.root.parent
-        beside = {path.name: manifest.digest(path) for path in base.weights.files}
+        digests = {path.name: manifest.digest(path) for path in base.weights.files}
         try:
             saved = state.read(step)
         except ValueError as error:
             raise UsageError(f"{step}: {error}") from error
-        state.refuse_other_weights(step, saved, beside)
+        state.refuse_other_weights(step, saved, digests)
     with tempfile.TemporaryDirectory(prefix="generate-") as folder:
-        whole = Path(folder, "hf")
-        to_hugging_face(checkpoint, Published.of(job), whole, job.model.dtype, base)
-        yield whole
+        exported = Path(folder, "hf")
+        to_hugging_face(checkpoint, Published.of(job), exported, job.model.dtype, base)
+        yield exported

@@ -102,12 +102,12 @@ class AsPublished:
         found = [
             part
             for tensor in self._of[name]
-            for published, part in zip(tensor.written, parts(tensor, self.whole(tensor)), strict=True)
+            for published, part in zip(tensor.written, parts(tensor, self.read_tensor(tensor)), strict=True)
             if published == name
         ]
         return torch.stack(found) if self._of[name][0].stack else found[0]
 
-    def whole(self, tensor: tensors.Tensor) -> Tensor:
+    def read_tensor(self, tensor: tensors.Tensor) -> Tensor:
         """A tensor of the table."""
         place = self._places[tensor.name]
         return self._checkpoint.read(place.key, place.entry)
@@ -238,7 +238,7 @@ def to_hugging_face(
     with replacing.replacing(directory) as whole:
         output = Output(whole, of_files)
         for tensor in everything:
-            output.append(tensor, source.whole(tensor), numbers)
+            output.append(tensor, source.read_tensor(tensor), numbers)
         output.close()
         if merged:
             merged.conclude()

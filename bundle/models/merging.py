@@ -58,12 +58,13 @@ class Merged:
             tensor.name: adapters.pairs(tensor, base.lora.targets, base.lora.rank) for tensor in table
         }
         matrices = (matrix for pairs in self._pairs.values() for pair in pairs if pair for matrix in pair)
-        if violations := [line for matrix in matrices if (line := _against(checkpoint.tensors, matrix))]:
+        mismatches = (_describe_mismatch(checkpoint.tensors, matrix) for matrix in matrices)
+        if violations := [line for line in mismatches if line]:
             raise UsageError(
                 f"{checkpoint.root}: not the adapters of this model (model.lora)", summarized(violations)
             )
 
-    def whole(self, tensor: tensors.Tensor) -> Tensor:
+    def read_tensor(self, tensor: tensors.Tensor) -> Tensor:
         """Return a tensor of the table. Raise JobFailed for files that cannot be read."""
         dtype = torch.float32 if tensors.is_buffer(tensor.name) else self._base.dtype
         weight = loading.whole(self._base.weights, tensor, dtype, self._files, self._check)
@@ -91,9 +92,9 @@ class Merged:
         self._check.conclude()
 
 
-def _against(there: Mapping[str, tuple[tuple[int, ...], torch.dtype]], matrix: Matrix) -> str:
+def _describe_mismatch(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], matrix: Matrix) -> str:
     """Return what is wrong with a checkpoint's matrix; "" where nothing is."""
-    if matrix.name not in there:
+    if matrix.name not in shapes:
         return f"{matrix.name} is missing"
-    shape, _ = there[matrix.name]
+    shape, _ = shapes[matrix.name]
     return "" if shape == matrix.shape else f"{matrix.name} is {list(shape)}, not {list(matrix.shape)}"

@@ -2,6 +2,7 @@
 
 import json
 import math
+import subprocess
 import sys
 
 import pytest
@@ -15,7 +16,7 @@ from bundle.errors import ExitCode, JobFailed, UsageError
 from bundle.models import conversion, finite
 from bundle.models.conversion import HuggingFace, differences
 from bundle.models.finite import is_finite, refuse_damaged
-from tests.command import run_bundle
+from tests.command import ROOT, run_bundle
 from tests.models import test_loading, test_mxfp4
 from tests.models.test_loading import alone as alone
 from tests.models.test_loading import found_in, model, weights
