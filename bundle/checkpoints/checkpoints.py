@@ -1,7 +1,7 @@
 """Writes and reads the checkpoints of a run; every rank calls every method, in the same order."""
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,13 +43,15 @@ class Checkpoints:
         keep: int,
         background: bool = False,
         beside: Mapping[str, str] | None = None,
+        when_published: Callable[[int], None] = lambda _: None,
     ) -> None:
         """`background`: files are written while training goes on, and `poll` makes them a checkpoint.
 
         `beside`: the digests of the weights that the engine's adapters are of, as `state.Saved` has them.
+        Rank 0 calls `when_published` with the step of each checkpoint that is complete.
         """
         self.directory, self.engine, self.keep, self.background = directory, engine, keep, background
-        self.beside = beside
+        self.beside, self.when_published = beside, when_published
         self._writing: tuple[int, megatron_checkpoints.Writing] | None = None
 
     def save(self, now: state.TrainState) -> None:
@@ -170,6 +172,7 @@ class Checkpoints:
         def finish() -> None:
             manifest.write(partial, {name: found for share in shares for name, found in share.items()})
             self.directory.publish(step, self.keep)
+            self.when_published(step)
 
         on_rank_0(finish)
 

@@ -48,18 +48,18 @@ def run_wish(wish: Wish, *, fresh: bool) -> None:
         )
     built = build_recipe(wish)
     job = decide_job(built.recipe, wish.request, where, fresh=fresh)
-    print("\n".join(_describe_choices(built, job)), flush=True)
+    print("\n".join(_describe_choices(built)), flush=True)
     say_left_out(built.corpus)
     run_job(job, where)
     print("\n".join(_result(job)))
 
 
-def _describe_choices(built: Built, job: Job) -> list[str]:
-    """Return lines about the run and what was chosen for it."""
+def _describe_choices(built: Built) -> list[str]:
+    """Return lines about what was chosen for a run."""
     width = max(len(choice.key) for choice in built.choices)
     lines = [f"  {choice.key:<{width}}  {choice.value}  ({choice.reason})" for choice in built.choices]
     counts = count_data(built.recipe, built.corpus)
-    return [f"run directory: {job.directory}", *lines, *data_lines(built.recipe, counts)]
+    return [*lines, *data_lines(built.recipe, counts)]
 
 
 def _result(job: Job) -> list[str]:

@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,8 +18,8 @@ from bundle.environment.ascend import cann
 from bundle.environment.doctor import package_findings
 from bundle.environment.machine import Level
 from bundle.environment.packages import parse_version
-from bundle.errors import EnvironmentUnfit, UsageError
-from bundle.launch import Start, command, process
+from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, UsageError
+from bundle.launch import Start, command, events, process
 from bundle.launch import job as job_file
 from bundle.launch.job import Job
 from bundle.launch.rendezvous import Rendezvous, discover
@@ -34,7 +35,7 @@ from bundle.runs.directory import RunDirectory, newest_checkpoint
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 # Which node this is, which its ranks learn from whoever starts them.
-_OF_NODE = {"nodes", "node_rank", "rendezvous", "dry_run", "restarts", "spares", "preflight"}
+_OF_NODE = {"nodes", "node_rank", "rendezvous", "dry_run", "restarts", "spares", "preflight", "as_json"}
 # What may be said beside --job: who we are and what is installed here, not what is done.
 _BESIDE_JOB = _OF_NODE | {"job", "mcore", "wait", "log_level"}
 
@@ -59,6 +60,9 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print a command for each node that starts its ranks, and stop.")
     ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Write one JSON event a line; all else goes to standard error.")
+    ] = False,
 ) -> None:
     """Train a recipe: pre-training, SFT or DPO. A stopped run goes on where its last checkpoint is."""
     if bool(recipe) is (job is not None):
@@ -69,16 +73,16 @@ def train(
         import_megatron_from(request.mcore)
 
     def here(planned_nodes: int) -> Rendezvous:
-        return _among(
-            spares,
-            discover(
-                os.environ,
-                nodes=nodes and nodes + spares,
-                node_rank=node_rank,
-                endpoint=rendezvous,
-                planned=planned_nodes + spares,
-            ),
+        where = discover(
+            os.environ,
+            nodes=nodes and nodes + spares,
+            node_rank=node_rank,
+            endpoint=rendezvous,
+            planned=planned_nodes + spares,
         )
+        if as_json and where.is_rank:
+            raise UsageError(f"--json: {where.reason}, and only the command that starts ranks has events")
+        return _among(spares, where)
 
     if job is not None:
         if more := options.said(context) - _BESIDE_JOB:
@@ -106,7 +110,7 @@ def train(
         launches = [replace(launch, arguments=words, files={}) for launch in every]
         print(command.dry_run(launches, os.environ), end="")
         return
-    run_job(told, where, wait=wait, restarts=restarts, spares=spares, preflight=preflight)
+    run_job(told, where, wait=wait, restarts=restarts, spares=spares, preflight=preflight, has_events=as_json)
 
 
 def decide_job(
@@ -138,17 +142,46 @@ def run_job(
     restarts: int = 0,
     spares: int = 0,
     preflight: bool = False,
+    has_events: bool = False,
 ) -> None:
     """Run this node's ranks of a job to their end, or say that its run is finished."""
     run = RunDirectory(job.directory)
     goes_on = run.begin(job.recipe, job.start)
-    if goes_on and run.finished(job.recipe):
-        print(run.nothing_left())
+    with _announce(job, where, has_events=has_events):
+        if goes_on and run.finished(job.recipe):
+            print(run.nothing_left(), file=sys.stderr if has_events else sys.stdout)
+            return
+        if where.node_rank == 0:
+            say_room(job.recipe, run)
+        unfit = _unfit(job, run, where, wait, spares) if preflight else ""
+        _run(job, run, where, wait, restarts, spares, unfit, has_events=has_events)
+
+
+@contextmanager
+def _announce(job: Job, where: Rendezvous, *, has_events: bool) -> Iterator[None]:
+    """Say where the run lives at the start and at the end, or write the events of these."""
+    if not has_events:
+        line = f"run directory: {job.directory}\n" if where.node_rank == 0 else ""
+        print(line, end="", flush=True)
+        try:
+            yield
+        finally:
+            print(line, end="")
         return
-    if where.node_rank == 0:
-        say_room(job.recipe, run)
-    unfit = _unfit(job, run, where, wait, spares) if preflight else ""
-    _run(job, run, where, wait, restarts, spares, unfit)
+    place = {"run_directory": str(job.directory.absolute()), "node_rank": where.node_rank}
+    events.write_event("start", **place, recipe=job.recipe.name, nodes=job.nodes, per_node=job.per_node)
+    code = ExitCode.JOB_FAILED
+    try:
+        yield
+        code = ExitCode.OK
+    except BundleError as error:
+        code = ExitCode(error.code)
+        raise
+    except KeyboardInterrupt:
+        code = ExitCode.INTERRUPTED
+        raise
+    finally:
+        events.write_event("end", **place, code=int(code))
 
 
 def _unfit(told: Job, run: RunDirectory, where: Rendezvous, wait: int, spares: int) -> str:
@@ -168,7 +201,15 @@ def _unfit(told: Job, run: RunDirectory, where: Rendezvous, wait: int, spares: i
 
 
 def _run(
-    told: Job, run: RunDirectory, where: Rendezvous, wait: int, restarts: int, spares: int, unfit: str
+    told: Job,
+    run: RunDirectory,
+    where: Rendezvous,
+    wait: int,
+    restarts: int,
+    spares: int,
+    unfit: str,
+    *,
+    has_events: bool,
 ) -> None:
     """Runs the ranks of this node, and again where that may mend what broke them."""
     before = run.begun()
@@ -177,7 +218,8 @@ def _run(
         # What has begun anew goes on with that.
         anew = told.start.fresh and run.begun() == before and not continues
         job = replace(told, start=told.start.model_copy(update={"fresh": anew}))
-        process.run(job_file.launch(job, where, wait), os.environ, alive)
+        launch = replace(job_file.launch(job, where, wait), has_events=has_events)
+        process.run(launch, os.environ, alive)
 
     def kept() -> object:
         return newest_checkpoint(told.directory)

@@ -48,7 +48,7 @@ class Launch:
 
     `arguments` are those of `mcore-bundle`; `logs` is this launch's own folder on this node, where `files`
     lie, by name, before the ranks start; `environment` is that of the plan, in which what `yields` names is
-    left as it is inherited.
+    left as it is inherited. With `has_events`, the first rank writes the events of `train --json`.
     """
 
     arguments: tuple[str, ...]
@@ -61,6 +61,7 @@ class Launch:
     wait: int = WAIT_SECONDS  # that this node waits for the others
     python: str = sys.executable
     module: str = "bundle"
+    has_events: bool = False
 
 
 def command(launch: Launch, inherited: Mapping[str, str]) -> Command:

@@ -1,6 +1,6 @@
 """What ranks print, as every launcher shows it: behind the node and the rank that printed it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Thread
 from typing import IO
@@ -15,12 +15,12 @@ def label(node_rank: int, rank: int) -> str:
 
 
 @contextmanager
-def labelled(stream: IO[bytes] | None, before: str) -> Iterator[None]:
-    """Prints the lines of a stream behind `before`, as they come; nothing where there is no stream."""
+def forward_lines(stream: IO[bytes] | None, show: Callable[[str], None]) -> Iterator[None]:
+    """Call `show` with each line of a stream as it comes; does nothing where there is no stream."""
     if stream is None:
         yield
         return
-    thread = Thread(target=_printed, args=(stream, before), daemon=True)
+    thread = Thread(target=_read_lines, args=(stream, show), daemon=True)
     thread.start()
     try:
         yield
@@ -28,6 +28,6 @@ def labelled(stream: IO[bytes] | None, before: str) -> Iterator[None]:
         thread.join(_LAST_SECONDS)
 
 
-def _printed(stream: IO[bytes], before: str) -> None:
+def _read_lines(stream: IO[bytes], show: Callable[[str], None]) -> None:
     for line in stream:
-        print(before, line.decode("utf-8", errors="replace").rstrip("\n"), flush=True)
+        show(line.decode("utf-8", errors="replace").rstrip("\n"))

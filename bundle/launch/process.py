@@ -10,13 +10,14 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bundle.environment import machine
 from bundle.environment.hardware import memory_kills
 from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, JobFailed
-from bundle.launch import nodes, orphans, outcomes, output, verdict
+from bundle.launch import events, nodes, orphans, outcomes, output, verdict
 from bundle.launch.command import Launch, command
 from bundle.launch.evidence import KernelLog, gathered
 from bundle.launch.hang import ENDED, Hung, state
@@ -85,7 +86,7 @@ class Waiting:
 def run(launch: Launch, inherited: Mapping[str, str], alive: Callable[[], None] = lambda: None) -> None:
     """Starts this node's ranks and returns when all ended well; calls `alive` every now and then until then.
 
-    Of several nodes, each line that a rank prints is shown behind [node/rank].
+    Of several nodes, each line that a rank prints is shown behind [node/rank]; beside events, on stderr.
     SIGTERM, SIGHUP and Ctrl-C have the ranks save and end with 75; the second of them ends all at once. While
     the other nodes are not there yet, the first ends this one. Raises Ended with the code and the cause.
     """
@@ -103,21 +104,22 @@ def run(launch: Launch, inherited: Mapping[str, str], alive: Callable[[], None] 
     waiting = Waiting(launch.rendezvous, folder, launch.wait)
     others = nodes.Others(folder, launch.rendezvous)
     torchrun = command(launch, inherited)
+    variables = {outcomes.DIRECTORY: str(folder)} | ({events.VARIABLE: "1"} if launch.has_events else {})
+    is_read = launch.has_events or launch.rendezvous.nodes > 1
     with (folder / "agent.log").open("wb") as log, ExitStack() as passed_on, closing(KernelLog()) as kernel:
         with _held_back():
             agent = subprocess.Popen(
                 torchrun.argv,
-                env=torchrun.environment(inherited) | {outcomes.DIRECTORY: str(folder)},
+                env=torchrun.environment(inherited) | variables,
                 stdin=subprocess.DEVNULL,
                 # The agent itself writes only to stderr; what is left of stdout is the first rank's.
-                stdout=subprocess.PIPE if launch.rendezvous.nodes > 1 else None,
+                stdout=subprocess.PIPE if is_read else None,
                 stderr=log,
                 start_new_session=True,
                 preexec_fn=_bind_to(os.getpid(), folder),
             )
             stopped = passed_on.enter_context(_signals(agent, folder, waiting))
-        node = launch.rendezvous.node_rank
-        passed_on.enter_context(output.labelled(agent.stdout, output.label(node, node * launch.per_node)))
+        passed_on.enter_context(output.forward_lines(agent.stdout, _line_printer(launch)))
         watched = _watch(agent, folder, waiting, others, alive)
         ending = judge(
             gathered(
@@ -141,6 +143,16 @@ def run(launch: Launch, inherited: Mapping[str, str], alive: Callable[[], None] 
         _log.warning("cannot write the verdict: %s", error)
     if ending.code != ExitCode.OK:
         raise Ended(ending)
+
+
+def _line_printer(launch: Launch) -> Callable[[str], None]:
+    """Return what shows a line of this node's first rank: behind its label, where there are several nodes."""
+    node, before = launch.rendezvous.node_rank, ""
+    if launch.rendezvous.nodes > 1:
+        before = f"{output.label(node, node * launch.per_node)} "
+    if launch.has_events:
+        return partial(events.show_line, before=before)
+    return lambda line: print(before + line, flush=True)
 
 
 def _bind_to(parent: int, folder: Path) -> Callable[[], None]:

@@ -20,21 +20,30 @@ import torch
 from numpy.typing import NDArray
 
 from bundle import capabilities, files
-from bundle.errors import EnvironmentUnfit
+from bundle.errors import EnvironmentUnfit, bytes_shown
+from bundle.launch import events
 from bundle.planning.size import count_pairs, model_size
 from bundle.planning.tower import tower_size
 from bundle.recipe import Recipe, flat
 from bundle.runs.directory import RunDirectory
 
-_LEFT = "train/seconds_left"
-_FOR_FILES = (
+_SPEED, _MEMORY, _LEFT = "train/tokens_per_second", "memory/peak_bytes", "train/seconds_left"
+# What a line for people leaves to the files, or writes in other words at its end.
+_NOT_IN_LINE = (
+    _SPEED,
+    _MEMORY,
     _LEFT,
+    "train/grad_norm",
+    "train/learning_rate",
+    "train/step_seconds",
     "train/samples",
     "train/tflops_per_device",
+    "train/mfu",
     "train/straggler_ratio",
     "train/loss_spikes",
-    "memory/peak_bytes",
 )
+# What an event is called that holds such numbers; any other is a step.
+_EVENTS = {"validation": "evaluation", "data": "data"}
 
 
 class Sink(Protocol):
@@ -103,11 +112,9 @@ class LiveProgress:
 
     def __init__(self, steps: int, done: int, console: Any = None) -> None:
         from rich.live import Live
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-        self._bar: Any = Progress(
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), TextColumn("left")
-        )
+        self._bar: Any = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn())
         self._task = self._bar.add_task("training", total=steps, completed=done)
         self._numbers = ""
         # Warnings belong into the rank's log, where stderr goes, not above the bar.
@@ -130,16 +137,34 @@ class LiveProgress:
         self._live.stop()
 
 
+class EventLines:
+    """An event of `train --json` per report, with the keys of metrics.jsonl."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        kind = _EVENTS.get(next(iter(values)).partition("/")[0], "step")
+        events.write_event(kind, step=step, **finite(dict(values)))
+
+    def close(self) -> None:
+        sys.stdout.flush()
+
+
 def terminal(steps: int, done: int, stream: TextIO = sys.stdout) -> Sink:
-    """Live progress on a terminal, plain lines otherwise."""
+    """Events where the launcher waits for them, live progress on a terminal, plain lines otherwise."""
+    if events.has_listener():
+        return EventLines()
     return LiveProgress(steps, done) if stream.isatty() else PlainLines(steps, stream)
 
 
 def _line(values: Mapping[str, float]) -> str:
-    """What a person watches; samples, FLOP/s and memory are in the files."""
-    words = [f"{name} {_short(value)}" for name, value in values.items() if name not in _FOR_FILES]
-    left = [f"left {timedelta(seconds=round(values[_LEFT]))}"] if values.get(_LEFT) else []
-    return "  ".join([*words, *left])
+    """Return what a person watches: losses, tokens a second, peak memory and the time that is left."""
+    words = [f"{name} {_short(value)}" for name, value in values.items() if name not in _NOT_IN_LINE]
+    if _SPEED in values:
+        words.append(f"tokens/s {values[_SPEED]:,.0f}")
+    if _MEMORY in values:
+        words.append(f"memory {bytes_shown(values[_MEMORY])}")
+    if values.get(_LEFT):
+        words.append(f"left {timedelta(seconds=round(values[_LEFT]))}")
+    return "  ".join(words)
 
 
 def _short(value: float) -> str:

@@ -22,7 +22,7 @@ from bundle.engine import Engine, Losses
 from bundle.environment import packages
 from bundle.errors import JobFailed, Preempted, UsageError
 from bundle.files import json_digest
-from bundle.launch import outcomes
+from bundle.launch import events, outcomes
 from bundle.launch.job import Job
 from bundle.mcore import groups
 from bundle.models import exporting
@@ -86,6 +86,7 @@ class Trainer:
             keep=recipe.checkpoint.keep,
             background=recipe.checkpoint.async_,
             beside=self._beside(weights),
+            when_published=self._tell_checkpoint,
         )
         with dog.patience("loading a checkpoint"):
             self.progress = self._restored(goes_on=goes_on)
@@ -130,6 +131,11 @@ class Trainer:
     def _save(self, at: Progress) -> None:
         with self.dog.patience(f"saving step {at.step}"):
             self.checkpoints.save(_state(at, self.engine, self.corpus.identity))
+
+    def _tell_checkpoint(self, step: int) -> None:
+        if events.has_listener():
+            path = self.checkpoints.directory.place(step).absolute()
+            events.write_event("checkpoint", step=step, directory=str(path))
 
     def _alive(self, step: int) -> None:
         self.dog.beat(f"step {step + 1}")

@@ -86,4 +86,6 @@ def test_the_terminal_says_how_long_is_left_and_leaves_counters_to_the_files(cap
     sink = PlainLines(10, sys.stdout)
     sink.write(4, values)
     sink.write(10, {**values, "train/seconds_left": 0.0})
-    assert capsys.readouterr().out == "step  4/10  train/loss 2.5  left 1:02:05\nstep 10/10  train/loss 2.5\n"
+    assert capsys.readouterr().out == (
+        "step  4/10  train/loss 2.5  memory 9 B  left 1:02:05\nstep 10/10  train/loss 2.5  memory 9 B\n"
+    )

@@ -1,0 +1,33 @@
+"""The events of `train --json`, one JSON object a line: the launcher writes the first and the last.
+
+Rank 0 writes those between. Its standard output goes to its launcher, which sorts the events out of it.
+"""
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+# Set for ranks whose launcher waits for events.
+VARIABLE = "BUNDLE_EVENTS"
+_BEGINNING = '{"event": '
+
+
+def has_listener() -> bool:
+    """Return whether the launcher of this rank waits for events."""
+    return VARIABLE in os.environ
+
+
+def write_event(event: str, **values: Any) -> None:
+    """Write one event to standard output. The values hold no number that is not finite."""
+    document = {"event": event, "time": round(time.time(), 3), **values}
+    print(json.dumps(document, allow_nan=False), flush=True)
+
+
+def show_line(line: str, before: str) -> None:
+    """Write an event of a rank to standard output, and any other line to standard error, behind `before`."""
+    if line.startswith(_BEGINNING):
+        print(line, flush=True)
+    else:
+        print(before + line, file=sys.stderr, flush=True)
