@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from bundle import files, hub, pretrained
 from bundle.architectures.contents import has_tokenizer
-from bundle.errors import UsageError
+from bundle.errors import ExitCode, UsageError
 from bundle.planning.datafiles import STDLIB, expand, find_index, needs_pyarrow
 from bundle.planning.problems import Problem, hardware_problem, recipe_problem
 from bundle.pretrained.directory import unread_tokenizer
@@ -68,6 +68,15 @@ def missing_files(recipe: Recipe) -> Iterator[Problem]:
     """The data and the tokenizer that are not here: of another machine they may be, or are to be mounted."""
     yield from _data(recipe)
     yield from _tokenizer(recipe)
+
+
+def absent_inputs(recipe: Recipe) -> Iterator[Problem]:
+    """Yield what is wrong with the data, the tokenizer and the weights here; other machines may have them.
+
+    A package that is not installed here says nothing of another machine.
+    """
+    problems = (*missing_files(recipe), *weights(recipe).problems)
+    yield from (problem for problem in problems if problem.code is ExitCode.USAGE)
 
 
 class Input(NamedTuple):

@@ -14,12 +14,14 @@ from bundle.cli.launch.submission import (
     Registry,
     decided,
     read_record_of_one,
+    say_absent,
     say_epochs,
     say_hidden,
     submitted,
 )
 from bundle.cli.request import Machines, Request
 from bundle.errors import UsageError
+from bundle.planning.inputs import absent_inputs
 from bundle.targets import images
 from bundle.targets import kubernetes as objects
 from bundle.targets.kubernetes import pod, running
@@ -123,6 +125,7 @@ def kubernetes(
     )
     say_epochs(job, recipe)
     claims = "say --mount CLAIM:{}, of a claim that holds it"
+    say_absent(absent_inputs(job.recipe))
     say_hidden(job, pod.mounts(wanted), Path(pod.HOME), claims)
     if apply and not dry_run:
         submitted(f"kubernetes:{running.submit(job, wanted)}", detach=detach)

@@ -3,7 +3,7 @@
 import logging
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal, Protocol
@@ -132,12 +132,17 @@ def decided_here(
     run.begin(asked, start)
     missing = list(input_problems(asked, directory, run.beginning(asked, start)))
     if in_image:
-        for problem in missing:
-            _log.warning("%s (seen from here; the image, or what is mounted, may have it)", problem.text)
+        say_absent(missing)
         missing = []
     decided = _of(asked, here, machines, record, missing)
     say_room(asked, run)
     return decided
+
+
+def say_absent(problems: Iterable[Problem]) -> None:
+    """Warn of inputs that are not usable on this machine, and that the nodes of a job may have."""
+    for problem in problems:
+        _log.warning("%s (seen from here; the image, or what is mounted, may have it)", problem.text)
 
 
 def say_hidden(job: Job, mounts: Sequence[Mount], workdir: Path, advice: str) -> None:

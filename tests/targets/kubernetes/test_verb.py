@@ -17,6 +17,7 @@ from bundle.targets.kubernetes.options import CLAIM
 from tests.command import run_bundle
 from tests.launch.launched import ROOT
 from tests.targets.kubernetes.jobs import pods, read
+from tests.targets.test_mounts import MODEL
 
 ASKED = ("demo", "--hardware=h200", "--claim=runs")
 RECORD = {"schema": 1, "stack": "cuda-mcore0.16", "revision": "", "inputs": "", "python": "3.12.3"}
@@ -136,3 +137,27 @@ def test_a_machine_that_is_not_here_is_asked_for_and_nothing_else_is_said(tmp_pa
     assert done.returncode == 3 and done.stdout == ""
     assert "to plan for another machine: --hardware a100|h100|h200" in done.stderr
     assert "nobody said" not in done.stderr
+
+
+def read_absent(*overrides: str) -> list[str]:
+    done = launch("--image-record=none", "--image=x", *(f"--set={each}" for each in overrides))
+    assert done.returncode == 0 and read(done.stdout), done.stderr
+    return [line for line in done.stderr.splitlines() if "seen from here" in line]
+
+
+def test_inputs_that_are_not_here_are_warned_of_and_the_objects_are_printed(tmp_path):
+    (tmp_path / "model.safetensors").write_text("no header")
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    batch = "train.global_batch_size=64"
+    absent = {"data.path": "/data/rows.txt", "data.tokenizer": "/data/tokenizer", "model.path": str(tmp_path)}
+    warnings = read_absent(
+        batch,
+        f"data.path=[{absent['data.path']}]",
+        f"data.tokenizer=hf:{absent['data.tokenizer']}",
+        f"model={{path: {tmp_path}}}",
+        "parallel.ep=1",
+    )
+    for key, value in absent.items():
+        assert any(key in line and value in line for line in warnings), warnings
+    assert all(any(key in line for key in absent) for line in warnings), warnings
+    assert read_absent(batch) == []
