@@ -13,6 +13,7 @@ from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.cli import options
 from bundle.errors import UsageError
 from bundle.launch import Start
+from bundle.planning import plan_for
 from bundle.planning.inputs import input_problems
 from bundle.planning.output import disk_shown, settings_json, settings_lines
 from bundle.recipe import Recipe, from_mapping, load, with_steps
@@ -31,19 +32,23 @@ def check(
     run_directory: options.RunDirectory = None,
     start_from: options.From = None,
     weights_only: options.WeightsOnly = False,
+    resume: options.Resume = False,
+    hardware: options.Hardware = "",
     samples: Annotated[int, typer.Option(min=0, max=100, help="Samples to show.")] = 3,
     as_json: options.JSON = False,
 ) -> None:
     """Read the data as `train` will and say what it comes to; `train` then finds the tokens made."""
     job = load(recipe, overrides or ())
     directory = run_directory or job.run_directory
-    start = Start(origin=start_from, weights_only=weights_only)
+    start = Start(resume=resume, origin=start_from, weights_only=weights_only)
     run = RunDirectory(directory)
     begins = run.beginning(job, start)
     # The data of a finished run may be looked at again.
-    goes_on = start.model_copy(update={"resume": run.finished(job)})
+    goes_on = start.model_copy(update={"resume": resume or run.finished(job)})
     problems = [*input_problems(job, directory, begins), *run.problems(job, goes_on)]
-    if problems:
+    if hardware:
+        plan_for(job, named=hardware, beside=problems).refuse()
+    elif problems:
         raise UsageError(f"recipe {job.name} cannot be checked", [problem.text for problem in problems])
     from bundle.data import prepare
     from bundle.data.cache import place

@@ -31,6 +31,16 @@ def begin_run(job) -> RunDirectory:
     return run
 
 
+def begin_run_with_data(job) -> None:
+    """A run whose checkpoint says which data it was trained on."""
+    run = begin_run(job)
+    checkpoint = CheckpointDirectory(run.checkpoints).place(3)
+    identity = dict(prepare(job, place(job, run.root)).identity)
+    said = json.loads((checkpoint / NAME).read_text())
+    said["state"]["metrics"]["data"] = identity
+    (checkpoint / NAME).write_text(json.dumps(said))
+
+
 @pytest.fixture(autouse=True)
 def working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -75,15 +85,29 @@ def test_another_lr_on_a_run_that_is_there_is_refused_by_plan_and_check(working_
         assert code == 2 and "optimizer.lr: 0.005 -> 0.5" in text, text
 
 
+def test_check_takes_a_longer_run_with_resume_alone(working_directory):
+    (working_directory / "text.txt").write_text("some text\n" * 400)
+    begin_run_with_data(load("demo", ["data.path=text.txt"]))
+    words = ["check", "demo", "--set=data.path=text.txt", "--set=train.steps=500"]
+    code, text = run_command(words)
+    assert code == 2 and "train.steps" in text
+    assert run_command([*words, "--resume"])[0] == 0
+    assert run_command([*words, "--resume", "--run-directory=none"])[0] == 2
+
+
+def test_check_lists_what_is_against_a_job_on_another_machine_with_what_is_missing(working_directory):
+    (working_directory / "text.txt").write_text("some text\n" * 400)
+    words = ["check", "demo", "--hardware=h200"]
+    code, text = run_command([*words, "--set=data.path=gone.txt"])
+    batch = "train.global_batch_size"
+    assert code == 2 and f"{batch}: 16" in text and "gone.txt" in text
+    assert run_command([*words, "--set=data.path=text.txt", f"--set={batch}=64"])[0] == 0
+
+
 def test_other_data_on_a_run_that_is_there_is_refused_by_check_after_its_counts(working_directory):
     (working_directory / "text.txt").write_text("some text\n" * 400)
     job = load("demo", ["data.path=text.txt"])
-    run = begin_run(job)
-    checkpoint = CheckpointDirectory(run.checkpoints).place(3)
-    identity = dict(prepare(job, place(job, run.root)).identity)
-    said = json.loads((checkpoint / NAME).read_text())
-    said["state"]["metrics"]["data"] = identity
-    (checkpoint / NAME).write_text(json.dumps(said))
+    begin_run_with_data(job)
     words = ["check", "demo", "--set=data.path=text.txt"]
     assert run_command(words)[0] == 0
     (working_directory / "text.txt").write_text("other text\n" * 400)
