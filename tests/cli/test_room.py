@@ -47,7 +47,7 @@ def test_a_launch_that_sees_the_run_directory_says_whether_its_disk_has_the_room
 def test_train_says_it_on_the_first_node_and_starts_the_ranks(node, keep, tmp_path, monkeypatch, caplog):
     started: list[object] = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "_run", lambda *words: started.append(words))
+    monkeypatch.setattr(train, "_run", lambda *words, **_: started.append(words))
     where = ["--nodes=2", f"--node-rank={node}", "--rendezvous=host:1"]
     with caplog.at_level(logging.WARNING):
         done = CliRunner().invoke(train.app, ["demo", *where, *([keep] if keep else [])])
