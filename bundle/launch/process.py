@@ -5,6 +5,7 @@ A launch ends with one of our exit codes, and nothing that it started outlives i
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import time
@@ -14,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bundle import files
 from bundle.environment import machine
 from bundle.environment.hardware import memory_kills
 from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, JobFailed
@@ -34,6 +36,8 @@ _GRACE_SECONDS = 5.0
 # How long torchrun may take to end after its ranks, which were killed; the kernel may hold one of them.
 _AFTER_KILL_SECONDS = 8.0
 _FIRST_WORD_SECONDS = 10.0
+# In /proc/PID/status: the signals that a process ignores, and those that it handles.
+_HANDLED = re.compile(r"^Sig(?:Ign|Cgt):\s*([0-9a-f]+)$", re.MULTILINE)
 
 
 class Ended(BundleError):
@@ -262,8 +266,8 @@ def _signals(agent: subprocess.Popen[bytes], folder: Path, waiting: Waiting) -> 
     def stop(number: int, _: object) -> None:
         again = "by" in stopped
         stopped.setdefault("by", number)
-        if again or not waiting.over:
-            # No more patience, or nothing to save. The ranks die with their agent.
+        if again or not waiting.over or not _can_save(folder):
+            # No more patience, or nothing to save. The ranks die with their agent, which writes no traceback.
             agent.kill()
         else:
             _request(folder)
@@ -284,6 +288,19 @@ def hearing(handler: Callable[[int, Any], object]) -> Iterator[None]:
     finally:
         for number, previous in before.items():
             signal.signal(number, previous)
+
+
+def _can_save(folder: Path) -> bool:
+    """Return whether no rank would end by a request to save; one that is not there yet finds it later."""
+    running = [outcome.pid for outcome in outcomes.read(folder) if outcome.code is None]
+    return not any(map(_ends_by_sigterm, running))
+
+
+def _ends_by_sigterm(pid: int) -> bool:
+    """Return whether a process neither handles nor ignores SIGTERM; False where nothing says so."""
+    status = files.read(Path("/proc", str(pid), "status")) or ""
+    masks = [int(mask, 16) for mask in _HANDLED.findall(status)]
+    return bool(masks) and not any(mask >> (signal.SIGTERM - 1) & 1 for mask in masks)
 
 
 def _request(folder: Path) -> None:

@@ -102,6 +102,7 @@ def test_ctrl_c_before_ranks_can_save_is_130_and_leaves_nothing(tmp_path):
     starter.send_signal(signal.SIGINT)
     _, err = finish(starter, 130, 20)
     assert err == "ended by SIGINT before a checkpoint was complete\n"
+    assert "Traceback" not in (tmp_path / "logs" / "agent.log").read_text()
     assert gone(pids)
 
 
