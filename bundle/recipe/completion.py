@@ -117,6 +117,8 @@ class _Draft:
             lr = self.get("optimizer.lr")
             if isinstance(lr, float):
                 self.fill("optimizer.min_lr", float(f"{lr * default.value:.6g}"), origin)
+        elif key == defaults.BIAS_UPDATE_RATE and not self.has_steering_bias:
+            return
         elif key == "data.packed" and (reason := self.unpacked_reason):
             self.fill(key, False, reason)
         elif not self.has(key) and not (key in _WARMUP and any(map(self.has, _WARMUP))):
@@ -153,6 +155,12 @@ class _Draft:
         if model is not None and (model.delta_net is not None or model.sinks):
             return f"{model.model_type} takes unpacked rows"
         return ""
+
+    @property
+    def has_steering_bias(self) -> bool:
+        """Whether the model's routers have one."""
+        model = self.architecture
+        return model is not None and model.moe is not None and model.moe.expert_bias
 
     @cached_property
     def architecture(self) -> Architecture | None:

@@ -43,6 +43,9 @@ class Default(NamedTuple):
 # Of the learning rate: its lowest value, as the name of a share.
 MIN_LR_SHARE = "optimizer.min_lr / optimizer.lr"
 
+# Of models whose routers have a steering bias.
+BIAS_UPDATE_RATE = "model.moe.bias_update_rate"
+
 _SWIFT_ARGUMENTS = "ms-swift swift/megatron/arguments/megatron_args.py"
 _SWIFT_SFT = "ms-swift examples/megatron/sft.sh"
 _SWIFT_PACKED = "ms-swift examples/megatron/dense/qwen3_32b.sh"
@@ -52,6 +55,8 @@ _SWIFT_PRETRAIN = "ms-swift examples/megatron/pretrain.sh"
 _TULU = "open-instruct docs/tulu3.md"
 _ZEPHYR = "alignment-handbook recipes/zephyr-7b-beta/dpo/config_full.yaml"
 _ZEPHYR_LORA = "alignment-handbook recipes/zephyr-7b-beta/dpo/config_qlora.yaml"
+_PADDLE_SFT = "PaddleNLP llm/run_finetune.py (PaddleNLP#11072)"
+_PADDLE_DPO = "PaddleFormers paddleformers/cli/train/dpo/workflow.py"
 _ARGUMENTS = "transformers TrainingArguments"
 _GPT3 = (
     "Megatron-DeepSpeed (a fork of Megatron-LM) examples/MoE/ds_pretrain_gpt_1.3B_dense.sh (GPT-3's values)"
@@ -103,6 +108,7 @@ DEFAULTS: dict[str, tuple[Default, ...]] = {
         Default("optimizer.warmup_ratio", 0.05, _SWIFT_SFT),
         *_SWIFT_OPTIMIZER,
         _MERGED,
+        Default(BIAS_UPDATE_RATE, 0.0, _PADDLE_SFT),
     ),
     LORA_SFT: (
         Default("model.dtype", "bf16", _TULU),
@@ -119,6 +125,7 @@ DEFAULTS: dict[str, tuple[Default, ...]] = {
         Default("optimizer.lr", 5e-7, f"{_ZEPHYR}; {_TULU} from 70B on", ((60e9, 2e-7),)),
         *_DPO_OPTIMIZER,
         _MERGED,
+        Default(BIAS_UPDATE_RATE, 0.0, _PADDLE_DPO),
     ),
     LORA_DPO: (
         Default("model.dtype", "bf16", _ZEPHYR_LORA),

@@ -137,7 +137,8 @@ class Experts(Section):
     )
     bias_update_rate: NotNegative = Field(
         default=1e-3,
-        description="How far a steering bias (noaux_tc) moves in a step; 0: it stays.",
+        description="How far a steering bias (noaux_tc) moves in a step, whatever the learning rate; 0: it"
+        " stays, as SFT and DPO of published weights have it by default.",
     )
 
 

@@ -13,6 +13,12 @@ from tests.data import chat
 from tests.journeys.checkpoints import CONFIGS
 
 QWEN3 = CONFIGS["qwen3"]
+DEEPSEEK = CONFIGS["deepseek_v3"] | {
+    "routed_scaling_factor": 1.0,
+    "topk_method": "noaux_tc",
+    "rms_norm_eps": 1e-6,
+}
+DEEPSEEK |= {"norm_topk_prob": True, "rope_theta": 10000.0, "scoring_func": "sigmoid"}
 
 
 @pytest.fixture
@@ -136,6 +142,24 @@ def test_each_kind_of_training_has_its_defaults(model, task, lora, expected):
     assert optimizer.warmup_steps == 0 and optimizer.count_warmup(100) == 100 * optimizer.warmup_ratio
     assert all(default.source in found.origins[default.key] for default in DEFAULTS[KINDS_BY[task, lora]][:3])
     assert from_mapping(found.dump()) == found
+
+
+@pytest.mark.parametrize(
+    ("task", "lora", "rate"), [(*kind[:2], 0.0) for kind in KINDS[:4]] + [("pretrain", False, 1e-3)]
+)
+def test_a_steering_bias_of_published_weights_stays_in_sft_and_dpo(model, task, lora, rate):
+    (model / "config.json").write_text(json.dumps(DEEPSEEK))
+    words = ["model.lora={}"] if lora else []
+    key = "model.moe.bias_update_rate"
+    found = recipe(model, *words, task=task)
+    assert found.model.moe.bias_update_rate == rate
+    assert (key in found.origins) == (task != "pretrain" and not lora)
+    if not lora:
+        assert recipe(model, f"{key}=0.5", task=task).model.moe.bias_update_rate == 0.5
+
+
+def test_a_model_without_a_steering_bias_has_no_such_default(model):
+    assert "model.moe.bias_update_rate" not in recipe(model).origins
 
 
 def test_written_keys_win_over_the_defaults_of_the_kind(model):
