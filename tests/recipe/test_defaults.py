@@ -7,7 +7,7 @@ import pytest
 from bundle.errors import UsageError
 from bundle.recipe import differences, flat, from_mapping, load, with_steps
 from bundle.recipe.completion import describe
-from bundle.recipe.defaults import DEFAULTS
+from bundle.recipe.defaults import BIAS_UPDATE_RATE, DEFAULTS
 from bundle.recipe.defaults import KINDS as KINDS_BY
 from tests.data import chat
 from tests.journeys.checkpoints import CONFIGS
@@ -150,16 +150,15 @@ def test_each_kind_of_training_has_its_defaults(model, task, lora, expected):
 def test_a_steering_bias_of_published_weights_stays_in_sft_and_dpo(model, task, lora, rate):
     (model / "config.json").write_text(json.dumps(DEEPSEEK))
     words = ["model.lora={}"] if lora else []
-    key = "model.moe.bias_update_rate"
     found = recipe(model, *words, task=task)
     assert found.model.moe.bias_update_rate == rate
-    assert (key in found.origins) == (task != "pretrain" and not lora)
+    assert (BIAS_UPDATE_RATE in found.origins) == (task != "pretrain" and not lora)
     if not lora:
-        assert recipe(model, f"{key}=0.5", task=task).model.moe.bias_update_rate == 0.5
+        assert recipe(model, f"{BIAS_UPDATE_RATE}=0.5", task=task).model.moe.bias_update_rate == 0.5
 
 
 def test_a_model_without_a_steering_bias_has_no_such_default(model):
-    assert "model.moe.bias_update_rate" not in recipe(model).origins
+    assert BIAS_UPDATE_RATE not in recipe(model).origins
 
 
 def test_written_keys_win_over_the_defaults_of_the_kind(model):
