@@ -59,7 +59,7 @@ def adapter(*, missing: int | None = None, experts: int = 1):
     def formula(x, number=0):
         return 0 if number == missing else SCALE * x @ pairs[number].a.T @ pairs[number].b.T
 
-    return Adapter(given, [SIZES["out"]], 1, scale=SCALE, **alone), formula
+    return Adapter(given, [SIZES["out"]], 1, scale=SCALE, dropout=0.0, **alone), formula
 
 
 @pytest.mark.parametrize("biased", [False, True])
