@@ -127,7 +127,7 @@ class LayerBytes:
             sinks=recipe.architecture.sinks,
             frozen=recipe.model.lora is not None,
         )
-        self.adapted = _adapted(recipe)
+        self.adapted = _find_adapted_matrices(recipe)
         self.dpo = recipe.dpo is not None
         self.cp = parallel.cp
         self.rows = recipe.data.sequence_length // parallel.cp
@@ -302,7 +302,7 @@ class AdaptedMatrix(NamedTuple):
     is_cut_input: bool
 
 
-def _adapted(recipe: Recipe) -> dict[str, AdaptedMatrix] | None:
+def _find_adapted_matrices(recipe: Recipe) -> dict[str, AdaptedMatrix] | None:
     """The adapters of each matrix, by its name in a layer, where it has most; None: all is trained."""
     lora, a = recipe.model.lora, recipe.architecture
     if lora is None:
