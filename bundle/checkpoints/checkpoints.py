@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -151,7 +151,7 @@ class Checkpoints:
             yield
         except BundleError:  # the same on all ranks
             if dist.get_rank() == 0:
-                self.directory.clear()
+                self._clear_leftovers()
             raise
         except _MEGATRON_FAILED as error:
             # Megatron tells the cause to rank 0.
@@ -160,8 +160,13 @@ class Checkpoints:
                 raise RuntimeError(
                     f"the checkpoint could not be written; rank 0 knows why ({why})"
                 ) from error
-            self.directory.clear()
+            self._clear_leftovers()
             raise files.failed(partial, error) from error
+
+    def _clear_leftovers(self) -> None:
+        """Remove what was half written; the next checkpoint removes what ranks that still write add to it."""
+        with suppress(OSError):
+            self.directory.clear()
 
     def _publish(self, step: int) -> None:
         partial, rank, size = self.directory.partial(step), dist.get_rank(), dist.get_world_size()

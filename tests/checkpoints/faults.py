@@ -1,6 +1,7 @@
 """Ranks whose checkpoints meet every fault in turn; what became of each is written down."""
 
 import dataclasses
+import errno
 import io
 import pickle
 import resource
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -140,11 +142,22 @@ def run(runtime: Any, folder: Path, _plan: Any) -> dict[str, Any]:
     with full_disk(2**16):
         seen["full disk"] = outcome(lambda: small.save(TrainState(2, 2 * ROWS, "digest")))
     dist.barrier()
+    with full_disk(2**16), busy_leftovers(type(full)):
+        seen["full disk while a rank writes"] = outcome(lambda: small.save(TrainState(2, 2 * ROWS, "digest")))
+    dist.barrier()
+    alone(full.clear)
     seen["left behind"] = sorted(path.name for path in full.root.iterdir())
     seen["any error"] = outcome(lambda: on_all_ranks(surprise))
     seen["after full disk"] = outcome(small.load_newest)
     seen["none"] = outcome(Checkpoints(CheckpointDirectory(folder / "none"), engine, keep=1).load_newest)
     return seen
+
+
+@contextmanager
+def busy_leftovers(kind: type) -> Iterator[None]:
+    """After the folder is started, it cannot be removed: another rank creates files in it."""
+    with patch.object(kind, "clear", side_effect=[None, OSError(errno.ENOTEMPTY, "Directory not empty")]):
+        yield
 
 
 @contextmanager
