@@ -11,10 +11,17 @@ from torch import Tensor
 
 from bundle.backends import Runtime
 from bundle.engine.balancing import Balancing
-from bundle.engine.losses import Losses, LossTap, Objective, Scores, collect, weights
-from bundle.engine.microbatch import MicroBatch
+from bundle.engine.losses import (
+    Losses,
+    LossFactors,
+    LossTap,
+    Objective,
+    Scores,
+    collect,
+    compute_factors,
+)
+from bundle.engine.microbatch import MicroBatch, build_blank
 from bundle.engine.pace import Pace
-from bundle.engine.preferences import MEASURES, Preferences
 from bundle.engine.replay import RouterReplay
 from bundle.errors import JobFailed
 from bundle.mcore import mtp, optimization
@@ -48,8 +55,12 @@ class Engine:
         groups: Groups,
         device: torch.device,
         weights: Pretrained | None = None,
+        objective: Objective | None = None,
     ) -> None:
-        """`weights` are what the model begins with; None: random ones, from the recipe's seed."""
+        """`weights` are what the model begins with; None: random ones, from the recipe's seed.
+
+        `objective` takes the place of the main loss where a call names nothing else.
+        """
         self.recipe, self.runtime, self.groups, self.device = recipe, runtime, groups, device
         with runtime.megatron():
             mtp.clear_logged_losses()
@@ -73,8 +84,7 @@ class Engine:
         predicted = recipe.model.mtp
         if predicted.detached:
             mtp.detach(self.models[-1], trunk=predicted.detach_trunk, embeddings=predicted.detach_embeddings)
-        # What takes the place of the main loss where a call names nothing else.
-        self._objective = None if recipe.dpo is None else Preferences(recipe.dpo, groups)
+        self._objective = objective
         self._tap = LossTap(
             self.models[-1],
             depths=recipe.architecture.mtp_layers,
@@ -82,7 +92,7 @@ class Engine:
             vocabulary=recipe.architecture.vocab_size,
             tp_group=groups.tp.group,
             device=device,
-            measures=MEASURES if self._objective else (),
+            measures=getattr(objective, "measures", None),
         )
 
     @property
@@ -91,21 +101,28 @@ class Engine:
         return [adapters.kept(model) for model in self.models]
 
     def forward_backward(
-        self, micro_batches: Sequence[MicroBatch], objective: Objective | None = None
+        self,
+        micro_batches: Sequence[MicroBatch],
+        objective: Objective | None = None,
+        *,
+        divisor: float | None = None,
     ) -> None:
         """Adds the gradients of one step's micro-batches: of the mean loss over all tokens of all ranks.
 
-        Or over all sequences, as the micro-batches were made. `objective` (None: the recipe's, if any) takes
-        the place of the main loss; MTP layers train on the labels in the same forward pass.
+        Or over all sequences, as the micro-batches were made; or, with a `divisor`, the sum of the main loss
+        over all ranks by that. `objective` (None: the engine's own, if any) takes the place of the main loss;
+        MTP layers train on the labels in the same forward pass. A data-parallel rank may have no
+        micro-batches. Raises ValueError for a divisor beside sequence means.
         """
+        micro_batches = micro_batches or [build_blank(self.recipe, self.groups, self.device)]
         with self.runtime.megatron():
             for chunk in self.chunks:
                 chunk.train()
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            of_sequences, of_tokens = weights(micro_batches, self._balancing.counted(micro_batches))
-            step = functools.partial(self._train, objective or self._objective, of_sequences)
-            with self._balancing.of_step(micro_batches, of_tokens):
+            factors = compute_factors(micro_batches, self._balancing.counted(micro_batches), divisor)
+            step = functools.partial(self._train, objective or self._objective, factors)
+            with self._balancing.of_step(micro_batches, factors.balancing):
                 self._run(micro_batches, step, forward_only=False)
 
     def step(self) -> StepResult:
@@ -199,7 +216,7 @@ class Engine:
     def _train(
         self,
         objective: Objective | None,
-        weight: torch.Tensor | None,
+        factors: LossFactors | None,
         iterator: Iterator[MicroBatch],
         chunk: torch.nn.Module,
     ) -> tuple[torch.Tensor, Any]:
@@ -208,8 +225,7 @@ class Engine:
             output = self._forward(micro_batch, chunk, objective)
 
         def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-            total = self._tap.total(micro_batch, output)
-            return total if weight is None else total * weight, micro_batch.tokens, {}
+            return self._tap.total(micro_batch, output, factors), micro_batch.tokens, {}
 
         return output, loss
 

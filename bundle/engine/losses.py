@@ -7,10 +7,11 @@ gradient: what it would divide them by differs between releases and context-para
 of any depth, is divided by the same number: the tokens, or sequences, of the main loss in the whole step.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -161,17 +162,19 @@ def collect(
 # temperature: 0 times infinity, in an entropy or on a rank whose rows are all padding, would be no number.
 _NEVER = -1e20
 
-# The loss of each token [b, s / cp] from the scores of this rank's labels, or [1 + measures, b, s / cp]:
-# behind it what else is averaged as it is. Runs where the head is; weights, masks and the division by tokens
-# or sequences come after it.
+# Return the loss of each token [b, s / cp] from the scores of this rank's labels. It runs where the head is;
+# weights, masks and the division by tokens or sequences come after it. With an attribute `measures`
+# ({name: reduction}) it returns [1 + measures, b, s / cp]: the loss, then the measures of each token.
 Objective = Callable[[MicroBatch, Scores], Tensor]
+# A mean is weighted as the main loss is; a maximum is over the tokens whose weight is above 0.
+Reduction = Literal["mean", "maximum"]
 
 
 @dataclass(frozen=True)
 class Losses:
     """Mean losses over all tokens (or all sequences) of all ranks, in nats per token (or per pair).
 
-    `measures` are means of what an objective measures beside its loss.
+    `measures` are what objectives measured beside their losses, each by its reduction.
     """
 
     main: float
@@ -180,11 +183,26 @@ class Losses:
     measures: Mapping[str, float] = field(default_factory=dict)
 
 
-def weights(micro_batches: Sequence[MicroBatch], balanced: int | None) -> tuple[Tensor | None, Tensor | None]:
-    """What sums are multiplied by that megatron divides by the learned tokens of the step; float32.
+@dataclass(frozen=True)
+class LossFactors:
+    """What sums are multiplied by that megatron divides by the learned tokens of the step; None: by 1.
 
-    For a mean over its sequences, and for one over its `balanced` tokens, of which this rank counts so many;
-    None where there is none. One exchange among data- and context-parallel ranks for both.
+    Float32 scalars: of the main loss, of the MTP losses, and of the balancing loss of routers.
+    """
+
+    main: Tensor | None
+    mtp: Tensor | None
+    balancing: Tensor | None
+
+
+def compute_factors(
+    micro_batches: Sequence[MicroBatch], balanced: int | None, divisor: float | None = None
+) -> LossFactors:
+    """Return the factors for a mean over tokens or sequences, as the micro-batches were built.
+
+    `divisor` divides the sum of the main loss over all ranks in the place of their tokens; MTP losses stay
+    means. `balanced` counts this rank's tokens that routers balance. One exchange among data- and
+    context-parallel ranks for all. Raises ValueError for a divisor beside sequence weights.
     """
     sequences = [one.sequences for one in micro_batches if one.sequences is not None]
     learned = torch.stack([one.tokens for one in micro_batches]).sum()
@@ -192,18 +210,62 @@ def weights(micro_batches: Sequence[MicroBatch], balanced: int | None) -> tuple[
         torch.stack(sequences).sum() if sequences else None,
         None if balanced is None else torch.tensor(balanced).to(learned.device, non_blocking=True),
     )
-    asked = [count for count in means if count is not None]
-    if not asked:
-        return None, None
-    counts = torch.stack([learned, *asked]).float()
+    if sequences and divisor is not None:
+        raise ValueError("A divisor needs micro-batches whose mean is over tokens.")
+    counted = [count for count in means if count is not None]
+    if not counted and divisor is None:
+        return LossFactors(None, None, None)
+    counts = torch.stack([learned, *counted]).float()
     dist.all_reduce(counts, group=data_parallel_with_context())
-    found = iter(counts[0] / counts[1:].clamp(min=1))
-    of_sequences, of_tokens = (None if count is None else next(found) for count in means)
-    return of_sequences, of_tokens
+    ratios = iter(counts[0] / counts[1:].clamp(min=1))
+    by_sequence, by_balanced = (None if count is None else next(ratios) for count in means)
+    main = by_sequence if divisor is None else counts[0] / divisor
+    return LossFactors(main, by_sequence, by_balanced)
+
+
+class MeasureSums:
+    """The measures of one objective, added up on the device."""
+
+    def __init__(self, reductions: Mapping[str, Reduction], device: torch.device) -> None:
+        self.reductions = dict(reductions)
+        self._is_maximum = torch.tensor(
+            [False, *(kind == "maximum" for kind in self.reductions.values())], device=device
+        )
+        self.values = self._empty()  # [weight, measures...]
+
+    def add(self, measures: Tensor, weights: Tensor) -> None:
+        """Add the measures [measures, b, s] of tokens with these weights [b, s]."""
+        flat, weights = measures.detach().float().flatten(1), weights.flatten()
+        is_learned, is_maximum = weights > 0, self._is_maximum[1:, None]
+        neutral = torch.where(is_maximum, -torch.inf, 0.0)
+        flat = torch.where(is_learned, torch.where(is_maximum, flat, flat * weights), neutral)
+        values = torch.where(is_maximum.squeeze(1), flat.amax(1), flat.sum(1))
+        values = torch.cat([weights.sum()[None], values]).double()
+        self.values = torch.where(self._is_maximum, self.values.maximum(values), self.values + values)
+
+    def reduce(self, ranks: Tensor) -> list[float]:
+        """Return one number for each value of all ranks [ranks, 1 + measures], on the host."""
+        reduced: list[float] = torch.where(self._is_maximum.cpu(), ranks.amax(0), ranks.sum(0)).tolist()
+        return reduced
+
+    def finish(self, numbers: Sequence[float]) -> dict[str, float]:
+        """Return each measure from the reduced numbers; one without a learned token is not a number."""
+        weight, *values = numbers
+        if not weight:
+            return dict.fromkeys(self.reductions, float("nan"))
+        pairs = zip(self.reductions.items(), values, strict=True)
+        return {name: value if kind == "maximum" else value / weight for (name, kind), value in pairs}
+
+    def clear(self) -> None:
+        """Forget what was added."""
+        self.values = self._empty()
+
+    def _empty(self) -> Tensor:
+        return torch.where(self._is_maximum, -torch.inf, 0.0).double()
 
 
 class LossTap:
-    """Computes the losses where the head is, and adds up [tokens, weights.., sums.., measures..] of all."""
+    """Computes the losses where the head is, and adds up [tokens, weights.., sums..] and measures of all."""
 
     def __init__(
         self,
@@ -214,22 +276,24 @@ class LossTap:
         vocabulary: int,
         tp_group: dist.ProcessGroup,
         device: torch.device,
-        measures: Sequence[str] = (),
+        measures: Mapping[str, Reduction] | None = None,
     ) -> None:
         """`model` is the bare GPTModel; on stages without a head the sums stay zero.
 
         `vocabulary` is the number of tokens that there are, without padding; `scale` the weight of the MTP
-        losses in the total, shared by the `depths`; `measures` names what an objective gives beside the loss.
+        losses in the total, shared by the `depths`; `measures` are those of the objective that `restore`
+        takes up.
         """
         self._depths, self._tp_group, self._vocabulary = depths, tp_group, vocabulary
-        self._measures = tuple(measures)
-        self._totals = torch.zeros(3 + 2 * depths + len(measures), dtype=torch.float64, device=device)
+        self._totals = torch.zeros(3 + 2 * depths, dtype=torch.float64, device=device)
+        self._measures: list[MeasureSums] = []
+        if measures:
+            self._measures.append(MeasureSums(measures, device))
         self._scales = torch.tensor([1.0, *[scale / max(1, depths)] * depths], device=device)
         self._micro_batch: MicroBatch | None = None
         self._objective: Objective | None = None
         self._labels: Tensor | None = None
         self._predicted: list[Tensor] = []
-        self._measured = torch.zeros(len(measures), device=device)
         self._original = model.compute_language_model_loss
         if model.post_process:
             model.compute_language_model_loss = self._compute
@@ -238,48 +302,96 @@ class LossTap:
     def expect(self, micro_batch: MicroBatch, objective: Objective | None) -> None:
         """Says which micro-batch the model is about to run, and what its main loss is (None: its own)."""
         self._micro_batch, self._objective = micro_batch, objective
+        self._find_measures(objective)  # on all ranks alike, with a head or without
 
-    def total(self, micro_batch: MicroBatch, output: Tensor) -> Tensor:
+    def total(self, micro_batch: MicroBatch, output: Tensor, factors: LossFactors | None = None) -> Tensor:
         """The loss to differentiate, a sum over this rank's tokens; `output` is what the model returned."""
-        main = (output.float() * micro_batch.loss_mask).sum()
-        sums = torch.stack([main, *self._predicted])
+        # A masked token has no part, whatever an objective returned for it.
+        learned = torch.where(micro_batch.loss_mask > 0, output.float(), 0.0)
+        sums = torch.stack([(learned * micro_batch.loss_mask).sum(), *self._predicted])
         self._predicted = []
-        self._totals += torch.cat([micro_batch.weights, sums.detach(), self._measured])
-        return sums @ self._scales
+        self._totals += torch.cat([micro_batch.weights, sums.detach()])
+        if factors is None:
+            return sums @ self._scales
+        both = (factors.main, *[factors.mtp] * self._depths)
+        return sums @ torch.stack(
+            [
+                scale if factor is None else scale * factor
+                for scale, factor in zip(self._scales, both, strict=True)
+            ]
+        )
 
     def take(self, tensor_parallel: int) -> Losses:
         """The losses since the last call, reduced over ALL ranks (every rank must call it)."""
-        tokens, *rest = self.so_far()
-        self._totals.zero_()
+        (tokens, *rest), measured = self._reduce_sums()
+        self._clear()
         count = 1 + self._depths
-        weights = [*rest[:count], *[rest[0]] * len(self._measures)]
-        pairs = zip(weights, rest[count:], strict=True)
+        pairs = zip(rest[:count], rest[count:], strict=True)
         means = [total / weight if weight else float("nan") for weight, total in pairs]
-        measured = dict(zip(self._measures, means[count:], strict=True))
-        return Losses(means[0], tuple(means[1:count]), round(tokens / tensor_parallel), measured)
+        measures: dict[str, float] = {}
+        for sums, numbers in zip(self._measures, measured, strict=True):
+            if numbers[0] or len(self._measures) == 1:  # an objective that had no part is not reported
+                measures |= sums.finish(numbers)
+        return Losses(means[0], tuple(means[1:]), round(tokens / tensor_parallel), measures)
 
     def so_far(self) -> list[float]:
-        """What was added up since the last `take`, over ALL ranks (every rank must call it)."""
-        # Gathered and added up on the host: HCCL moves float64 and reduces none of it.
-        everybody = self._totals.new_empty(dist.get_world_size() * len(self._totals))
-        dist.all_gather_into_tensor(everybody, self._totals)
-        numbers: list[float] = everybody.cpu().view(-1, len(self._totals)).sum(0).tolist()
-        return numbers
+        """What was added up since the last `take`, over ALL ranks (every rank must call it).
+
+        A maximum without a token is not a number here, as a checkpoint has no infinity.
+        """
+        totals, measured = self._reduce_sums()
+        numbers = [*totals, *(number for numbers in measured[:1] for number in numbers)]
+        return [number if math.isfinite(number) else float("nan") for number in numbers]
 
     def restore(self, numbers: list[float]) -> None:
         """Takes up what `so_far` gave; the sums of all ranks are kept on the first."""
-        if dist.get_rank() == 0:
-            self._totals += torch.tensor(numbers, dtype=torch.float64, device=self._totals.device)
+        if dist.get_rank() != 0:
+            return
+        values = torch.tensor(numbers, dtype=torch.float64, device=self._totals.device)
+        totals, measured = values.split([len(self._totals), len(values) - len(self._totals)])
+        self._totals += totals
+        if len(measured):
+            self._measures[0].values = measured.nan_to_num(-torch.inf)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
         """Sums from zero inside; what was summed before comes back afterwards."""
-        before = self._totals.clone()
-        self._totals.zero_()
+        before, measured = self._totals.clone(), [sums.values for sums in self._measures]
+        self._clear()
         try:
             yield
         finally:
+            self._clear()
             self._totals.copy_(before)
+            for sums, values in zip(self._measures, measured, strict=False):
+                sums.values = values
+
+    def _clear(self) -> None:
+        self._totals.zero_()
+        for sums in self._measures:
+            sums.clear()
+
+    def _find_measures(self, objective: Objective | None) -> MeasureSums | None:
+        """Return where the measures of an objective are added up; None for one without measures."""
+        reductions = dict(getattr(objective, "measures", None) or {})
+        if not reductions:
+            return None
+        for sums in self._measures:
+            if sums.reductions == reductions:
+                return sums
+        self._measures.append(MeasureSums(reductions, self._totals.device))
+        return self._measures[-1]
+
+    def _reduce_sums(self) -> tuple[list[float], list[list[float]]]:
+        """Return the totals and each objective's measures over ALL ranks (every rank must call it)."""
+        # Gathered and added up on the host: HCCL moves float64 and reduces none of it.
+        parts = [self._totals, *(sums.values for sums in self._measures)]
+        mine = torch.cat(parts)
+        ranks = mine.new_empty(dist.get_world_size() * len(mine))
+        dist.all_gather_into_tensor(ranks, mine)
+        totals, *measured = ranks.cpu().view(-1, len(mine)).split([len(part) for part in parts], 1)
+        pairs = zip(self._measures, measured, strict=True)
+        return totals.sum(0).tolist(), [sums.reduce(values) for sums, values in pairs]
 
     def _enter(self, _module: torch.nn.Module, _args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         self._labels, self._predicted = keywords["labels"], []
@@ -295,12 +407,12 @@ class LossTap:
                 main: Tensor = self._original(labels, logits) * factor
                 return main
             seen = score(logits, labels, self._tp_group, micro_batch.temperature)
-            given = self._objective(micro_batch, Scores(seen.log_probs * factor, seen.entropy * factor))
-            if given.dim() == labels.dim():
-                return given
-            main, *measures = given.unbind()
-            self._measured = (torch.stack(measures).detach() * micro_batch.loss_mask).sum((1, 2))
-            return main
+            result = self._objective(micro_batch, Scores(seen.log_probs * factor, seen.entropy * factor))
+            sums = self._find_measures(self._objective)
+            if sums is None:
+                return result
+            sums.add(result[1:], micro_batch.loss_mask)
+            return result[0]
         mask = micro_batch.mtp_masks[len(self._predicted)]
         labels, factor = self._known(labels, mask)
         loss: Tensor = self._original(labels, logits) * factor

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from bundle.engine.routes import Routes
+from bundle.mcore.groups import Groups
 from bundle.mcore.packed import packed_seq_params
+from bundle.recipe import Recipe
 from bundle.recipe.alignment import Alignment
 from bundle.sequences.images import Images
 from bundle.sequences.packing import Packing
@@ -24,7 +26,8 @@ class MicroBatch:
     `loss_mask` is the weight of each token's loss, `mtp_masks[k]` that of MTP depth k: 0 or 1; for a mean
     over sequences divided by the learned tokens of the sequence. `tokens` are the learned ones of this rank,
     `sequences` those that have some, counted on one context-parallel rank (None: a mean over tokens).
-    `temperature` divides the logits for an objective, which may also read `values`, tensors cut like the ids.
+    `temperature` divides the logits for an objective, which may also read `values`, tensors cut like the ids
+    and 0 where the loss has no weight.
     `sequence_length` [tokens] and `rows` are those of the whole micro-batch before it was cut, `shape` is
     what the ids had that it was made from. `packed` is megatron's PackedSeqParams, or None in bshd, which
     rows of equal length are as well. `routes` are what the routers choose, None: as they like. `images` are
@@ -122,10 +125,11 @@ def from_packing(
         sequences = (learned > 0).sum().int() * (packing.rank == 0)  # counted on the first rank only
     rows, length = packing.shape
     images = images and images.packed(packing)
+    loss_mask = packing.pack(weights)
     return MicroBatch(
         ids=packing.pack(ids),
         labels=packing.pack(labels),
-        loss_mask=packing.pack(weights),
+        loss_mask=loss_mask,
         position_ids=packing.positions if images is None else images.positions,
         mtp_masks=tuple(packing.pack(weights, roll=depth) for depth in range(1, mtp_layers + 1)),
         rows=rows,
@@ -137,5 +141,24 @@ def from_packing(
         packing=packing,
         images=images,
         temperature=None if temperatures is None else packing.spread(temperatures, fill=1),
-        values={name: packing.pack(value) for name, value in (values or {}).items()},
+        values={name: _select(packing.pack(value), loss_mask > 0) for name, value in (values or {}).items()},
     )
+
+
+def build_blank(recipe: Recipe, groups: Groups, device: torch.device) -> MicroBatch:
+    """Return a micro-batch without a learned token, for a rank that has nothing to train on.
+
+    Its tokens are as few as the layout allows, and pass through the model as others do.
+    """
+    length = recipe.alignment.pad([1]).total
+    packing = Packing.of([length], recipe.alignment, rank=groups.cp.rank, device=device)
+    ids = torch.zeros(length, dtype=torch.int64, device=device)
+    mask = torch.zeros(length, device=device)
+    return from_packing(
+        ids, ids, mask, packing, mtp_layers=recipe.architecture.mtp_layers, mean=recipe.loss_mean
+    )
+
+
+def _select(values: Tensor, is_learned: Tensor) -> Tensor:
+    """Return the values [b, s, ...] of learned tokens, 0 elsewhere: there they may be anything, even NaN."""
+    return values.where(is_learned.view(*is_learned.shape, *[1] * (values.dim() - is_learned.dim())), 0)

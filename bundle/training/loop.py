@@ -18,7 +18,6 @@ from bundle.data.samples import BLANK, Sizes
 from bundle.engine import Engine, Losses, MicroBatch
 from bundle.engine.engine import StepResult
 from bundle.engine.microbatch import from_packing, from_rows
-from bundle.engine.preferences import paired
 from bundle.errors import JobFailed, Preempted, UsageError
 from bundle.mcore.groups import Groups
 from bundle.recipe import Recipe
@@ -27,6 +26,7 @@ from bundle.recipe.sections import EarlyStop
 from bundle.runs.metrics import Metrics
 from bundle.sequences.images import Images
 from bundle.sequences.packing import Packing
+from bundle.training.preferences import paired
 
 
 class Batches:

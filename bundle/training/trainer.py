@@ -43,6 +43,7 @@ from bundle.runs.metrics import (
 from bundle.runs.prometheus import Prometheus
 from bundle.training import loop, reference
 from bundle.training.loop import Batches, Progress
+from bundle.training.preferences import Preferences
 from bundle.training.unusual import Spikes, Stragglers
 
 _log = logging.getLogger(__name__)
@@ -78,7 +79,12 @@ class Trainer:
             whole = recipe.model.lora is None and self._has_checkpoint(goes_on=goes_on)
             weights = None if whole else agreed_weights(recipe)
             self.engine = Engine(
-                with_steps(job.trained, len(self.corpus.training)), runtime, self.groups, device, weights
+                with_steps(job.trained, len(self.corpus.training)),
+                runtime,
+                self.groups,
+                device,
+                weights,
+                None if recipe.dpo is None else Preferences(recipe.dpo, self.groups),
             )
         self.checkpoints = Checkpoints(
             CheckpointDirectory(self.directory.checkpoints),

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 
 from bundle.engine import Engine, MicroBatch, Scores
+from bundle.engine.losses import Objective
 from bundle.engine.microbatch import from_packing, from_rows
 from bundle.mcore import groups
+from bundle.mcore.groups import Groups
 from bundle.models import naming
 from bundle.recipe import Recipe, from_mapping
 from bundle.recipe.alignment import Alignment, Layout
@@ -71,11 +73,14 @@ def recipe(
 
 
 @contextlib.contextmanager
-def engine(bench: Bench, job: Recipe) -> Iterator[Engine]:
+def engine(
+    bench: Bench, job: Recipe, build_objective: Callable[[Groups], Objective] | None = None
+) -> Iterator[Engine]:
     """An engine in the layout of the job, which is forgotten afterwards."""
     made = groups.initialize(job.parallel, seed=1, timeout_seconds=bench.timeout_seconds)
     try:
-        yield Engine(job, bench.runtime, made, bench.device)
+        objective = build_objective(made) if build_objective else None
+        yield Engine(job, bench.runtime, made, bench.device, objective=objective)
     finally:
         groups.destroy()
 

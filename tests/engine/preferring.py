@@ -9,9 +9,9 @@ import transformers
 
 from bundle.engine import Engine, MicroBatch
 from bundle.engine.microbatch import from_packing, from_rows
-from bundle.engine.preferences import paired
 from bundle.recipe import Recipe, from_mapping
 from bundle.sequences.packing import Packing
+from bundle.training.preferences import Preferences, paired
 from bundle.verification.numbers import Bench, Numbers, gap
 from tests.engine.experiments import engine, gradients
 from tests.engine.oracle import fill, parameters, part
@@ -142,7 +142,9 @@ def micro_batches(of: Engine) -> list[MicroBatch]:
 def compare(bench: Bench, layout: str) -> float:
     parallel, packed = LAYOUTS[layout]
     expected = dict(wanted()[0])
-    with engine(bench, recipe(parallel, packed=packed)) as made:
+    job = recipe(parallel, packed=packed)
+    assert job.dpo is not None
+    with engine(bench, job, functools.partial(Preferences, job.dpo)) as made:
         fill(made, megatron_layout(CONFIG, drawn(CONFIG, 1)))
         parts = {each.name: each for each in parameters(made)}
         made.forward_backward(micro_batches(made))

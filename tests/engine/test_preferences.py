@@ -22,7 +22,7 @@ def test_prediction_of_several_tokens_learns_the_better_answers_alone():
     """And as a mean over these: of two pairs each better answer counts twice among four sequences."""
     pytest.importorskip("megatron.core")
     from bundle.engine.microbatch import from_rows
-    from bundle.engine.preferences import paired
+    from bundle.training.preferences import paired
 
     ids, mask = torch.arange(24).view(4, 6), torch.ones(4, 6)
     mask[:, :2] = 0

@@ -5,15 +5,17 @@ function of four sums over sequences, of which context-parallel ranks have parts
 alone, and each token then has the loss of its pair as its value and its own share of the gradient.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from bundle.engine.losses import Scores
+from bundle.engine.losses import Reduction, Scores
 from bundle.engine.microbatch import MicroBatch
+from bundle.engine.sums import SequenceSums
 from bundle.mcore.groups import Groups
 from bundle.recipe.recipe import DPO
 
@@ -42,6 +44,8 @@ class Preferences:
     An objective for micro-batches whose mean is one over sequences (`paired`).
     """
 
+    measures: Mapping[str, Reduction] = MappingProxyType(dict.fromkeys(MEASURES, "mean"))
+
     def __init__(self, dpo: DPO, groups: Groups) -> None:
         self._beta, self._smoothing, self._cp = dpo.beta, dpo.label_smoothing, groups.cp
 
@@ -49,13 +53,8 @@ class Preferences:
         """[1 + MEASURES, b, s / cp]: for each token the loss of its pair, and what is measured of it."""
         packing, weight, log_probs = micro_batch.packing, micro_batch.loss_mask, scores.log_probs
         assert micro_batch.reference is not None, "pairs are made by `paired`"
-        numbers = torch.arange(len(micro_batch.reference), device=log_probs.device)
-        sequence, learned = packing.spread(numbers), weight > 0
-        sums = torch.zeros_like(micro_batch.reference).index_add(
-            0, sequence.flatten(), log_probs.detach().float().where(learned, 0).flatten()
-        )
-        if self._cp.size > 1:
-            dist.all_reduce(sums, group=self._cp.group)
+        sequences, learned = SequenceSums(packing, self._cp), weight > 0
+        sums = sequences.add(log_probs.detach().float().where(learned, 0))
         chosen, rejected = (self._beta * (sums - micro_batch.reference)).view(-1, 2).unbind(1)
         margin = chosen - rejected
         right, wrong = 1 - self._smoothing, self._smoothing
@@ -63,8 +62,8 @@ class Preferences:
         slope = self._beta * (wrong * margin.sigmoid() - right * (-margin).sigmoid())
 
         of_pairs = torch.stack([loss, chosen, rejected, margin, (margin > 0).to(loss.dtype)])
-        values = of_pairs[:, sequence // 2]
+        values = of_pairs[:, sequences.owner // 2]
         # The mean over sequences gives each token its weight, and counts every pair twice.
-        slopes = torch.stack([slope, -slope], 1).flatten()[sequence] * 2 / weight.where(learned, 1)
+        slopes = torch.stack([slope, -slope], 1).flatten()[sequences.owner] * 2 / weight.where(learned, 1)
         gradient = slopes * (log_probs - log_probs.detach())
         return torch.cat([(values[0] + gradient)[None], values[1:]])

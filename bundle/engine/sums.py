@@ -1,0 +1,28 @@
+"""Sums over whole sequences, of which context-parallel ranks hold parts."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bundle.mcore.groups import Axis
+from bundle.sequences.packing import Packing
+
+
+class SequenceSums:
+    """Adds the tokens of each sequence of one micro-batch up, on every context-parallel rank alike."""
+
+    def __init__(self, packing: Packing, cp: Axis) -> None:
+        self._count, self._cp = len(packing.padding.lengths), cp
+        # The sequence of every row [b, s / cp]; padding counts to a sequence beside it.
+        self.owner = packing.spread(torch.arange(self._count).to(packing.device))
+
+    def add(self, values: Tensor) -> Tensor:
+        """Return the sums [sequences] of values [b, s / cp], which are 0 in padding; without a gradient."""
+        sums = values.new_zeros(self._count).index_add(0, self.owner.flatten(), values.detach().flatten())
+        if self._cp.size > 1:
+            dist.all_reduce(sums, group=self._cp.group)
+        return sums
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Return for each token [b, s / cp] the value [sequences] of its sequence."""
+        return values[self.owner]
