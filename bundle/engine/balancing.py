@@ -30,7 +30,6 @@ from bundle.mcore.context import in_backward
 from bundle.mcore.groups import Groups, sharing_tokens
 from bundle.mcore.routers import Rows
 from bundle.recipe import Recipe
-from bundle.sequences.packing import Packing
 
 
 class Balancing:
@@ -55,7 +54,7 @@ class Balancing:
             return None
         if self._groups.cp.rank:
             return 0
-        return sum(one.packing.padding.tokens for one in micro_batches)
+        return sum(one.packing.padding.tokens for one in micro_batches if not one.is_blank)
 
     @contextmanager
     def of_step(self, micro_batches: Sequence[MicroBatch], weight: Tensor | None) -> Iterator[None]:
@@ -63,7 +62,7 @@ class Balancing:
         if self._moe is None:
             yield
             return
-        self._rows = {id(one): self._of(one.packing) for one in micro_batches}
+        self._rows = {id(one): self._of(one) for one in micro_batches}
         self._weight = weight
         self._biases = [router.expert_bias.clone() for router in self._routers if self._moe.expert_bias]
         try:
@@ -108,21 +107,22 @@ class Balancing:
             terms.append(self._z_loss_coeff * (squares * (rows.owner < len(rows.lengths))).sum())
         return torch.stack(terms).sum() * self._weight
 
-    def _of(self, packing: Packing) -> Rows:
-        """The rows of a micro-batch; its sequences are groups, or it is one group."""
+    def _of(self, micro_batch: MicroBatch) -> Rows:
+        """The rows of a micro-batch; its sequences are groups, or it is one group. A blank is all padding."""
         assert self._moe is not None
-        padding = packing.padding
+        packing, is_blank = micro_batch.packing, micro_batch.is_blank
+        padding, valid = packing.padding, packing.valid & (not is_blank)
         if self._moe.aux_loss_per_sequence:
             lengths = list(padding.lengths)
-            owner = packing.spread(torch.arange(len(lengths)).to(packing.device), fill=len(lengths))
+            owner = packing.spread(torch.arange(len(lengths)).to(packing.device)).where(valid, len(lengths))
         else:
-            lengths, owner = [padding.tokens], (~packing.valid).long()
+            lengths, owner = [padding.tokens], (~valid).long()
         part, parts = (self._tp.rank, self._tp.size) if self._tp else (0, 1)
-        padded = padding.total > padding.tokens
+        padded = padding.total > padding.tokens or is_blank
         return Rows(
             seen(owner, part, parts),
             torch.tensor(lengths, dtype=torch.float32).to(packing.device, non_blocking=True),
-            seen(~packing.valid, part, parts) if padded else None,
+            seen(~valid, part, parts) if padded else None,
         )
 
 

@@ -20,7 +20,7 @@ from bundle.engine.losses import (
     collect,
     compute_factors,
 )
-from bundle.engine.microbatch import MicroBatch, build_blank
+from bundle.engine.microbatch import Mean, MicroBatch, build_blanks
 from bundle.engine.pace import Pace
 from bundle.engine.replay import RouterReplay
 from bundle.errors import JobFailed
@@ -106,15 +106,19 @@ class Engine:
         objective: Objective | None = None,
         *,
         divisor: float | None = None,
+        mean: Mean | None = None,
     ) -> None:
         """Adds the gradients of one step's micro-batches: of the mean loss over all tokens of all ranks.
 
         Or over all sequences, as the micro-batches were made; or, with a `divisor`, the sum of the main loss
         over all ranks by that. `objective` (None: the engine's own, if any) takes the place of the main loss;
-        MTP layers train on the labels in the same forward pass. A data-parallel rank may have no
-        micro-batches. Raises ValueError for a divisor beside sequence means.
+        MTP layers train on the labels in the same forward pass.
+
+        A data-parallel rank may have no micro-batches, but ranks that share experts need equally many. `mean`
+        (None: the recipe's) says what those of the others are a mean of. Raises ValueError for a divisor
+        beside sequence means, or not above 0.
         """
-        micro_batches = micro_batches or [build_blank(self.recipe, self.groups, self.device)]
+        micro_batches = micro_batches or self._build_blanks(mean)
         with self.runtime.megatron():
             for chunk in self.chunks:
                 chunk.train()
@@ -148,7 +152,8 @@ class Engine:
             optimization.gather(self.recipe, self.chunks)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Losses:
-        """The losses of these micro-batches without changing anything that training reads."""
+        """The losses of these micro-batches, or of none, without changing anything that training reads."""
+        micro_batches = micro_batches or self._build_blanks()
         with self._tap.apart(), self._evaluating():
             self._run(micro_batches, functools.partial(self._train, self._objective, None), forward_only=True)
             return self.take_losses()
@@ -158,12 +163,13 @@ class Engine:
 
         Whole, in the order that the micro-batch was made from and without padding: concatenated [tokens], or
         [b, s] for rows. Every rank of a model replica returns the same; data-parallel ranks have their own
-        micro-batches.
+        micro-batches, or none.
         """
         seen: list[Scores] = []
+        batches = micro_batches or self._build_blanks()
         with self._evaluating():
-            self._run(micro_batches, functools.partial(self._score, seen), forward_only=True)
-        return collect(micro_batches, seen, self.groups, self.device)
+            self._run(batches, functools.partial(self._score, seen), forward_only=True)
+        return collect(batches, seen, self.groups, self.device)[: len(micro_batches)]
 
     def reference_log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """The log-probabilities of `log_probs` by the model without its adapters."""
@@ -181,6 +187,9 @@ class Engine:
     def restore_losses(self, numbers: list[float]) -> None:
         """Takes up what `losses_so_far` gave."""
         self._tap.restore(numbers)
+
+    def _build_blanks(self, mean: Mean | None = None) -> list[MicroBatch]:
+        return build_blanks(self.recipe, self.groups, self.device, mean or self.recipe.loss_mean)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

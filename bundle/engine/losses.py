@@ -202,7 +202,7 @@ def compute_factors(
 
     `divisor` divides the sum of the main loss over all ranks in the place of their tokens; MTP losses stay
     means. `balanced` counts this rank's tokens that routers balance. One exchange among data- and
-    context-parallel ranks for all. Raises ValueError for a divisor beside sequence weights.
+    context-parallel ranks for all. Raises ValueError for a divisor beside sequence weights, or not above 0.
     """
     sequences = [one.sequences for one in micro_batches if one.sequences is not None]
     learned = torch.stack([one.tokens for one in micro_batches]).sum()
@@ -210,8 +210,12 @@ def compute_factors(
         torch.stack(sequences).sum() if sequences else None,
         None if balanced is None else torch.tensor(balanced).to(learned.device, non_blocking=True),
     )
-    if sequences and divisor is not None:
-        raise ValueError("A divisor needs micro-batches whose mean is over tokens.")
+    if divisor is not None and sequences:
+        raise ValueError(
+            "divisor: not allowed with means over sequences. Build micro-batches with mean=token."
+        )
+    if divisor is not None and not 0 < divisor < math.inf:
+        raise ValueError(f"divisor: {divisor} is not a number above 0. Set it to the answers times a length.")
     counted = [count for count in means if count is not None]
     if not counted and divisor is None:
         return LossFactors(None, None, None)
@@ -281,14 +285,13 @@ class LossTap:
         """`model` is the bare GPTModel; on stages without a head the sums stay zero.
 
         `vocabulary` is the number of tokens that there are, without padding; `scale` the weight of the MTP
-        losses in the total, shared by the `depths`; `measures` are those of the objective that `restore`
-        takes up.
+        losses in the total, shared by the `depths`; `measures` are those of the engine's own objective, of
+        which alone a checkpoint knows.
         """
         self._depths, self._tp_group, self._vocabulary = depths, tp_group, vocabulary
         self._totals = torch.zeros(3 + 2 * depths, dtype=torch.float64, device=device)
-        self._measures: list[MeasureSums] = []
-        if measures:
-            self._measures.append(MeasureSums(measures, device))
+        self._engine_measures = MeasureSums(measures, device) if measures else None
+        self._measures = [self._engine_measures] if self._engine_measures else []
         self._scales = torch.tensor([1.0, *[scale / max(1, depths)] * depths], device=device)
         self._micro_batch: MicroBatch | None = None
         self._objective: Objective | None = None
@@ -337,10 +340,11 @@ class LossTap:
     def so_far(self) -> list[float]:
         """What was added up since the last `take`, over ALL ranks (every rank must call it).
 
-        A maximum without a token is not a number here, as a checkpoint has no infinity.
+        The measures are those of the engine's own objective alone. What is infinite is not a number here, as
+        a checkpoint has no infinity: a maximum without a token, above all.
         """
         totals, measured = self._reduce_sums()
-        numbers = [*totals, *(number for numbers in measured[:1] for number in numbers)]
+        numbers = [*totals, *(measured[0] if self._engine_measures else ())]
         return [number if math.isfinite(number) else float("nan") for number in numbers]
 
     def restore(self, numbers: list[float]) -> None:
@@ -350,8 +354,8 @@ class LossTap:
         values = torch.tensor(numbers, dtype=torch.float64, device=self._totals.device)
         totals, measured = values.split([len(self._totals), len(values) - len(self._totals)])
         self._totals += totals
-        if len(measured):
-            self._measures[0].values = measured.nan_to_num(-torch.inf)
+        if self._engine_measures and len(measured) and measured[0] > 0:  # else there was no token
+            self._engine_measures.values = measured
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -377,7 +381,7 @@ class LossTap:
         if not reductions:
             return None
         for sums in self._measures:
-            if sums.reductions == reductions:
+            if list(sums.reductions.items()) == list(reductions.items()):  # in the order of the stack
                 return sums
         self._measures.append(MeasureSums(reductions, self._totals.device))
         return self._measures[-1]
@@ -403,7 +407,7 @@ class LossTap:
         self._hide_padding(logits)
         if labels is self._labels:
             labels, factor = self._known(labels, micro_batch.loss_mask)
-            if self._objective is None:
+            if self._objective is None or micro_batch.is_blank:
                 main: Tensor = self._original(labels, logits) * factor
                 return main
             seen = score(logits, labels, self._tp_group, micro_batch.temperature)

@@ -32,7 +32,8 @@ class MicroBatch:
     what the ids had that it was made from. `packed` is megatron's PackedSeqParams, or None in bshd, which
     rows of equal length are as well. `routes` are what the routers choose, None: as they like. `images` are
     those of a model that sees some; positions then are three, as `Images.packed` has them. `reference` is the
-    log-probability [sequences], float32, that a reference gives each of the sequences of pairs.
+    log-probability [sequences], float32, that a reference gives each of the sequences of pairs. An objective
+    does not see a micro-batch that `is_blank`.
     """
 
     ids: Tensor
@@ -52,6 +53,7 @@ class MicroBatch:
     temperature: Tensor | None = None
     reference: Tensor | None = None
     values: Mapping[str, Tensor] = field(default_factory=dict)
+    is_blank: bool = False
 
     @cached_property
     def weights(self) -> Tensor:
@@ -145,18 +147,16 @@ def from_packing(
     )
 
 
-def build_blank(recipe: Recipe, groups: Groups, device: torch.device) -> MicroBatch:
-    """Return a micro-batch without a learned token, for a rank that has nothing to train on.
+def build_blanks(recipe: Recipe, groups: Groups, device: torch.device, mean: Mean) -> list[MicroBatch]:
+    """Return micro-batches of one token that is not learned, for a rank that has nothing to run.
 
-    Its tokens are as few as the layout allows, and pass through the model as others do.
+    They pass through the model as others do: one, or as many as interleaved pipeline stages take at least.
     """
-    length = recipe.alignment.pad([1]).total
-    packing = Packing.of([length], recipe.alignment, rank=groups.cp.rank, device=device)
-    ids = torch.zeros(length, dtype=torch.int64, device=device)
-    mask = torch.zeros(length, device=device)
-    return from_packing(
-        ids, ids, mask, packing, mtp_layers=recipe.architecture.mtp_layers, mean=recipe.loss_mean
-    )
+    packing = Packing.of([1], recipe.alignment, rank=groups.cp.rank, device=device)
+    ids = torch.zeros(1, dtype=torch.int64, device=device)
+    mask = torch.zeros(1, device=device)
+    blank = from_packing(ids, ids, mask, packing, mtp_layers=recipe.architecture.mtp_layers, mean=mean)
+    return [replace(blank, is_blank=True)] * (groups.pp.size if groups.vpp > 1 else 1)
 
 
 def _select(values: Tensor, is_learned: Tensor) -> Tensor:

@@ -13,12 +13,16 @@ class SequenceSums:
 
     def __init__(self, packing: Packing, cp: Axis) -> None:
         self._count, self._cp = len(packing.padding.lengths), cp
-        # The sequence of every row [b, s / cp]; padding counts to a sequence beside it.
+        # The sequence of every row [b, s / cp]. Padding counts to the first one, where it adds its zeros.
         self.owner = packing.spread(torch.arange(self._count).to(packing.device))
 
     def add(self, values: Tensor) -> Tensor:
-        """Return the sums [sequences] of values [b, s / cp], which are 0 in padding; without a gradient."""
-        sums = values.new_zeros(self._count).index_add(0, self.owner.flatten(), values.detach().flatten())
+        """Return the sums [..., sequences] of values [..., b, s / cp], 0 in padding; without a gradient.
+
+        Several values at once cost one exchange.
+        """
+        rows = values.detach().flatten(-2)
+        sums = rows.new_zeros(*rows.shape[:-1], self._count).index_add(-1, self.owner.flatten(), rows)
         if self._cp.size > 1:
             dist.all_reduce(sums, group=self._cp.group)
         return sums

@@ -1,0 +1,1 @@
+"""Reinforcement learning: advantages of answers and objectives of the policy."""
