@@ -42,8 +42,10 @@ class Correction:
             raise ValueError(f"correction.low: {self.low} is for masking. Set it to 0 or set kind to mask.")
         if self.kind == "truncate" and self.level == "geometric":
             raise ValueError("correction.level: geometric is for masking. Set kind to mask.")
-        if self.veto is not None and not self.veto > 0:
-            raise ValueError(f"correction.veto: {self.veto} is not above 0. Leave it out for no veto.")
+        if self.veto is not None and not 0 < self.veto < 1:
+            raise ValueError(
+                f"correction.veto: {self.veto} is not between 0 and 1. Leave it out for no veto."
+            )
 
     @property
     def needs_sequences(self) -> bool:
@@ -59,11 +61,12 @@ class CorrectionWeights(NamedTuple):
     is_vetoed: Tensor
 
 
-@torch.no_grad()
 def compute_weights(
     correction: Correction, difference: Tensor, is_learned: Tensor, sequences: SequenceSums | None
 ) -> CorrectionWeights:
-    """Return the weights for `difference` = old - rollout log-probabilities [b, s / cp], 0 in padding.
+    """Return the weights for `difference` = old - rollout log-probabilities [b, s / cp].
+
+    It has no gradient, and is 0 where nothing is learned.
 
     Every context-parallel rank calls it alike: `sequences` adds up over them.
     """
@@ -71,7 +74,7 @@ def compute_weights(
     if correction.needs_sequences:
         assert sequences is not None, "sums over answers are needed"
         veto = -math.inf if correction.veto is None else math.log(correction.veto)
-        is_low = ((difference < veto) & is_learned).to(difference.dtype)
+        is_low = (difference < veto).to(difference.dtype)
         sums, counts, vetoes = sequences.add(
             torch.stack([difference, is_learned.to(difference.dtype), is_low])
         )

@@ -72,9 +72,9 @@ class PolicyObjective:
         Raises ValueError for values that a micro-batch lacks, and for GSPO with a mean over tokens.
         """
         settings, is_learned = self._settings, micro_batch.loss_mask > 0
-        names = self._check(micro_batch)
-        # Selected before anything is computed: a masked position may hold anything.
-        values = {name: micro_batch.values[name].where(is_learned, 0) for name in names}
+        self._check(micro_batch)
+        # Selected before anything is computed, as the values are: a masked position may hold anything.
+        values = micro_batch.values
         log_probs, entropy = scores.log_probs.where(is_learned, 0), scores.entropy.where(is_learned, 0)
         advantages, old = values["advantages"], values["old_log_probs"]
         sequences = self._build_sums(micro_batch)
@@ -107,18 +107,15 @@ class PolicyObjective:
             measures["kl"] = kl.detach()
         return torch.stack([loss, *(measures[name].to(loss.dtype) for name in self.measures)])
 
-    def _check(self, micro_batch: MicroBatch) -> list[str]:
-        """Return the names of the values that are read; raise ValueError for what is wrong."""
+    def _check(self, micro_batch: MicroBatch) -> None:
         names = ["advantages", "old_log_probs"]
         names += ["reference_log_probs"] if self._settings.kl else []
-        name = "rollout_log_probs"
-        names += [name] if self._settings.correction or name in micro_batch.values else []
+        names += ["rollout_log_probs"] if self._settings.correction else []
         missing = [name for name in names if name not in micro_batch.values]
         if missing:
             raise ValueError(f"values: {', '.join(missing)} are missing. Give them to the micro-batch.")
         if self._settings.kind == "gspo" and micro_batch.sequences is None:
             raise ValueError("mean: token is not allowed with GSPO. Build micro-batches with mean=sequence.")
-        return names
 
     def _build_sums(self, micro_batch: MicroBatch) -> SequenceSums | None:
         correction = self._settings.correction

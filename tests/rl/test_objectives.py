@@ -201,6 +201,7 @@ def test_settings_out_of_range_are_refused(wrong, key):
         {"veto": 0.0},
         {"high": math.nan},
         {"veto": math.nan},
+        {"veto": 1.0},
     ],
 )
 def test_corrections_that_contradict_are_refused(wrong):
