@@ -68,9 +68,13 @@ def _section(path: str, section: Mapping[str, Any], sections: Mapping[str, Any])
         inner = [sections[o["$ref"].rpartition("/")[2]] for o in options if "$ref" in o]
         of_names = [o for each in options for o in each.get("patternProperties", {}).values() if "$ref" in o]
         below += [(f"{path}.{name}" if path else name, each) for each in inner]
+        items = [option["items"] for option in options if "$ref" in option.get("items", {})]
+        below += [(f"{path}.{name}", sections[item["$ref"].rpartition("/")[2]]) for item in items]
         below += [(f"{path}.{name}.NAME", sections[o["$ref"].rpartition("/")[2]]) for o in of_names]
         null = " or null" if len(options) < len(key.get("anyOf", [key])) else ""
-        value = "section" if inner else " or ".join(map(_value, options)) + null
+        value = (
+            "section" if inner else "list of sections" if items else " or ".join(map(_value, options)) + null
+        )
         default = f"`{json.dumps(key['default'])}`" if "default" in key and not inner else ""
         if name in section.get("required", ()):
             default = "**required**"

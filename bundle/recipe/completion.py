@@ -47,9 +47,15 @@ def complete(values: dict[str, Any]) -> dict[str, str]:
     if isinstance(path, str) and draft.names_tokenizer(Path(hub.local_path(path))):
         draft.fill("data.tokenizer", f"hf:{path}", "model.path")
     kind, _, tokenizer = str(draft.get("data.tokenizer")).partition(":")
-    is_answering = draft.get("task") in ("sft", "dpo")
+    is_answering = draft.get("task") in ("sft", "dpo", "rl")
     if kind == "hf" and is_answering and has_chat_template(Path(hub.local_path(tokenizer))):
         draft.fill("data.template", "chat", f"{tokenizer} has a chat template")
+    if draft.get("task") == "rl":
+        draft.fill("data.validation", 0.0, "rl.evaluation has the questions to evaluate with")
+        answers = draft.get("rl.prompts_per_step"), draft.get("rl.num_generations")
+        match answers:
+            case int(prompts), int(generations):
+                draft.fill("train.global_batch_size", prompts * generations, "all answers of a step")
     if isinstance(draft.get("model.lora"), dict):
         for default in defaults.LORA:
             draft.fill(default.key, default.value, f"default of LoRA: {default.source}")

@@ -138,7 +138,7 @@ def _checked(document: Document, origin: str) -> Recipe:
     if recipe is not None and readable:
         recipe = _with_targets(recipe)
         for key, reason in rules.violations(recipe):
-            violations.append(_located(document, tuple(key.split(".")), reason))
+            violations.append(_located(document, _split_key(key), reason))
     if recipe is None or violations:
         raise UsageError(f"{origin} cannot be used", violations)
     written = {key: document.place(tuple(key.split("."))) or "the recipe" for key in SHOWN if key in given}
@@ -171,19 +171,29 @@ def _validated(document: Document, violations: list[str]) -> Recipe | None:
 
 def _without(values: dict[str, Any], paths: set[Path], at: Path = ()) -> dict[str, Any]:
     """`values` without the keys under `paths`."""
-    kept = {name: value for name, value in values.items() if (*at, name) not in paths}
+
+    def remove_keys(value: Any, place: Path) -> Any:
+        if isinstance(value, dict):
+            return _without(value, paths, place)
+        if isinstance(value, list | tuple):
+            return [remove_keys(item, (*place, number)) for number, item in enumerate(value)]
+        return value
+
     return {
-        name: _without(value, paths, (*at, name)) if isinstance(value, dict) else value
-        for name, value in kept.items()
+        name: remove_keys(value, (*at, name)) for name, value in values.items() if (*at, name) not in paths
     }
 
 
 def _with_commits(document: Document, violations: list[str]) -> None:
     """Pins what the recipe names of the Hugging Face Hub to commits, whose files are then in its cache."""
     document.values = document.values | {
-        name: copy.deepcopy(document.values[name]) for name in ("model", "data") if name in document.values
+        name: copy.deepcopy(document.values[name])
+        for name in ("model", "data", "rl")
+        if name in document.values
     }
-    model, data = (document.values.get(name) for name in ("model", "data"))
+    model, data, rl = (document.values.get(name) for name in ("model", "data", "rl"))
+    if isinstance(rl, dict) and isinstance(evaluation := rl.get("evaluation"), dict):
+        _pin(document, evaluation, ("rl", "evaluation", "path"), "dataset", violations)
     if isinstance(model, dict):
         _pin(document, model, ("model", "path"), "model", violations)
         if isinstance(lora := model.get("lora"), dict):
@@ -298,6 +308,14 @@ def _check_architecture(document: Document, violations: list[str]) -> bool:
             violations.append(_located(document, path, said))
         return False
     return True
+
+
+def _split_key(key: str) -> Path:
+    """Return the parts of a dotted key; the place of a reward in its list is a number."""
+    parts: list[str | int] = [*key.split(".")]
+    if key.startswith("rl.rewards."):
+        parts[2] = int(parts[2])
+    return tuple(parts)
 
 
 def _located(document: Document, path: Path, reason: str) -> str:

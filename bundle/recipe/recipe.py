@@ -18,6 +18,7 @@ from bundle.fp8 import SCALINGS, Format, Scaling
 from bundle.recipe.alignment import Alignment
 from bundle.recipe.data import Data
 from bundle.recipe.defaults import LORA
+from bundle.recipe.rl import RL
 from bundle.recipe.section import (
     Completed,
     Count,
@@ -301,9 +302,10 @@ class Recipe(Completed):
         pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$",
         description="Names the run directory and the job; lower-case letters, digits, dots and dashes.",
     )
-    task: Literal["pretrain", "sft", "dpo"] = Field(
+    task: Literal["pretrain", "sft", "dpo", "rl"] = Field(
         default="pretrain",
-        description="Learn every token, only the responses, or which of two responses is better.",
+        description="Learn every token, only the responses, which of two responses is better, or from rewards"
+        " of sampled answers.",
     )
     backend: Literal["auto", "cpu", "cuda", "ascend"] = Field(
         default="auto", description="The accelerator; auto: what the machine has."
@@ -322,6 +324,7 @@ class Recipe(Completed):
     dpo: DPO | None = Field(
         default=None, description="The loss of pairs of responses; null: none, or of task dpo its defaults."
     )
+    rl: RL | None = Field(default=None, description="Reinforcement learning; null: none. Task rl needs it.")
     checkpoint: Checkpoint = optional("When to save, and how much to keep.")
     environment: dict[Variable, Value | None] = Field(
         default={},
@@ -365,6 +368,8 @@ class Recipe(Completed):
     @property
     def loss_mean(self) -> Literal["token", "sequence"]:
         """Of what the loss is a mean; one over pairs is one over their sequences."""
+        if self.rl is not None:
+            return "sequence" if self.rl.loss.mean == "sequence" else "token"
         return "sequence" if self.task == "dpo" else self.train.loss_mean
 
     @property

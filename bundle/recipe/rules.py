@@ -10,7 +10,7 @@ from bundle.architectures.adapters import projections, unmatched
 from bundle.architectures.contents import has_tokenizer
 from bundle.architectures.published import NAMES
 from bundle.architectures.tensors import Tensors
-from bundle.recipe import chat_template
+from bundle.recipe import chat_template, rl_rules
 from bundle.recipe.data import BYTE_VOCABULARY, Kind
 from bundle.recipe.recipe import Recipe
 from bundle.recipe.sections import Parallel
@@ -39,6 +39,7 @@ def violations(recipe: Recipe) -> list[Violation]:
         _adapters,
         _data,
         _training,
+        rl_rules.find_violations,
         _profile,
     ):
         found += rule(recipe)
@@ -393,8 +394,8 @@ def unfit_source(task: str, kind: Kind) -> str | None:
     """Return why a task cannot be learned from files of a kind; None where it can."""
     if kind not in ("text", "megatron") or task == "pretrain":
         return None
-    answers = "a prompt and a response" if task == "sft" else "a chosen and a rejected response"
-    return f"{task} needs rows with {answers}: jsonl, parquet or arrow"
+    fields = {"sft": "a prompt and a response", "dpo": "a chosen and a rejected response", "rl": "a prompt"}
+    return f"{task} needs rows with {fields[task]}: jsonl, parquet or arrow"
 
 
 def _sources(recipe: Recipe) -> Iterator[tuple[str, Kind]]:
@@ -408,6 +409,8 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, Kind]]:
 
 def _training(recipe: Recipe) -> Iterator[Violation]:
     train, optimizer, distributed = recipe.train, recipe.optimizer, recipe.distributed
+    if recipe.checkpoint.keep_best is not None and recipe.task != "rl":
+        yield "checkpoint.keep_best", f"accuracy is measured by task rl, and this is {recipe.task}"
     if recipe.dpo is not None and recipe.task != "dpo":
         yield "dpo", f"belongs to task dpo, and this is {recipe.task}"
     if optimizer.min_lr > optimizer.lr:

@@ -347,6 +347,10 @@ class Checkpoint(Section):
 
     interval: CountOrZero = Field(default=100, description="Steps between checkpoints; 0: only at the end.")
     keep: Count = Field(default=2, description="Newest checkpoints that stay.")
+    keep_best: Literal["accuracy"] | None = Field(
+        default=None,
+        description="rl: keep the checkpoint with the highest accuracy of rl.evaluation, too; null: not.",
+    )
     async_: bool = Field(
         default=False, alias="async", description="Write in the background while training goes on."
     )

@@ -1,0 +1,257 @@
+"""The section of a recipe that says how a policy learns from rewards (task rl): keys, values, defaults.
+
+Keys have TRL's names where TRL has them. `rl_rules` holds the checks.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from bundle.recipe.data import Kind
+from bundle.recipe.section import (
+    LISTED,
+    Completed,
+    Count,
+    CountOrZero,
+    Names,
+    NotNegative,
+    Pair,
+    Positive,
+    Section,
+    optional,
+    or_null,
+)
+
+# The distances of the bounds of a ratio from 1. DAPO arXiv 2503.14476, GSPO 2507.18071, CISPO 2506.13585; a
+# low of 1 is no lower bound.
+CLIPS = {"ppo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 0.28)}
+# Seconds: of one answer (math), and of all answers in a call (python).
+TIMEOUTS = {"exact": 5.0, "math": 5.0, "python": 60.0}
+
+
+class RLRollout(Section):
+    """How answers are sampled."""
+
+    engine: Literal["transformers"] = Field(
+        default="transformers", description="Who answers: transformers' own class, in the process of a rank."
+    )
+    temperature: Positive = Field(default=1.0, description="Divides the logits before an answer is sampled.")
+    top_p: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Sample from the likeliest tokens of this probability alone. Only 1 is allowed: the loss"
+        " needs the probabilities of all tokens.",
+    )
+    max_completion_length: Count = Field(default=256, description="Longest answer [tokens].")
+    stop: Names = Field(
+        default=(),
+        description="Texts of one token each that end an answer, beside the tokenizer's end of text and what"
+        " the template writes behind a turn.",
+    )
+
+
+class RLEvaluation(Section):
+    """Questions that are never learned, and when they are asked: before the first step, too."""
+
+    path: Names = Field(min_length=1, description="As data.path.")
+    source: Kind | None = Field(default=None, description="Kind of the files; null: data.source.")
+    interval: CountOrZero = Field(default=20, description="Steps between evaluations; 0: only at the end.")
+    samples: Count = Field(
+        default=1,
+        description="Answers to a question. 1: the accuracy of the greedy answer; more: pass@k of answers at"
+        " rollout.temperature.",
+    )
+
+
+class RLReward(Completed):
+    """What judges an answer; the reward is the weighted sum over all of them."""
+
+    kind: Literal["exact", "math", "python"] = Field(
+        description="exact: 1 for the text of the field, else 0; math: 1 for the same mathematical value, by"
+        " math-verify (extra `rl`), else 0; python: a function of yours."
+    )
+    weight: float = Field(default=1.0, description="What the reward is multiplied by in the sum.")
+    field: str | None = Field(
+        default=None,
+        min_length=1,
+        description="exact, math: the field of a row that has the right answer; dots lead into objects. null:"
+        " reward_model.ground_truth (verl) where a row has it, else data.fields.response.",
+    )
+    pattern: str | None = Field(
+        default=None,
+        min_length=1,
+        description="exact, math: a regular expression that finds the right answer in the field, such as"
+        " `#### (.+)`: its group, or all of the match, the last one. null: all of the field.",
+    )
+    function: str | None = Field(
+        default=None,
+        min_length=1,
+        description="python: `FILE.py:NAME`, a function of (answers: list[str], rows: list[dict]) that"
+        " returns a list of numbers; None in it: it cannot judge, and that answer is left out.",
+    )
+    timeout_seconds: Positive = Field(
+        default=5.0,
+        json_schema_extra=or_null,
+        description="Seconds until a reward is ended, and what it has not judged is left out. math: of one"
+        " answer; python: of a call. null or left out: 5, python 60.",
+    )
+    processes: Count = Field(
+        default=1, description="Processes that judge on each rank; they share out the rank's answers."
+    )
+
+    @classmethod
+    def followers(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """How long each kind may take."""
+        kind = values.get("kind")
+        return {"timeout_seconds": TIMEOUTS.get(kind, 5.0)} if isinstance(kind, str) else {}
+
+
+class RLCorrection(Section):
+    """Weights that correct for a rollout engine whose probabilities differ from the trainer's.
+
+    With w = exp(old - rollout), the log-probabilities of the trainer and of the rollout engine.
+    """
+
+    kind: Literal["truncate", "mask"] = Field(
+        default="truncate",
+        description="truncate: multiply by min(w, high), TIS; mask: by w within [low, high], else by 0"
+        " (level token: IcePop, sequence: MIS).",
+    )
+    level: Literal["token", "sequence", "geometric"] = Field(
+        default="token",
+        description="Whose w: of each token, of all tokens of an answer together, or their geometric mean.",
+    )
+    low: NotNegative = Field(default=0.0, description="mask: lowest w.")
+    high: Positive = Field(default=2.0, description="Highest w.")
+    veto: Positive | None = Field(
+        default=None,
+        description="An answer with a token of a lower w has no part in the loss; null: no veto.",
+    )
+
+
+class RLLoss(Completed):
+    """The loss of the policy."""
+
+    kind: Literal["ppo", "gspo", "cispo"] = Field(
+        default="ppo",
+        description="ppo: clip the ratio of each token; gspo: of each answer; cispo: clip the weight alone.",
+    )
+    clip: Pair = Field(
+        default=CLIPS["ppo"],
+        json_schema_extra=or_null,
+        description="How far below and above 1 the ratio is clipped. null or left out: [0.2, 0.28], gspo"
+        " [0.0003, 0.0004], cispo [1, 0.28].",
+    )
+    dual_clip: float | None = Field(
+        default=None,
+        gt=1,
+        description="ppo, gspo: bounds the loss of a negative advantage at this multiple of it; null: no"
+        " bound.",
+    )
+    entropy: NotNegative = Field(default=0.0, description="Coefficient of the entropy bonus.")
+    kl: NotNegative = Field(
+        default=0.0,
+        description="Coefficient of the KL divergence from the reference, the model that training begins"
+        " with; 0: no reference is kept.",
+    )
+    kl_kind: Literal["k1", "k2", "k3"] = Field(
+        default="k2", description="The estimator; k1 is subtracted from rewards, k2 and k3 are losses."
+    )
+    mean: Literal["token", "sequence", "constant"] = Field(
+        default="token",
+        json_schema_extra=or_null,
+        description="What counts alike: every token, every answer, or the sum of tokens by a constant"
+        " (Dr.GRPO). null or left out: token, gspo sequence.",
+    )
+    divisor: Positive | None = Field(
+        default=None,
+        description="mean constant: the tokens of an answer that the constant counts; null:"
+        " rollout.max_completion_length.",
+    )
+    temperature: Positive | None = Field(
+        default=None, description="Divides the logits in the loss; null: rollout.temperature."
+    )
+    correction: RLCorrection | None = Field(
+        default=None, description="Correct for another engine's probabilities; null: no correction."
+    )
+
+    @classmethod
+    def followers(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """The bounds and the mean of each kind of loss."""
+        kind = values.get("kind", "ppo")
+        if not isinstance(kind, str):
+            return {}
+        return {
+            "clip": CLIPS.get(kind, CLIPS["ppo"]),
+            "mean": "sequence" if kind == "gspo" else "token",
+        }
+
+
+class RL(Section):
+    """Reinforcement learning from rewards; of task rl. Of a step: questions, answers, updates."""
+
+    prompts_per_step: Count = Field(description="Questions of one step.")
+    num_generations: Count = Field(description="Answers to each question: a group. At least 2.")
+    num_iterations: Count = Field(
+        default=1,
+        description="How often all answers of a step are learned, in updates of train.global_batch_size.",
+    )
+    rollout: RLRollout = optional("How answers are sampled.")
+    evaluation: RLEvaluation | None = Field(default=None, description="Questions to evaluate with.")
+    rewards: Annotated[tuple[RLReward, ...], LISTED] = Field(
+        description="What judges the answers, a list of at least one."
+    )
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = (
+        Field(default="grpo", description="How rewards become advantages.")
+    )
+    discount: float = Field(
+        default=1.0, gt=0, le=1, description="reinforce_plus_plus: what a later token's reward counts for."
+    )
+    loss: RLLoss = optional("The loss of the policy.")
+    old_log_probs: Literal["rollout", "trainer"] = Field(
+        default="rollout",
+        description="Whose log-probabilities the ratio starts from: the rollout engine's, or the trainer's,"
+        " which computes them once more.",
+    )
+    dynamic_sampling: CountOrZero = Field(
+        default=0,
+        description="How often a step asks further questions in the place of flat groups, at most (DAPO).",
+    )
+    overlong_buffer: CountOrZero = Field(
+        default=0,
+        description="The reward falls by up to 1 over the last tokens, so many, of the longest answer (DAPO);"
+        " 0: it does not.",
+    )
+    mask_truncated_completions: bool = Field(
+        default=False, description="Leave answers that reached the longest length out of the loss."
+    )
+    max_failed: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="Share of a step's answers that a reward may fail to judge; more end the run.",
+    )
+    max_flat_steps: Count = Field(
+        default=50, description="Steps in a row without a group to learn from, which end the run."
+    )
+    warm_start_steps: CountOrZero = Field(
+        default=0, description="Updates of SFT on the rows' own answers, before the first rollout."
+    )
+
+    @property
+    def answers_per_step(self) -> int:
+        """Answers of one step, before any is left out."""
+        return self.prompts_per_step * self.num_generations
+
+    @property
+    def loss_temperature(self) -> float:
+        """What divides the logits in the loss."""
+        return self.loss.temperature or self.rollout.temperature
+
+    @property
+    def divisor(self) -> float | None:
+        """What the sum over all tokens of a step is divided by; None where the loss is a mean."""
+        if self.loss.mean != "constant":
+            return None
+        return self.answers_per_step * (self.loss.divisor or self.rollout.max_completion_length)

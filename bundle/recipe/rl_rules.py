@@ -1,0 +1,197 @@
+"""What task rl needs of a recipe, as far as a recipe alone decides it; every violation with key and value."""
+
+import re
+from collections.abc import Iterator
+
+from bundle.errors import shown
+from bundle.recipe.recipe import Recipe
+from bundle.recipe.rl import RL, RLCorrection, RLReward
+
+# (the key to change, what is wrong with it)
+Violation = tuple[str, str]
+
+# `FILE.py:NAME`; a path may hold colons.
+_FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<name>[^\W\d]\w*)")
+
+
+def split_function(function: str) -> tuple[str, str]:
+    """Return the file and the name of `FILE.py:NAME`. Raise ValueError for any other text."""
+    match = _FUNCTION.fullmatch(function)
+    if match is None:
+        raise ValueError(f"{shown(function)} is not FILE.py:NAME")
+    return match["file"], match["name"]
+
+
+def find_violations(recipe: Recipe) -> Iterator[Violation]:
+    """Yield every rule of task rl that the recipe breaks."""
+    rl = recipe.rl
+    if rl is None:
+        if recipe.task == "rl":
+            yield "rl", "missing. Task rl needs prompts_per_step, num_generations and rewards."
+        return
+    if recipe.task != "rl":
+        yield "rl", f"belongs to task rl, and task is {recipe.task}. Remove it, or set task: rl."
+        return
+    yield from _check_sampling(rl)
+    yield from _check_lengths(recipe, rl)
+    yield from _check_updates(recipe, rl)
+    yield from _check_data(recipe)
+    if not rl.rewards:
+        yield "rl.rewards", "[] judges no answer. Add a reward, such as {kind: exact, field: answer}."
+    for number, reward in enumerate(rl.rewards):
+        yield from ((f"rl.rewards.{number}.{key}", reason) for key, reason in _check_reward(reward))
+    yield from _check_loss(rl)
+
+
+def _check_sampling(rl: RL) -> Iterator[Violation]:
+    if rl.num_generations < 2:
+        yield "rl.num_generations", f"{rl.num_generations} is not a group to compare. Set it to 2 or more."
+    if rl.rollout.top_p < 1:
+        yield (
+            "rl.rollout.top_p",
+            f"{rl.rollout.top_p:g} is not allowed: without a replay of the sampled tokens' choices every"
+            " ratio of the loss is biased. Set it to 1.",
+        )
+    longest = rl.rollout.max_completion_length
+    if rl.overlong_buffer > longest:
+        yield (
+            "rl.overlong_buffer",
+            f"{rl.overlong_buffer} exceeds rl.rollout.max_completion_length {longest}.",
+        )
+    if rl.discount != 1 and rl.advantage != "reinforce_plus_plus":
+        yield (
+            "rl.discount",
+            f"{rl.discount:g} is not read with rl.advantage {rl.advantage}. Set it to 1, or set"
+            " reinforce_plus_plus.",
+        )
+    if rl.loss.mean != "constant" and rl.loss.divisor is not None:
+        yield "rl.loss.divisor", f"{rl.loss.divisor:g} is not read with rl.loss.mean {rl.loss.mean}."
+
+
+def find_room(recipe: Recipe) -> int:
+    """Return the tokens that a question with its answer may have: of a row or a pack, and of the model."""
+    room = recipe.data.sequence_length
+    if recipe.data.packed:
+        room = room // recipe.alignment.sequence * recipe.alignment.sequence
+    return min(room, recipe.architecture.max_position_embeddings)
+
+
+def _check_lengths(recipe: Recipe, rl: RL) -> Iterator[Violation]:
+    longest, length = rl.rollout.max_completion_length, recipe.data.sequence_length
+    room = find_room(recipe)
+    if longest < room:  # one token of a question, at least
+        return
+    limit = "positions of the model" if room == recipe.architecture.max_position_embeddings else "tokens"
+    unit = "pack" if recipe.data.packed else "row"
+    if limit == "tokens":
+        yield (
+            "data.sequence_length",
+            f"{length} gives a {unit} of {room} tokens, and an answer may have {longest} with its question"
+            f" before it. Set it above {longest}, or lower rl.rollout.max_completion_length.",
+        )
+    else:
+        yield (
+            "rl.rollout.max_completion_length",
+            f"{longest} leaves no room for a question within the {room} {limit}. Lower it.",
+        )
+
+
+def _check_updates(recipe: Recipe, rl: RL) -> Iterator[Violation]:
+    train, checkpoint, answers = recipe.train, recipe.checkpoint, rl.answers_per_step
+    if answers % train.global_batch_size:
+        yield (
+            "train.global_batch_size",
+            f"{train.global_batch_size} does not divide the {answers} answers of a step"
+            f" (rl.prompts_per_step {rl.prompts_per_step} x rl.num_generations {rl.num_generations}).",
+        )
+    if train.epochs is not None:
+        yield "train.epochs", f"{train.epochs:g} counts rows, and rl counts updates. Give train.steps."
+    if rl.old_log_probs == "trainer" and rl.loss_temperature != rl.rollout.temperature:
+        yield (
+            "rl.loss.temperature",
+            f"{rl.loss_temperature:g} is not rl.rollout.temperature {rl.rollout.temperature:g}, which"
+            " rl.old_log_probs: trainer requires. Leave it out.",
+        )
+    if checkpoint.keep_best is not None and rl.evaluation is None:
+        yield (
+            "checkpoint.keep_best",
+            f"{checkpoint.keep_best} is measured by an evaluation. Set rl.evaluation.path.",
+        )
+
+
+def _check_data(recipe: Recipe) -> Iterator[Violation]:
+    data = recipe.data
+    if data.validation:
+        yield "data.validation", f"{data.validation:g} is not read by task rl. Set rl.evaluation.path and 0."
+    if data.validation_sets:
+        names = ", ".join(data.validation_sets)
+        yield "data.validation_sets", f"{names}: not read by task rl. Set rl.evaluation.path."
+    if data.truncation in ("left", "right"):
+        yield (
+            "data.truncation",
+            f"{data.truncation} makes another question of a long one. Set error or delete.",
+        )
+    evaluation = recipe.rl.evaluation if recipe.rl else None
+    if evaluation is not None and evaluation.source in ("text", "megatron"):
+        yield (
+            "rl.evaluation.source",
+            f"{evaluation.source} has no rows with questions. Use jsonl, parquet or arrow.",
+        )
+
+
+def _check_reward(reward: RLReward) -> Iterator[Violation]:
+    """Yield what is wrong with a reward, by its own keys."""
+    if reward.weight == 0:
+        yield "weight", "0 takes the reward out of the sum. Remove the reward, or give it another weight."
+    if reward.kind == "python":
+        for key in ("field", "pattern"):
+            if (value := getattr(reward, key)) is not None:
+                yield key, f"{shown(value)} belongs to exact and math, and kind is python. Remove it."
+        if reward.function is None:
+            yield "function", "missing. Kind python needs FILE.py:NAME."
+            return
+        try:
+            split_function(reward.function)
+        except ValueError as error:
+            yield "function", f"{error}. Name a file and a function in it, such as mine.py:polite."
+        return
+    if reward.function is not None:
+        yield "function", f"{shown(reward.function)} belongs to python, and kind is {reward.kind}. Remove it."
+    if reward.pattern is not None:
+        try:
+            groups = re.compile(reward.pattern).groups
+        except (re.error, RecursionError, OverflowError) as error:
+            yield "pattern", f"{shown(reward.pattern)} is not a regular expression ({error}). Correct it."
+        else:
+            if groups > 1:
+                yield "pattern", f"{shown(reward.pattern)} has {groups} groups. Keep one; others are (?:...)."
+
+
+def _check_loss(rl: RL) -> Iterator[Violation]:
+    loss = rl.loss
+    low, high = loss.clip
+    if not (0 <= low <= 1 and high >= 0):
+        yield "rl.loss.clip", f"[{low:g}, {high:g}] is not two distances from 1, the first at most 1."
+    if loss.kind == "gspo" and loss.mean != "sequence":
+        yield "rl.loss.mean", f"{loss.mean} is not gspo's, which weighs answers. Set sequence."
+    if loss.kind == "cispo" and loss.dual_clip is not None:
+        yield "rl.loss.dual_clip", f"{loss.dual_clip:g} is not read by cispo. Remove it."
+    if loss.correction is not None:
+        if rl.old_log_probs != "trainer":
+            yield (
+                "rl.loss.correction",
+                "compares the trainer's log-probabilities with the rollout's, and rl.old_log_probs is"
+                f" {rl.old_log_probs}. Set trainer.",
+            )
+        for key, reason in _check_correction(loss.correction):
+            yield f"rl.loss.correction.{key}", reason
+
+
+def _check_correction(correction: RLCorrection) -> Iterator[Violation]:
+    if correction.low >= correction.high:
+        yield "low", f"{correction.low:g} is not below high {correction.high:g}."
+    if correction.kind == "truncate":
+        if correction.low:
+            yield "low", f"{correction.low:g} belongs to kind mask. Set it to 0."
+        if correction.level == "geometric":
+            yield "level", "geometric belongs to kind mask. Set kind: mask."
