@@ -1,0 +1,52 @@
+"""The right answer of a row, which exact and math compare with."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bundle.errors import shown
+
+# Where rows in verl's form have it.
+GROUND_TRUTH = "reward_model.ground_truth"
+
+
+class MissingReference(Exception):
+    """Why a row has no right answer; the text begins with the field."""
+
+
+def find_reference(row: Mapping[str, Any], fields: Sequence[str], pattern: str | None = None) -> str:
+    """Return the right answer of a row: the last match of `pattern` in the first of `fields` that it has.
+
+    A pattern with a group means the group. A number is taken as JSON writes it. Raise MissingReference for a
+    row without these fields, another kind of value, and a text without a match.
+    """
+    name, value = _find_field(row, fields)
+    if isinstance(value, bool | int | float):
+        value = json.dumps(value)
+    if not isinstance(value, str):
+        raise MissingReference(f"field {name}: must be text or a number, is {shown(value)}")
+    if pattern is not None:
+        match = None
+        for match in re.finditer(pattern, value):  # noqa: B007  # the last one counts
+            pass
+        text: str | None = match[match.re.groups] if match else None
+        if text is None:
+            raise MissingReference(f"field {name}: {shown(pattern)} does not match {shown(value)}")
+        value = text
+    reference = value.strip()
+    if not reference:
+        raise MissingReference(f"field {name}: the right answer is blank")
+    return reference
+
+
+def _find_field(row: Mapping[str, Any], fields: Sequence[str]) -> tuple[str, Any]:
+    """Return the first field that a row has, with its value; dots lead into objects."""
+    for name in fields:
+        value: Any = row
+        for part in [name] if name in row else name.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is not None:
+            return name, value
+    columns = ", ".join(map(str, row))[:200] or "no fields"
+    raise MissingReference(f"field {' or '.join(fields)}: missing; the row has {columns}")
