@@ -151,9 +151,9 @@ def texts(data: Data, sources: Sequence[Source], errors: DataErrors) -> Iterator
 
 
 def rows(
-    sources: Sequence[Source], wanted: Sequence[str], errors: DataErrors
+    sources: Sequence[Source], wanted: Sequence[str] | None, errors: DataErrors
 ) -> Iterator[tuple[str, Values]]:
-    """The rows of files of one kind, after their places: "file:line". At least the `wanted` fields."""
+    """The rows of files of one kind, after their places: "file:line". None: all fields, not the `wanted`."""
     if sources and sources[0].kind == "jsonl":
         return errors.passed(_read(sources, _values, errors), _object)
     return _read(sources, lambda source: _table(source, wanted), errors)
@@ -290,12 +290,13 @@ def _object(content: Any) -> Values:
     return value
 
 
-def _table(source: Source, wanted: Sequence[str]) -> Iterator[tuple[int, Values]]:
-    """The rows of a parquet or arrow file, as far as they have one of the `wanted` columns."""
+def _table(source: Source, wanted: Sequence[str] | None) -> Iterator[tuple[int, Values]]:
+    """The rows of a parquet or arrow file, as far as they have one of the `wanted` columns; None: all."""
     pyarrow = _import_pyarrow()
     try:
         with (_open_parquet if source.kind == "parquet" else _open_arrow)(source.path) as (names, batches):
-            if not (columns := [name for name in names if name in wanted]):
+            columns = list(names) if wanted is None else [name for name in names if name in wanted]
+            if wanted is not None and not columns:
                 raise Corrupt(f"has none of the columns {', '.join(wanted)}; it has {', '.join(names)}")
             table_rows = (row for batch in batches(columns) for row in batch.to_pylist())
             for number, row in enumerate(table_rows, start=1):

@@ -13,6 +13,7 @@ from bundle.architectures.contents import has_tokenizer
 from bundle.errors import ExitCode, UsageError
 from bundle.planning.datafiles import STDLIB, expand, find_index, needs_pyarrow
 from bundle.planning.problems import Problem, hardware_problem, recipe_problem
+from bundle.planning.rewards import find_reward_problems
 from bundle.pretrained.directory import unread_tokenizer
 from bundle.recipe import Recipe
 from bundle.recipe.data import Data
@@ -68,6 +69,7 @@ def missing_files(recipe: Recipe) -> Iterator[Problem]:
     """The data and the tokenizer that are not here: of another machine they may be, or are to be mounted."""
     yield from _data(recipe)
     yield from _tokenizer(recipe)
+    yield from find_reward_problems(recipe)
 
 
 def absent_inputs(recipe: Recipe) -> Iterator[Problem]:
@@ -115,7 +117,11 @@ def _here(path: Path) -> bool:
 def _read(recipe: Recipe) -> dict[str, Data]:
     """All data that a job reads, by the key of its paths."""
     sets = {f"data.validation_sets.{name}.path": name for name in recipe.data.validation_sets}
-    return {"data.path": recipe.data} | {key: recipe.validating(name).data for key, name in sets.items()}
+    data = {"data.path": recipe.data} | {key: recipe.validating(name).data for key, name in sets.items()}
+    if recipe.rl is not None and (settings := recipe.rl.evaluation) is not None:
+        only = {"path": settings.path, "source": settings.source or recipe.data.source, "weights": None}
+        data["rl.evaluation.path"] = recipe.data.model_copy(update=only)
+    return data
 
 
 def _data(recipe: Recipe) -> Iterator[Problem]:

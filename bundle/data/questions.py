@@ -1,0 +1,205 @@
+"""Questions of task rl: rows rendered as far as the answer begins, with all their columns for the rewards."""
+
+import functools
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from bundle.data import chat
+from bundle.data.conversations import Message, of_messages, read_prompt
+from bundle.data.conversations import conversation as read_conversation
+from bundle.data.prompts import Prompts
+from bundle.data.samples import ORDER, Blend
+from bundle.data.sources import SHOWN, Corrupt, DataErrors, Values, rows
+from bundle.data.tokenizers import Tokenizer, tokenizer
+from bundle.errors import UsageError, shown
+from bundle.planning.datafiles import Source, expand
+from bundle.recipe import Recipe
+from bundle.recipe.data import Data
+from bundle.recipe.rl import RL
+from bundle.recipe.rl_rules import find_room
+from bundle.recipe.rules import unfit_source
+from bundle.rewards.pool import find_missing_reference
+
+# Rows whose tokens are made at once.
+ROWS_TOGETHER = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One row: `ids` are the rendered question, `number` is its place among all rows of its set."""
+
+    number: int
+    ids: tuple[int, ...]
+    row: Mapping[str, Any]  # all columns, as read
+    place: str  # file:line
+
+
+@dataclass(frozen=True)
+class QuestionSet:
+    """The questions of some data sets, one set after the other, and what was left out of them."""
+
+    questions: tuple[Question, ...]
+    sizes: tuple[int, ...]  # of each data set
+    skipped: int  # corrupt rows and files that were passed over
+    deleted: int  # rows that are too long (data.truncation: delete)
+    left_out: tuple[str, ...]  # a line for each reason
+
+    def __len__(self) -> int:
+        return len(self.questions)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Names the questions and the values of their rows: a resume must find them again."""
+        digest = hashlib.sha256()
+        for question in self.questions:
+            digest.update(
+                repr((question.ids, sorted(question.row.items()))).encode(errors="backslashreplace")
+            )
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Questions to learn from, in which order, those to evaluate with, and what an answer ends with."""
+
+    training: QuestionSet
+    evaluation: QuestionSet | None
+    order: Blend
+    stop: tuple[int, ...]  # ids that end an answer, the end of text first
+    tokenizer: Tokenizer
+
+    def draw(self, first: int, count: int) -> list[Question]:
+        """Return the `count` questions from place `first` of the run on, which has no end."""
+        return [self.training.questions[number] for number in self.order.drawn(first, count).tolist()]
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What a resume must find again."""
+        identity = {"questions": self.training.digest, "tokenizer": self.tokenizer.identity, "order": ORDER}
+        return identity | ({"evaluation questions": self.evaluation.digest} if self.evaluation else {})
+
+
+def prepare_questions(recipe: Recipe) -> Questions:
+    """Return the questions of a recipe of task rl.
+
+    Raise UsageError with every file that is missing, every corrupt row (`data.on_error: stop`), every stop
+    text that is not one token, and every set without a question.
+    """
+    assert recipe.rl is not None, "the rules of a recipe require it for task rl"
+    data, settings = recipe.data, recipe.rl.evaluation
+    encoder = tokenizer(data.tokenizer, recipe.architecture.vocab_size)
+    reader = _Reader(recipe, recipe.rl, encoder)
+    stop = reader.find_stops()
+    training = reader.read_sets(data, data.data_sets, "data.path", is_learned=True)
+    evaluation = None
+    if settings is not None:
+        only = data.model_copy(update={"path": settings.path, "source": settings.source or data.source})
+        evaluation = reader.read_sets(only, [settings.path], "rl.evaluation.path", is_learned=False)
+    if reader.violations:
+        raise UsageError("the questions cannot be used", reader.violations)
+    order = Blend(training.sizes, data.weights or (1.0,), recipe.seed)
+    return Questions(training, evaluation, order, stop, encoder)
+
+
+class _Reader:
+    """Reads and renders rows; `violations` has all that is wrong with any set."""
+
+    def __init__(self, recipe: Recipe, rl: RL, encoder: Tokenizer) -> None:
+        self.violations: list[str] = []
+        self._data, self._rl, self._encoder = recipe.data, rl, encoder
+        self._writer: Any = chat.writer(recipe.data, encoder)
+        self._room = find_room(recipe)
+
+    def find_stops(self) -> tuple[int, ...]:
+        """Return the ids that end an answer: those of the template, then those of rl.rollout.stop."""
+        ends = list(Prompts(self._encoder, self._writer, lambda: None).ends)
+        texts = self._rl.rollout.stop
+        for text, ids in zip(texts, self._encoder.encode(texts) if texts else (), strict=True):
+            if len(ids) != 1:
+                self.violations.append(
+                    f"rl.rollout.stop: {shown(text)} is {len(ids)} tokens. Name texts of one token each."
+                )
+            ends += ids.tolist()
+        return tuple(dict.fromkeys(ends))
+
+    def read_sets(
+        self, data: Data, data_sets: Sequence[Sequence[str]], key: str, *, is_learned: bool
+    ) -> QuestionSet:
+        """Return the questions of data sets, whose paths stand under `key`."""
+        questions: list[Question] = []
+        sizes: list[int] = []
+        noted = DataErrors(data.on_error)
+        for paths in data_sets:
+            errors = DataErrors(data.on_error)
+            try:
+                sources = expand(paths, data.source, key)
+                if reason := unfit_source("rl", sources[0].kind):
+                    raise UsageError(f"{key}: {reason}, and these are {sources[0].kind} files")
+                read = [*self._read(sources, errors, is_learned=is_learned)]
+                noted.extend(errors.dump())
+                errors.conclude()
+                if not read:
+                    names = ", ".join(paths)[:200]
+                    raise UsageError(f"{key}: {names}: no question is left. Name rows with questions.")
+            except UsageError as error:
+                self.violations += error.violations or [str(error)]
+                continue
+            questions += [
+                Question(len(questions) + number, ids, row, place)
+                for number, (place, row, ids) in enumerate(read)
+            ]
+            sizes.append(len(read))
+        lines = (*noted.corrupt.lines(), *noted.deleted.lines())[:SHOWN]
+        return QuestionSet(tuple(questions), tuple(sizes), noted.corrupt.count, noted.deleted.count, lines)
+
+    def _read(
+        self, sources: Iterable[Source], errors: DataErrors, *, is_learned: bool
+    ) -> Iterator[tuple[str, Values, tuple[int, ...]]]:
+        """Yield the place, the row and the ids of each question; `errors` note the other rows."""
+        read = rows([*sources], None, errors)
+        drafted = errors.passed(read, lambda row: (row, self._draft(row, is_learned=is_learned)))
+        while batch := [*islice(drafted, ROWS_TOGETHER)]:
+            documents = self._writer.encode([draft for _, (_, draft) in batch])
+            for (place, (row, _)), document in zip(batch, documents, strict=True):
+                ids = tuple(document.ids.tolist())
+                if self._fits(place, ids, errors):
+                    yield place, row, ids
+
+    def _draft(self, row: Values, *, is_learned: bool) -> Any:
+        """Return the rendered question of a row. Raise Corrupt for a row that is not a question."""
+        messages = read_prompt(row, self._data.fields.prompt)
+        answer: Message = {"role": "assistant", "content": "."}
+        # With an answer it is a conversation, which has the row's system message, tools and images.
+        conversation = of_messages([*messages, answer], row, self._data, len(messages))
+        if conversation.tools:
+            raise Corrupt(
+                f"field {self._data.fields.tools}: tools are not rendered in questions. Leave them out"
+            )
+        if conversation.media:
+            raise Corrupt(f"has {conversation.media[0].kind}s, and questions are text")
+        if reason := find_missing_reference(self._rl.rewards, row, self._data.fields.response):
+            raise Corrupt(reason)
+        if is_learned and self._rl.warm_start_steps:
+            try:
+                read_conversation(row, self._data)
+            except Corrupt as error:
+                raise Corrupt(f"rl.warm_start_steps: learns the row's own answer: {error}") from error
+        return self._writer.prompt(conversation.messages[:-1])
+
+    def _fits(self, place: str, ids: tuple[int, ...], errors: DataErrors) -> bool:
+        """Return whether the longest answer has room behind a question; `errors` note where it has not."""
+        longest = self._rl.rollout.max_completion_length
+        if not ids:
+            errors.add(place, "the question is not a single token")
+        elif len(ids) + longest > self._room:
+            reason = (
+                f"rl.rollout.max_completion_length: {longest} and a question of {len(ids)} tokens exceed the"
+                f" {self._room} that data.sequence_length and the positions of the model allow"
+            )
+            (errors.deleted if self._data.truncation == "delete" else errors.corrupt).add(place, reason)
+        else:
+            return True
+        return False

@@ -1,0 +1,57 @@
+"""What the rewards of task rl need of this machine before ranks start: files, functions in them, packages."""
+
+import ast
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+from bundle import files
+from bundle.planning.problems import Problem, hardware_problem, recipe_problem
+from bundle.recipe import Recipe
+from bundle.recipe.rl_rules import split_function
+
+_SOURCE_BYTES = 2**24
+
+
+def find_reward_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield what is missing for the rewards of a recipe; no file is executed."""
+    for number, reward in enumerate(recipe.rl.rewards if recipe.rl else ()):
+        key = f"rl.rewards.{number}"
+        if reward.function is not None and (reason := _find_defect(*split_function(reward.function))):
+            yield recipe_problem(f"{key}.function: {reward.function}: {reason}")
+        if reward.kind == "math" and importlib.util.find_spec("math_verify") is None:
+            yield hardware_problem(
+                f"{key}.kind: math needs math-verify. Install it: pip install 'mcore-bundle[rl]'."
+            )
+
+
+def _find_defect(file: str, name: str) -> str | None:
+    """Return why a file has no function of that name; None where it seems to have one."""
+    try:
+        module = ast.parse(files.content(Path(file), _SOURCE_BYTES))
+    except OSError as error:
+        return f"{error.strerror}. Name a file as FILE.py:NAME, from the working directory on."
+    except (SyntaxError, ValueError, RecursionError) as error:
+        return f"not Python: {error}. Correct the file."
+    if name in _list_names(module) or "*" in _list_names(module):
+        return None
+    return (
+        f"the file has no {name}. Name one of its functions: {', '.join(_list_functions(module)) or 'none'}."
+    )
+
+
+def _list_functions(module: ast.Module) -> list[str]:
+    return [node.name for node in module.body if isinstance(node, ast.FunctionDef)]
+
+
+def _list_names(module: ast.Module) -> set[str]:
+    """Return what a module may define, in branches of it, too."""
+    names = set()
+    for node in ast.walk(module):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names

@@ -1,0 +1,61 @@
+"""What the rewards of a recipe lack on this machine is said before a rank starts."""
+
+import pytest
+
+from bundle.errors import ExitCode
+from bundle.planning.inputs import found, input_problems
+from bundle.planning.rewards import find_reward_problems
+from tests.data.test_questions import ROWS, build, write
+
+
+@pytest.fixture
+def mine(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from os import path as elsewhere\ndef polite(answers, rows): raise SystemExit\nraise SystemExit"
+    )
+    return path
+
+
+@pytest.mark.parametrize("name", ["polite", "elsewhere"])
+def test_a_function_that_a_file_has_is_no_problem_and_nothing_runs(mine, name):
+    recipe = build("data.path=x.jsonl", reward=f"{{kind: python, function: '{mine}:{name}'}}")
+    assert [*find_reward_problems(recipe)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [
+        (None, "polite", "No such file"),
+        ("def f(:", "polite", "not Python"),
+        ("def other(a, b): ...", "polite", "other"),
+    ],
+)
+def test_a_missing_file_or_function_is_named(tmp_path, text, name, value):
+    path = tmp_path / "mine.py"
+    if text is not None:
+        path.write_text(text)
+    data = write(tmp_path / "rows.jsonl", ROWS)
+    recipe = build(
+        f"data.path={data}", reward=f"{{kind: exact}}, {{kind: python, function: '{path}:{name}'}}"
+    )
+    (problem,) = input_problems(recipe, tmp_path / "run")
+    assert problem.code is ExitCode.USAGE
+    assert problem.text.startswith(f"rl.rewards.1.function: {path}:{name}: ") and value in problem.text
+
+
+def test_math_needs_its_package(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (problem,) = find_reward_problems(build("data.path=x.jsonl", reward="{kind: math}"))
+    assert problem.code is ExitCode.ENVIRONMENT_UNFIT and problem.text.startswith("rl.rewards.0.kind: ")
+
+
+def test_rows_to_evaluate_with_must_be_here(tmp_path):
+    data = write(tmp_path / "rows.jsonl", ROWS)
+    gone = tmp_path / "gone.jsonl"
+    recipe = build(f"data.path={data}", f"rl.evaluation={{path: [{gone}]}}")
+    (problem,) = input_problems(recipe, tmp_path / "run")
+    assert problem.text.startswith(f"rl.evaluation.path {gone}")
+    write(gone, ROWS)
+    assert [*input_problems(recipe, tmp_path / "run")] == []
+    assert {one.key for one in found(recipe)} == {"data.path", "rl.evaluation.path"}
