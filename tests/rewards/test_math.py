@@ -55,6 +55,12 @@ def test_another_value_and_no_value_are_0_and_no_failure(pool):
         assert not judgement.failures
 
 
+def test_the_right_answer_is_the_first_of_two_that_math_verify_compares(pool):
+    """It takes an interval for a relation, but no relation for an interval."""
+    assert judge(pool, ["$(1,2)$"], "$1<x<2$").rewards == [1.0]
+    assert judge(pool, ["$1<x<2$"], "$(1,2)$").rewards == [0.0]
+
+
 def test_numbers_are_compared_as_exact_fractions_are(pool):
     draw = random.Random(5)
     pairs = [
