@@ -94,6 +94,8 @@ def backend_problems(
     recipe: Recipe, can: Capabilities, hardware: Hardware, code: MegatronCode
 ) -> Iterator[Problem]:
     """What this backend, these devices and this code of megatron-core cannot do for a recipe."""
+    if recipe.task == "rl":
+        yield recipe_problem("task: rl is checked, and no command trains it yet. Use sft or dpo.")
     refused = can.attention_refusals(recipe, hardware.generation.value)
     yield from (recipe_problem(f"model.attention: {why}") for why in refused)
     yield from (recipe_problem(f"model.operators: {why}") for why in can.operator_refusals(recipe))

@@ -3,6 +3,7 @@
 import pytest
 
 from bundle.errors import ExitCode
+from bundle.planning import plan_for
 from bundle.planning.inputs import found, input_problems
 from bundle.planning.rewards import find_reward_problems
 from tests.data.test_questions import ROWS, build, write
@@ -59,3 +60,8 @@ def test_rows_to_evaluate_with_must_be_here(tmp_path):
     write(gone, ROWS)
     assert [*input_problems(recipe, tmp_path / "run")] == []
     assert {one.key for one in found(recipe)} == {"data.path", "rl.evaluation.path"}
+
+
+def test_no_command_starts_to_train_a_policy():
+    plan = plan_for(build("data.path=x.jsonl", reward="{kind: exact}"), backend="cpu", per_node=1)
+    assert [p.code for p in plan.problems if p.text.startswith("task: rl ")] == [ExitCode.USAGE]
