@@ -143,7 +143,7 @@ def run(runtime: Any, folder: Path, _plan: Any) -> dict[str, Any]:
         seen["full disk"] = outcome(lambda: small.save(TrainState(2, 2 * ROWS, "digest")))
     dist.barrier()
     with full_disk(2**16), busy_leftovers(type(full)):
-        seen["full disk while a rank writes"] = outcome(lambda: small.save(TrainState(2, 2 * ROWS, "digest")))
+        seen["busy full disk"] = outcome(lambda: small.save(TrainState(2, 2 * ROWS, "digest")))
     dist.barrier()
     alone(full.clear)
     seen["left behind"] = sorted(path.name for path in full.root.iterdir())
