@@ -1,20 +1,17 @@
 """Writes the weights of model chunks as Hugging Face has them, adapters as PEFT does, whatever the layout.
 
-Tensor by tensor: the parts go to the rank that holds the first one, which writes it. So several ranks write,
-files of their own, and none has more in memory than one whole tensor. Adapters are one file, by the first.
+Each tensor is written by the rank that holds its first part (`models.streaming`), so that several ranks write
+files of their own. Adapters are one file, by the first rank.
 """
 
 import logging
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from bundle import files, hub
 from bundle.architectures import tensors
@@ -22,23 +19,14 @@ from bundle.architectures.adapters import CONFIG, WEIGHTS, config, pairs, publis
 from bundle.architectures.tensors import Tensors
 from bundle.distributed.world import on_all_ranks, on_rank_0
 from bundle.mcore.groups import Groups
-from bundle.models import adapters, naming
-from bundle.models.naming import Named
+from bundle.models import adapters
 from bundle.models.published import Output, files_of, stored
+from bundle.models.streaming import TensorStream
 from bundle.pretrained import one_of_each_kind, replacing, writing
 from bundle.pretrained.writing import Numbers, Published, Stored
 from bundle.recipe import Recipe
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Whole:
-    """One tensor that is published, the ranks that hold its parts in order, and the one that writes it."""
-
-    tensor: tensors.Tensor
-    holders: tuple[int, ...]
-    writer: int
 
 
 def write(
@@ -52,30 +40,15 @@ def write(
 
     All ranks call it; the chunks stay as they are. Raises JobFailed on all ranks where one cannot write.
     """
-    own: dict[str, Named] = {}
-    for chunk in chunks:
-        for named in (*naming.parameters(chunk, groups), *naming.buffers(chunk, groups)):
-            own.setdefault(named.name, named)
-    everything = _planned(list(table.published()), own)
-    rank, writers = dist.get_rank(), sorted({whole.writer for whole in everything})
+    stream = TensorStream.from_chunks(chunks, groups, table)
     of_writers = files_of(
-        [each for whole in everything if whole.writer == writer for each in stored(whole.tensor, numbers)]
-        for writer in writers
+        [entry for route in stream.routes if route.owner == owner for entry in stored(route.tensor, numbers)]
+        for owner in stream.owners
     )
-    mine = dict(zip(writers, of_writers, strict=True)).get(rank, {})
+    mine = dict(zip(stream.owners, of_writers, strict=True)).get(dist.get_rank(), {})
     output = Output(directory, mine)
-    likes = {_of_any(name): named for name, named in own.items()}
-    for whole in everything:
-        if rank not in (*whole.holders, whole.writer):
-            continue
-        name = whole.tensor.name
-        held = own.get(name)
-        if held is None:  # an entry of a stack, of which this rank has others
-            like = likes[_of_any(name)]
-            held = Named(name, torch.empty_like(like.parameter), like.shard)
-        values = _gathered(adapters.merged(held, chunks), whole.holders, whole.writer)
-        if values is not None:
-            output.append(whole.tensor, values, numbers)
+    for tensor, full_tensor in stream.gather("owner"):
+        output.append(tensor, full_tensor, numbers)
     on_all_ranks(output.close)
     return {name: share for of_one in of_writers for name, share in of_one.items()}
 
@@ -137,11 +110,10 @@ def export_adapters(directory: Path, recipe: Recipe, chunks: Sequence[torch.nn.M
     lora, rank = recipe.model.lora, dist.get_rank()
     assert lora is not None
     own = {named.name: named for named in adapters.every_matrix(chunks)}
-    some = next(iter(own.values())).parameter  # every chunk has adapters: `plan` says where one has none
     model = Tensors(recipe.architecture)
     of_tensors = (pairs(tensor, lora.targets, lora.rank) for tensor in model)
     table = {matrix.name: matrix for of in of_tensors for pair in of if pair for matrix in pair}
-    everything = _planned([published(name, table[name].shape, model.names) for name in sorted(table)], own)
+    stream = TensorStream([published(name, table[name].shape, model.names) for name in sorted(table)], own)
     numbers = cast(Numbers, recipe.model.dtype)
     if both := sorted(_modules(table, of_experts=True) & _modules(table, of_experts=False)):
         _log.warning(
@@ -152,15 +124,10 @@ def export_adapters(directory: Path, recipe: Recipe, chunks: Sequence[torch.nn.M
         )
     with ExitStack() as whole:
         partial = on_rank_0(lambda: whole.enter_context(replacing.replacing(directory)))
-        of_file = [each for matrix in everything for each in stored(matrix.tensor, numbers)]
+        of_file = [entry for route in stream.routes for entry in stored(route.tensor, numbers)]
         output = Output(partial, {WEIGHTS: of_file} if rank == 0 else {})
-        for matrix in everything:
-            if rank == 0 or rank in matrix.holders:
-                name, parts = matrix.tensor.name, len(matrix.holders)
-                named = own.get(name) or adapters.empty(table[name], 0, parts, some)
-                values = _gathered(named, matrix.holders, 0)
-                if values is not None:
-                    output.append(matrix.tensor, values, numbers)
+        for matrix, full_matrix in stream.gather(0):
+            output.append(matrix, full_matrix, numbers)
         on_all_ranks(output.close)
         said = config(lora.rank, lora.alpha, lora.dropout, lora.targets, hub.repository(recipe.model.path))
         on_rank_0(lambda: files.write_json(partial / CONFIG, said))
@@ -170,48 +137,3 @@ def export_adapters(directory: Path, recipe: Recipe, chunks: Sequence[torch.nn.M
 def _modules(names: Iterable[str], *, of_experts: bool) -> set[str]:
     """The last parts of the names of the modules that these matrices are beside."""
     return {name.rsplit(".", 3)[1] for name in names if tensors.is_expert(name) is of_experts}
-
-
-def _planned(everything: Sequence[tensors.Tensor], own: Mapping[str, Named]) -> list[_Whole]:
-    """Who holds which part of each of these tensors: of replicas those of the lowest ranks.
-
-    The holder of the first part writes it; what becomes one published tensor, the first one's.
-    """
-    held = [
-        (number, named.shard.rank if named.shard else 0)
-        for number, tensor in enumerate(everything)
-        if (named := own.get(tensor.name)) is not None
-    ]
-    seen: list[list[tuple[int, int]]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(seen, held)
-    holders: dict[int, dict[int, int]] = {}
-    for rank, of_rank in enumerate(seen):
-        for number, part in of_rank:
-            holders.setdefault(number, {}).setdefault(part, rank)
-    found: list[_Whole] = []
-    writers: dict[tuple[str, ...], int] = {}
-    for number, tensor in enumerate(everything):
-        of_parts = tuple(holders[number][part] for part in sorted(holders[number]))
-        found.append(_Whole(tensor, of_parts, writers.setdefault(tensor.published, of_parts[0])))
-    return found
-
-
-def _of_any(name: str) -> str:
-    """The name of an expert's tensor without the expert's number."""
-    return re.sub(r"(?<=local_experts\.)\d+", "#", name)
-
-
-def _gathered(named: Named, holders: tuple[int, ...], writer: int) -> Tensor | None:
-    """The whole tensor on the rank that writes it; None on those that have sent it their part.
-
-    A writer that holds no part gives room for one.
-    """
-    rank, part = dist.get_rank(), named.parameter.detach().contiguous()
-    if rank != writer:
-        dist.send(part, writer)
-        return None
-    parts = [part if holder == rank else torch.empty_like(part) for holder in holders]
-    for holder, received in zip(holders, parts, strict=True):
-        if holder != rank:
-            dist.recv(received, holder)
-    return named.shard.joined(parts) if named.shard else parts[0]

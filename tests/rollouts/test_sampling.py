@@ -20,7 +20,7 @@ STOP = (3, 5)
 
 def rounding(name: str) -> float:
     """transformers computes some parts of a float64 model in float32, gated delta nets in two ways."""
-    return 1e-4 if name == "linear" else 3e-6
+    return 1e-3 if name == "linear" else 3e-6
 
 
 def requests_of(lengths, answers=2, seed=1) -> list[Request]:
@@ -60,7 +60,8 @@ def test_answers_have_the_log_probs_of_a_full_forward_pass(name):
         # the token is the one whose share of the distribution holds the uniform number of its position
         uniforms = draw_uniforms(sampling(), request, 9)[: len(answer.ids)]
         above = np.exp(full).cumsum(-1)[np.arange(len(answer.ids)), list(answer.ids)]
-        assert (uniforms < above + 1e-5).all() and (uniforms > above - np.exp(expected) - 1e-5).all()
+        slack = rounding(name)
+        assert (uniforms < above + slack).all() and (uniforms > above - np.exp(expected) - slack).all()
 
 
 @pytest.mark.parametrize("name", ["mimo", "window", "linear"])
