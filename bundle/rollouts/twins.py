@@ -52,9 +52,7 @@ class TwinBuilder:
         Raise JobFailed with every tensor that is missing, unexpected or of another shape.
         """
         weights = {
-            name: tensor
-            for name, tensor in tensors.items()
-            if name not in self.mtp_names | self.copy_names
+            name: tensor for name, tensor in tensors.items() if name not in self.mtp_names | self.copy_names
         }
         self._check(weights)
         with self._quiet(), torch.random.fork_rng(devices=[]):
