@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bundle.architectures import Architecture
-from bundle.cli.request import Request
+from bundle.cli.request import JobRequest
 from bundle.errors import ExitCode, UsageError
 from bundle.launch import Start
 from bundle.planning import plan_for
@@ -48,7 +48,7 @@ class Wish:
     lora: bool = False
     epochs: float | None = None
     hardware: str | None = None  # instead of this machine
-    request: Request = field(default_factory=Request)
+    request: JobRequest = field(default_factory=JobRequest)
 
     @property
     def name(self) -> str:
@@ -165,7 +165,7 @@ def _recipe(wish: Wish, *choices: Sequence[KeyChoice]) -> Recipe:
     return from_mapping(values, f"recipe {wish.name}", wish.request.overrides or ())
 
 
-def _read_data(recipe: Recipe, request: Request) -> "Corpus":
+def _read_data(recipe: Recipe, request: JobRequest) -> "Corpus":
     """Return the data of a recipe, made into tokens. Raise for inputs that cannot be used."""
     directory = request.directory(recipe)
     run = RunDirectory(directory)

@@ -61,7 +61,7 @@ def generate(
     weights.refuse_missing(model)
     weights.quiet()
     from bundle.data.prompts import Prompts
-    from bundle.models.generation import Sampling, answers
+    from bundle.models.generation import GenerationOptions, answers
 
     checkpoint, job = None, None
     if not files.is_file(model / "config.json"):
@@ -74,7 +74,7 @@ def generate(
     shown = {"image": images or [], "video": videos or []}
     encoded = [writer.prompt(prompt, shown) for prompt in prompts]
     positions = job.architecture.max_position_embeddings if job else _read_positions(model)
-    sampling = Sampling(limit_tokens(max_tokens, encoded, positions), temperature, top_p, seed)
+    sampling = GenerationOptions(limit_tokens(max_tokens, encoded, positions), temperature, top_p, seed)
     text = TextStream(writer.tokenizer.decode, writer.ends, as_json=as_json)
     with open_weights(model, checkpoint, job) as directory:
         found = answers(directory, encoded, writer.ends, sampling, text.add)

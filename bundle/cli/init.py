@@ -11,7 +11,7 @@ import typer
 from bundle import files
 from bundle.cli import options
 from bundle.cli.building import EPOCHS, KeyChoice, Wish, build_recipe
-from bundle.cli.request import Request
+from bundle.cli.request import JobRequest
 from bundle.errors import UsageError
 from bundle.recipe.document import written
 
@@ -44,7 +44,7 @@ def init(
         raise UsageError(
             f"--output {output}: this file exists. Name another one, or replace it with --force."
         )
-    request = Request(overrides=overrides)
+    request = JobRequest(overrides=overrides)
     built = build_recipe(Wish(task, model, data, lora, epochs, hardware or None, request))
     files.write_text(output, _HEAD + "".join(_write_comments(_tree(built.choices))))
     named = shlex.quote(str(output if output.suffix in (".yaml", ".yml") else output.absolute()))

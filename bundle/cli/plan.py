@@ -10,7 +10,7 @@ import typer
 
 from bundle import files
 from bundle.cli import options
-from bundle.cli.request import Machines, Request, spread
+from bundle.cli.request import JobRequest, Machines, spread
 from bundle.environment import image
 from bundle.environment.image import BuildInfo
 from bundle.errors import ExitCode
@@ -33,7 +33,7 @@ _PLANS_ONLY = {"hardware", "record", "job", "as_json", "nodes"}
 def plan(
     context: typer.Context,
     recipe: options.Recipe,
-    request: Request,
+    request: JobRequest,
     machines: Machines,
     fresh: options.Fresh = False,
     record: options.ImageRecord = None,
@@ -80,7 +80,7 @@ def plan(
 
 def planned(
     recipe: Recipe,
-    request: Request,
+    request: JobRequest,
     machines: Machines,
     record: BuildInfo | None,
     beside: Sequence[Problem] = (),

@@ -13,7 +13,7 @@ from bundle.recipe import Recipe, load
 
 
 @dataclass(frozen=True)
-class Request:
+class JobRequest:
     """A job as it is asked for: what is changed of its recipe, how it begins, and what it runs with."""
 
     overrides: options.Overrides = None
@@ -54,7 +54,7 @@ def spread(verb: Callable[..., None]) -> Callable[..., None]:
     groups: dict[str, Any] = {
         name: parameter.annotation
         for name, parameter in own.parameters.items()
-        if parameter.annotation in (Request, Machines)
+        if parameter.annotation in (JobRequest, Machines)
     }
     flat: list[inspect.Parameter] = []
     for name, parameter in own.parameters.items():

@@ -7,7 +7,7 @@ import typer
 
 from bundle.cli import options
 from bundle.environment import compatibility, hardware
-from bundle.environment.compatibility import EMULATED, PYTHON, Answer, Combination
+from bundle.environment.compatibility import EMULATED, PYTHON, Combination, CombinationAdvice
 from bundle.errors import EnvironmentUnfit
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -36,7 +36,7 @@ def resolve(
         )
 
 
-def _lines(found: Combination, answer: Answer, mcore: str) -> list[str]:
+def _lines(found: Combination, answer: CombinationAdvice, mcore: str) -> list[str]:
     lines = [f"# seen together on {found.backend}, Python {found.packages[PYTHON]}:"]
     for seen in (found, *answer.also):
         said = f", {seen.source}" if seen.source else ""
@@ -75,7 +75,7 @@ def _declared(image: compatibility.Pinned) -> str:
     return f"the image stack {image.stack} pins {pins}; never run beside that megatron-core: {without}"
 
 
-def _document(answer: Answer, backend: str, mcore: str) -> dict[str, Any]:
+def _document(answer: CombinationAdvice, backend: str, mcore: str) -> dict[str, Any]:
     found = answer.found
     return {
         "schema": 1,

@@ -8,7 +8,7 @@ import typer
 from bundle.cli import may_fail, options
 from bundle.cli.building import Built, Wish, build_recipe
 from bundle.cli.check import count_data, data_lines, say_left_out
-from bundle.cli.request import Request, spread
+from bundle.cli.request import JobRequest, spread
 from bundle.cli.train import decide_job, import_megatron_from, run_job
 from bundle.errors import UsageError
 from bundle.launch.job import Job
@@ -25,7 +25,7 @@ def build_app(task: str, about: str) -> typer.Typer:
     def train_task(
         model: options.Model,
         data: options.Data,
-        request: Request,
+        request: JobRequest,
         lora: options.Lora = False,
         epochs: options.Epochs = None,
         fresh: options.Fresh = False,

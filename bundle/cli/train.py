@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from bundle.cli import may_fail, options
-from bundle.cli.request import Request, spread
+from bundle.cli.request import JobRequest, spread
 from bundle.cli.room import say_room
 from bundle.environment import hardware, image, machine, packages
 from bundle.environment.ascend import cann
@@ -44,7 +44,7 @@ _BESIDE_JOB = _OF_NODE | {"job", "mcore", "wait", "log_level"}
 @spread
 def train(
     context: typer.Context,
-    request: Request,
+    request: JobRequest,
     recipe: options.Recipe = "",
     fresh: options.Fresh = False,
     job: Annotated[
@@ -114,7 +114,13 @@ def train(
 
 
 def decide_job(
-    recipe: Recipe, request: Request, where: Rendezvous, *, fresh: bool, spares: int = 0, is_dry: bool = False
+    recipe: Recipe,
+    request: JobRequest,
+    where: Rendezvous,
+    *,
+    fresh: bool,
+    spares: int = 0,
+    is_dry: bool = False,
 ) -> Job:
     """Return the job that a recipe comes to on this machine. Raise what a plan with problems raises."""
     start, directory = request.start(fresh=fresh), request.directory(recipe)

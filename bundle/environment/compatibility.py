@@ -117,7 +117,7 @@ def load() -> Table:
     return parse(files.content(FILE, 1 << 22).decode("utf-8"), FILE.name)
 
 
-class Answer(NamedTuple):
+class CombinationAdvice(NamedTuple):
     """What the table says about a megatron-core on a backend; `found` is None where none was seen."""
 
     found: Combination | None
@@ -126,7 +126,7 @@ class Answer(NamedTuple):
     images: tuple[Pinned, ...] = ()  # that pin what is asked for, seen or not
 
 
-def resolve(table: Table, backend: str, core: str = "") -> Answer:
+def resolve(table: Table, backend: str, core: str = "") -> CombinationAdvice:
     """The best known combination for a release ("0.17.1"), a minor ("0.17"), or any.
 
     The newest release wins, then what ran on a device, then the latest run. Raises UsageError for what is no
@@ -148,10 +148,10 @@ def resolve(table: Table, backend: str, core: str = "") -> Answer:
     images = tuple(filter(asked, table.images_of(backend)))
     if best:
         also = tuple(seen for seen in best[1:] if seen.packages == best[0].packages)
-        return Answer(best[0], also=also, images=images)
+        return CombinationAdvice(best[0], also=also, images=images)
     near = sorted(here, key=lambda seen: _distance(_release(seen), wanted.release if wanted else ()))
     elsewhere = [seen for seen in table.combinations if seen.backend != backend and asked(seen)]
-    return Answer(None, nearest=(*_one_each(near), *_one_each(elsewhere)), images=images)
+    return CombinationAdvice(None, nearest=(*_one_each(near), *_one_each(elsewhere)), images=images)
 
 
 def versions_met(table: Table, backend: str, package: str, *, hardware: bool) -> dict[str, Combination]:

@@ -13,7 +13,7 @@ from bundle.errors import EnvironmentUnfit, UsageError
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class GenerationOptions:
     """How tokens are chosen; at temperature 0 the likeliest one."""
 
     max_tokens: int
@@ -62,7 +62,7 @@ def answers(
     directory: Path,
     prompts: Iterable[Prompt],
     ends: Sequence[int],
-    sampling: Sampling,
+    sampling: GenerationOptions,
     show: Callable[[int], None] = lambda token: None,
 ) -> Iterator[list[int]]:
     """The ids that follow each prompt in the model of a Hugging Face directory, one prompt after the other.

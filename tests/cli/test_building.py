@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bundle.cli.building import STEPS, Wish, build_recipe
-from bundle.cli.request import Request
+from bundle.cli.request import JobRequest
 from bundle.errors import BundleError, UsageError
 from bundle.recipe import load
 from tests.journeys import checkpoints
@@ -24,7 +24,7 @@ def chats(tmp_path) -> Path:
 
 
 def build(place: Path, *overrides: str, task: str = "sft", data: Path, model: Path, **more):
-    request = Request(overrides=list(overrides), run_directory=place / "run")
+    request = JobRequest(overrides=list(overrides), run_directory=place / "run")
     return build_recipe(Wish(task, str(model), [str(data)], request=request, **more))
 
 
@@ -147,7 +147,7 @@ def test_init_writes_a_recipe_that_plan_and_check_take(model, chats, tmp_path):
     text = (tmp_path / "recipe.yaml").read_text()
     assert "lr: 0.0002" in text and text.count("# ") >= 10
     built = build_recipe(
-        Wish("sft", str(model), [str(chats)], request=Request(overrides=["optimizer.lr=2e-4"]))
+        Wish("sft", str(model), [str(chats)], request=JobRequest(overrides=["optimizer.lr=2e-4"]))
     )
     assert load(tmp_path / "recipe.yaml") == built.recipe
     bundle("plan", "recipe.yaml", cwd=tmp_path)

@@ -9,9 +9,9 @@ import typer
 from typer.testing import CliRunner
 
 from bundle.cli import dpo, launch, options, plan, pretrain, sft, train
-from bundle.cli.request import Machines, Request, spread
+from bundle.cli.request import JobRequest, Machines, spread
 
-COMMON = {field.name for field in fields(Request)}
+COMMON = {field.name for field in fields(JobRequest)}
 LAUNCH: Any = typer.main.get_command(launch.app)
 TARGETS = sorted(set(LAUNCH.commands) - {"status", "logs", "stop", "wait"})
 
@@ -39,12 +39,12 @@ def test_what_is_said_reaches_the_verb_and_what_is_not_is_as_it_would_be():
 
     @app.command()
     @spread
-    def verb(recipe: options.Recipe, request: Request, machines: Machines, more: int = 3) -> None:
+    def verb(recipe: options.Recipe, request: JobRequest, machines: Machines, more: int = 3) -> None:
         called.append((recipe, request, machines, more))
 
     words = ["demo", "--set", "a=1", "--set=b=2", "--from=x", "--weights-only", "--nodes=2", "--more=4"]
     assert CliRunner().invoke(app, words).exit_code == 0
-    asked = Request(overrides=["a=1", "b=2"], start_from=Path("x"), weights_only=True)
+    asked = JobRequest(overrides=["a=1", "b=2"], start_from=Path("x"), weights_only=True)
     assert called == [("demo", asked, Machines(nodes=2), 4)]
     assert CliRunner().invoke(app, ["demo"]).exit_code == 0
-    assert called[1] == ("demo", Request(), Machines(), 3)
+    assert called[1] == ("demo", JobRequest(), Machines(), 3)

@@ -79,7 +79,7 @@ def test_greedy_tokens_are_those_of_peft(case, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from bundle.models.generation import Prompt, Sampling, answers
+    from bundle.models.generation import GenerationOptions, Prompt, answers
 
     job = recipe(directory, of.targets)
     saved = checkpoint(tmp_path / "saved", matrices)
@@ -89,7 +89,13 @@ def test_greedy_tokens_are_those_of_peft(case, tmp_path):
     prompts = torch.tensor([[3, 8, 20, 1], [70, 9, 101, 44]])
     shown: list[int] = []
     found = list(
-        answers(tmp_path / "hf", [Prompt(ids.tolist()) for ids in prompts], [202], Sampling(12), shown.append)
+        answers(
+            tmp_path / "hf",
+            [Prompt(ids.tolist()) for ids in prompts],
+            [202],
+            GenerationOptions(12),
+            shown.append,
+        )
     )
     for ids, answer in zip(prompts, found, strict=True):
         settings = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": 202, "pad_token_id": 202}

@@ -93,7 +93,8 @@ def compare(layout: str, name: str, directory: Path, runtime) -> float:
     twin = TransformersRollout(
         job.model.config, job.architecture, dtype=torch.float32, device=torch.device("cpu"), batch_limit=3
     )
-    distance, before = 0.0, {}
+    distance = 0.0
+    before: dict[str, torch.Tensor] = {}
     for version in (0, 1):
         out = directory / "exported" / layout / f"{name} {version}"
         exporting.export(out, job, engine.models, made)

@@ -1,6 +1,8 @@
 """Answers against transformers' own full forward pass, without a cache, padding or batch, in float64."""
 
 import functools
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,10 +31,8 @@ def requests_of(lengths, answers=2, seed=1) -> list[Request]:
     return [Request(ids, 10 + q, a) for q, ids in enumerate(prompts) for a in range(answers)]
 
 
-def sampling(**changes) -> Sampling:
-    return Sampling(
-        **{"temperature": 0.7, "max_completion_length": 9, "stop": STOP, "seed": 4, "step": 2} | changes
-    )
+def sampling(**changes: Any) -> Sampling:
+    return replace(Sampling(0.7, max_completion_length=9, stop=STOP, seed=4, step=2), **changes)
 
 
 def sample(model, requests, how=None, batch_limit=64):

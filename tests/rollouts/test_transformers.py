@@ -48,8 +48,9 @@ def is_same(first, second) -> bool:
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "window"])  # which we do not train
 def test_a_sync_gives_every_weight_bit_for_bit_and_copies_them(name, published):
     model, tensors = published(name)
-    engine: Rollout = rollout(name)
-    assert engine.version is None
+    engine = rollout(name)
+    promised: Rollout = engine
+    assert promised.version is None
     sent = {key: value.clone() for key, value in tensors.items()}
     generator = torch.get_rng_state()
     engine.sync(3, iter(sent.items()))

@@ -19,14 +19,14 @@ from bundle.cli.launch.submission import (
     say_hidden,
     submitted,
 )
-from bundle.cli.request import Machines, Request
+from bundle.cli.request import JobRequest, Machines
 from bundle.targets import docker as engine
 from bundle.targets import images
 
 
 def docker(
     recipe: options.Recipe,
-    request: Request,
+    request: JobRequest,
     machines: Machines,
     node_rank: NodeRank = 0,
     rendezvous: Rendezvous = "",

@@ -19,7 +19,7 @@ from bundle.cli.launch.submission import (
     say_hidden,
     submitted,
 )
-from bundle.cli.request import Machines, Request
+from bundle.cli.request import JobRequest, Machines
 from bundle.errors import UsageError
 from bundle.planning.inputs import absent_inputs
 from bundle.targets import images
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 def kubernetes(
     recipe: options.Recipe,
-    request: Request,
+    request: JobRequest,
     machines: Machines,
     claim: Annotated[
         str, typer.Option(help="The PersistentVolumeClaim of the run directory, which all nodes see.")

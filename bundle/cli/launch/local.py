@@ -8,14 +8,14 @@ import typer
 
 from bundle.cli import options
 from bundle.cli.launch.submission import Detach, NodeRank, Rendezvous, decided_here, submitted
-from bundle.cli.request import Machines, Request
+from bundle.cli.request import JobRequest, Machines
 from bundle.environment import image
 from bundle.targets import local as machine
 
 
 def local(
     recipe: options.Recipe,
-    request: Request,
+    request: JobRequest,
     machines: Machines,
     node_rank: NodeRank = 0,
     rendezvous: Rendezvous = "",

@@ -9,7 +9,7 @@ import typer
 
 from bundle.cli import may_fail, options
 from bundle.cli.launch.submission import Detach, decided_here, say_epochs, submitted
-from bundle.cli.request import Machines, Request
+from bundle.cli.request import JobRequest, Machines
 from bundle.environment import image
 from bundle.errors import UsageError
 from bundle.launch import job as job_file
@@ -21,7 +21,7 @@ from bundle.targets import raycluster, raylets
 
 
 def ray(
-    request: Request,
+    request: JobRequest,
     machines: Machines,
     recipe: options.Recipe = "",
     record: options.ImageRecord = None,

@@ -7,7 +7,7 @@ import typer
 
 from bundle.cli import options
 from bundle.cli.launch.submission import Detach, decided_here, read_record, say_epochs, say_hidden, submitted
-from bundle.cli.request import Machines, Request
+from bundle.cli.request import JobRequest, Machines
 from bundle.targets import slurm as scheduler
 from bundle.targets.slurm import batch, containers
 from bundle.targets.slurm.options import CONTAINERS, Options
@@ -15,7 +15,7 @@ from bundle.targets.slurm.options import CONTAINERS, Options
 
 def slurm(
     recipe: options.Recipe,
-    request: Request,
+    request: JobRequest,
     machines: Machines,
     record: options.RunsIn = "",
     sbatch: Annotated[

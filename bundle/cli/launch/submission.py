@@ -12,7 +12,7 @@ import typer
 
 from bundle.cli import may_fail
 from bundle.cli.plan import planned
-from bundle.cli.request import Machines, Request
+from bundle.cli.request import JobRequest, Machines
 from bundle.cli.room import say_room
 from bundle.environment import image
 from bundle.environment.image import BuildInfo
@@ -104,14 +104,14 @@ def read_record_of_one(runs_in: str, said: str) -> Record:
     return None
 
 
-def decided(recipe: str, request: Request, machines: Machines, record: Record) -> Job:
+def decided(recipe: str, request: JobRequest, machines: Machines, record: Record) -> Job:
     """The job that a recipe is on such a cluster. Raises with everything that stands against it."""
     return _of(request.load(recipe), request, machines, record)
 
 
 def decided_here(
     recipe: str,
-    request: Request,
+    request: JobRequest,
     machines: Machines,
     record: Record,
     *,
@@ -186,7 +186,7 @@ def found(handle: str) -> tuple[Target, str]:
 
 def _of(
     recipe: Recipe,
-    request: Request,
+    request: JobRequest,
     machines: Machines,
     record: Record,
     beside: Sequence[Problem] = (),
