@@ -133,17 +133,20 @@ def test_frequencies_are_those_of_the_distribution():
 
 
 def test_equal_prompts_are_computed_once_and_rows_that_ended_leave():
-    model, shapes = draw_model("mimo"), []
+    model, shapes, positions = draw_model("mimo"), [], []
     forward = model.forward
 
     @functools.wraps(forward)
     def count(ids, **rest):
         shapes.append(tuple(ids.shape))
+        positions.append(rest["position_ids"].numpy())
         return forward(ids, **rest)
 
     model.forward = count
     answers = sample(model, requests_of((6, 9), answers=40), sampling(max_completion_length=30), 80)
     assert shapes[0] == (2, 9)
+    assert positions[0].tolist() == [[0, 0, 0, *range(6)], [*range(9)]], "rows count from their first token"
+    assert set(positions[1].flatten()) == {6, 9}
     rows = [size for size, _ in shapes[1:]]
     lengths = np.array([len(answer.ids) for answer in answers])
     assert rows == sorted(rows, reverse=True) and rows[0] == 80
@@ -162,7 +165,10 @@ def test_tokens_without_probability_are_never_drawn(data):
     logits = torch.tensor(
         [[data.draw(number) if may else -torch.inf for may in possible]], dtype=torch.float32
     )
-    uniform = data.draw(st.sampled_from([0.0, 0.5, 1 - 2**-53]) | st.floats(0, 1, exclude_max=True))
+    uniform = data.draw(
+        st.sampled_from([0.0, 0.5, 1 - 2**-53, 1.0])  # as a product is rounded
+        | st.floats(0, 1, exclude_max=True)
+    )
     tokens, log_probs = choose_tokens(logits, 0.9, torch.tensor([uniform], dtype=torch.float64))
     assert possible[int(tokens)]
     exact = logits[0].double() / 0.9

@@ -161,10 +161,19 @@ def test_tensors_of_mtp_layers_are_listed_and_of_no_other_layer(name, prefix, pu
     assert error.value.violations == (f"unexpected: {prefix}other.weight",)
 
 
+def test_a_layer_that_transformers_would_pass_over_is_refused(published):
+    _, tensors = published("glm")
+    engine, name = rollout("glm"), "model.layers.46.mlp.up_proj.weight"  # the MTP layer of GLM-4.5-Air
+    with pytest.raises(JobFailed) as error:
+        engine.sync(1, {**tensors, name: torch.zeros(3)}.items())
+    assert error.value.violations == (f"unexpected: {name}",)
+
+
 def test_a_tied_head_may_come_as_a_copy(published):
     model, tensors = published("tied")
     engine = rollout("tied")
     engine.sync(1, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}.items())
+    assert engine.ignored_names == ()
     assert engine.model.lm_head.weight is engine.model.model.embed_tokens.weight
     assert is_same(state(engine.model), state(model))
 
