@@ -100,9 +100,9 @@ def test_advantages_are_those_of_the_formulas(seed, kind, questions, has_penalti
     assert [len(one) for one in result.tokens] == lengths
     for ours, theirs in zip(result.tokens, wanted, strict=True):
         assert ours.dtype == np.float64
-        np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-9 * max(largest, 1e-12) + 1e-15)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-9 * max(largest, 1e-12) + 1e-12)
     for value, row, is_learned in zip(result.values, wanted, result.is_learned, strict=True):
-        assert value == pytest.approx(sum(row) / max(1, len(row)), rel=1e-8, abs=1e-8 * largest + 1e-15)
+        assert value == pytest.approx(sum(row) / max(1, len(row)), rel=1e-8, abs=1e-8 * largest + 1e-12)
         assert is_learned or not any(row)
     assert result.truncated_answers == sum(truncated)
     small = {g for g in groups if sum(of == g and r == r for of, r in zip(groups, rewards, strict=True)) < 2}
