@@ -203,10 +203,10 @@ def test_a_violation_of_a_reward_names_the_line_of_its_key(tmp_path):
 
 @pytest.mark.parametrize("length", [64, 127, 128, 200])
 def test_an_answer_has_room_for_a_question_of_one_token(length):
-    overrides = [f"data.sequence_length={length}", f"rl.rollout.max_completion_length={length - 1}"]
-    assert find_room(build(*overrides[:1], "rl.rollout.max_completion_length=1")) == length
-    build(*overrides)
-    assert collect_violations(*overrides[:1], f"rl.rollout.max_completion_length={length}")
+    overrides, key = [f"data.sequence_length={length}"], "rl.rollout.max_completion_length"
+    assert find_room(build(*overrides, f"{key}=1")) == length
+    build(*overrides, f"{key}={length - 1}")
+    assert collect_violations(*overrides, f"{key}={length}")
 
 
 @given(st.text("ab./:_1 é", max_size=12), st.text("ab_1é", max_size=6))
@@ -221,4 +221,5 @@ def test_a_function_is_split_at_the_last_colon_behind_py(file, name):
 
 def test_prompts_times_answers_is_a_multiple_of_the_batch():
     for batch, iterations in itertools.product((8, 16, 32), (1, 3)):
-        assert build(f"train.global_batch_size={batch}", num_iterations=iterations).rl is not None
+        override = f"train.global_batch_size={batch}"
+        assert build(override, num_iterations=iterations).rl is not None

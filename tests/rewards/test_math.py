@@ -120,4 +120,4 @@ def test_without_the_package_the_pool_says_what_to_install(monkeypatch, tmp_path
     with pytest.raises(EnvironmentUnfit) as caught:
         RewardPool([RLReward(kind="exact"), RLReward(kind="math")])
     assert caught.value.code == 3
-    assert str(caught.value).startswith("rl.rewards.1.kind: math") and "mcore-bundle[rl]" in str(caught.value)
+    assert str(caught.value).startswith("rl.rewards.1.kind: ") and "mcore-bundle[rl]" in str(caught.value)

@@ -42,7 +42,8 @@ def test_the_right_answer_is_read_or_missed(row, fields, pattern, expected):
 
 
 def test_the_default_is_the_answer_of_verl_and_then_the_response():
-    assert list_fields(RLReward(kind="math"), "answer") == ("reward_model.ground_truth", "answer")
+    fields = ("reward_model.ground_truth", "answer")
+    assert list_fields(RLReward(kind="math"), "answer") == fields
     assert list_fields(RLReward(kind="math", field="x"), "answer") == ("x",)
 
 

@@ -1,5 +1,7 @@
 """A sync takes published tensors as transformers itself saves them: all of them or none."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -111,23 +113,25 @@ def test_an_error_inside_transformers_leaves_the_old_version(where, published, m
     assert engine.version == 1 and is_same(state(engine.model), weights)
 
 
-def test_what_does_not_fit_is_named_all_at_once(published):
+def test_what_does_not_fit_is_named_all_at_once(published, messages):
     _, tensors = published("mimo")
     engine = rollout("mimo")
-    wrong = dict(tensors)
+    wrong, stranger = dict(tensors), "model.layers.7.self_attn.q_proj.weight"
     del wrong["model.norm.weight"]
-    wrong["model.layers.7.self_attn.q_proj.weight"] = torch.zeros(2)
+    wrong[stranger] = torch.zeros(2)
     wrong["lm_head.weight"] = torch.zeros(38, 32)  # a row of padding
     with pytest.raises(JobFailed) as error:
         engine.sync(1, wrong.items())
-    assert error.value.violations == (
-        "missing: model.norm.weight",
-        "unexpected: model.layers.7.self_attn.q_proj.weight",
-        "shape: lm_head.weight is [38, 32], not [37, 32]",
-    )
+    messages(str(error.value))
+    assert [line.split()[:2] for line in error.value.violations] == [
+        ["missing:", "model.norm.weight"],
+        ["unexpected:", stranger],
+        ["shape:", "lm_head.weight"],
+    ]
     with pytest.raises(JobFailed) as error:
         engine.sync(1, [*tensors.items(), ("lm_head.weight", tensors["lm_head.weight"])])
-    assert error.value.violations == ("repeated: lm_head.weight",)
+    messages(str(error.value))
+    assert [line.split() for line in error.value.violations] == [["repeated:", "lm_head.weight"]]
     with pytest.raises(JobFailed, match="no weights"):
         engine.generate(REQUESTS, SAMPLING)
     assert engine.version is None
@@ -204,7 +208,7 @@ def test_a_closed_engine_answers_again_after_a_sync(published):
     assert len(engine.generate(REQUESTS, SAMPLING)) == 2
 
 
-def test_prompts_that_the_model_cannot_read_are_refused(published):
+def test_prompts_that_the_model_cannot_read_are_refused(published, messages):
     _, tensors = published("tied")
     engine = rollout("tied")
     engine.sync(1, tensors.items())
@@ -213,16 +217,14 @@ def test_prompts_that_the_model_cannot_read_are_refused(published):
             [*REQUESTS, Request((), 8, 0), Request((), 8, 1), Request((1, 37), 9, 0), Request((-1,), 10, 0)],
             SAMPLING,
         )
-    assert error.value.violations == (
-        "question 8: it has no token",
-        "question 9: token 37 is not below 37",
-        "question 10: token -1 is not below 37",
-    )
+    messages(str(error.value))
+    numbers = [[int(n) for n in re.findall(r"-?\d+", line)] for line in error.value.violations]
+    assert numbers == [[8], [9, 37, 37], [10, -1, 37]]
 
 
 def test_families_without_a_text_model_and_bad_limits_are_refused():
     config = next(case.config for case in VISION_CASES)
-    with pytest.raises(UsageError, match="no text model"):
+    with pytest.raises(UsageError, match="text model"):
         TransformersRollout(config, from_config(config), dtype=torch.float32, device=torch.device("cpu"))
     with pytest.raises(UsageError, match="batch_limit: 0"):
         rollout("tied", batch_limit=0)
