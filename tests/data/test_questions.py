@@ -13,7 +13,7 @@ from bundle.errors import UsageError
 from bundle.recipe import load
 from tests.data import chat
 
-GSM8K = Path(os.environ.get("BUNDLE_GSM8K", Path(__file__).parents[3].parent / "shared/data/gsm8k"))
+GSM8K = Path(os.environ.get("BUNDLE_GSM8K", Path(__file__).parents[3] / "shared/data/gsm8k"))
 EXACT = "{kind: exact, field: answer}"
 
 

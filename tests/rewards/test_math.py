@@ -15,7 +15,7 @@ from bundle.recipe.rl import RLReward
 from bundle.rewards import RewardPool
 from bundle.rewards.process import OVERRUN_LIMIT
 
-GSM8K = Path(os.environ.get("BUNDLE_GSM8K", Path(__file__).parents[3].parent / "shared/data/gsm8k"))
+GSM8K = Path(os.environ.get("BUNDLE_GSM8K", Path(__file__).parents[3] / "shared/data/gsm8k"))
 # Powers of powers: Python computes them in C, where no signal is heard.
 ENDLESS = "$9^{9^{9^{9}}}$"
 
